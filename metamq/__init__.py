@@ -1,0 +1,61 @@
+"""metamq: a pull-style message queue for Python and Spark.
+
+The public names live here and are imported on first use (PEP 562), so that `import metamq` costs nothing.
+The asyncio twins of `Producer`, `Consumer` and `Admin` are in `metamq.aio`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from metamq import aio as aio
+    from metamq import errors as errors
+    from metamq.client.admin import Admin as Admin
+    from metamq.client.consumer import Consumer as Consumer
+    from metamq.client.model import Message as Message
+    from metamq.client.model import MessageBatch as MessageBatch
+    from metamq.client.model import Receipt as Receipt
+    from metamq.client.model import ReceiptRange as ReceiptRange
+    from metamq.client.model import TopicPartition as TopicPartition
+    from metamq.client.producer import Producer as Producer
+
+_HOME = {
+    "Admin": "metamq.client.admin",
+    "Consumer": "metamq.client.consumer",
+    "Message": "metamq.client.model",
+    "MessageBatch": "metamq.client.model",
+    "Producer": "metamq.client.producer",
+    "Receipt": "metamq.client.model",
+    "ReceiptRange": "metamq.client.model",
+    "TopicPartition": "metamq.client.model",
+}
+
+__all__ = [
+    "Admin",
+    "Consumer",
+    "Message",
+    "MessageBatch",
+    "Producer",
+    "Receipt",
+    "ReceiptRange",
+    "TopicPartition",
+    "__version__",
+    "aio",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in ("aio", "errors"):
+        return importlib.import_module(f"metamq.{name}")
+    raise AttributeError(f"module 'metamq' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

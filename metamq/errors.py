@@ -1,0 +1,305 @@
+"""Every error that metamq raises.
+
+    MetamqError
+    ├── ConnectError              nobody answers at an address, or the connection broke
+    │   └── UnsupportedVersion    the other side speaks another protocol version
+    ├── ProtocolError             the other side sent bytes that are not the protocol
+    ├── ConfigError               a setting, name or argument is wrong
+    │   └── ForkedError           a client is used in a process that did not make it
+    ├── TopicNotFound             no such topic
+    │   └── PartitionNotFound     the topic has no such partition
+    ├── TopicExists               a topic of that name is there already
+    ├── MessageTooLarge           a message or batch is over the limit
+    ├── BufferFull                the producer's buffer is full and may not wait      (also BufferError)
+    ├── DeliveryTimeout           no answer in time; the outcome may be unknown       (also TimeoutError)
+    ├── Timeout                   a wait of the caller's ended first                  (also TimeoutError)
+    ├── NotEnoughReplicas         too few in-sync replicas to accept a write
+    ├── Fenced                    the broker is no longer, or not yet, the master
+    ├── SequenceGap               a producer's batch came before its predecessor
+    ├── OffsetOutOfRange          the offset is not, or no longer, in the log
+    ├── CorruptData               a checksum or a length on disk or on the wire is wrong
+    ├── StorageError              the broker's disk failed
+    │   └── DiskFull              too little disk is left to accept writes
+    ├── OwnershipLost             another member owns the partition now
+    ├── TransactionError          a transaction could not be carried out
+    └── ClosedError               used after close()
+
+Every error carries fields, builds its own sentence from them, and says the next step in `.hint`.
+`.retriable` tells whether the same call may succeed later; `.outcome` whether the request was certainly
+`not_done` or its outcome is `unknown`. All of them pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Outcome = Literal["not_done", "unknown"]
+
+
+def _rebuild(cls: type[MetamqError], args: tuple[Any, ...], fields: dict[str, Any]) -> MetamqError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class MetamqError(Exception):
+    """The root. `str()` gives the problem, then the hint."""
+
+    retriable: bool = False
+    outcome: Outcome = "not_done"
+    hint: str = ""
+
+    def __init__(self, problem: str, *, hint: str | None = None, outcome: Outcome | None = None) -> None:
+        Exception.__init__(self, problem)
+        self.problem = problem
+        if hint is not None:
+            self.hint = hint
+        if outcome is not None:
+            self.outcome = outcome
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.hint}" if self.hint else self.problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class ConnectError(MetamqError):
+    """Nobody answers at `address`, or the connection to it broke."""
+
+    retriable = True
+
+    def __init__(
+        self, address: str, reason: str, *, hint: str | None = None, outcome: Outcome | None = None
+    ) -> None:
+        super().__init__(f"no connection to {address}: {reason}", hint=hint, outcome=outcome)
+        self.address = address
+        self.reason = reason
+
+
+class UnsupportedVersion(ConnectError):
+    """The other side speaks protocol versions `theirs` (lowest, highest); this side speaks `ours`."""
+
+    retriable = False
+
+    def __init__(self, address: str, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+        reason = f"it speaks protocol versions {theirs[0]} to {theirs[1]}, this side {ours[0]} to {ours[1]}"
+        older = "this side" if ours[1] < theirs[0] else "the other side"
+        super().__init__(address, reason, hint=f"Upgrade {older} to a metamq release that shares a version.")
+        self.ours = ours
+        self.theirs = theirs
+
+
+class ProtocolError(MetamqError):
+    """The peer's bytes are not the protocol; the connection is closed after it."""
+
+
+class ConfigError(MetamqError):
+    """A setting, a name or an argument is wrong."""
+
+
+class ForkedError(ConfigError):
+    """A client was made in one process and used in a fork of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"this {what} was made before the process forked and does not work in the child",
+            hint=f"Make the {what} in the child.",
+        )
+
+
+class TopicNotFound(MetamqError):
+    """No topic of that name."""
+
+    def __init__(self, topic: str, *, hint: str | None = None) -> None:
+        super().__init__(
+            f"topic {topic!r} does not exist",
+            hint=hint or f"Create it with `metamq topic create {topic}` or Admin.create_topic().",
+        )
+        self.topic = topic
+
+
+class PartitionNotFound(TopicNotFound):
+    """The topic exists, the partition does not."""
+
+    def __init__(self, topic: str, partition: str, partitions: tuple[str, ...] = ()) -> None:
+        known = f"It has: {', '.join(partitions)}." if partitions else ""
+        MetamqError.__init__(
+            self,
+            f"topic {topic!r} has no partition {partition!r}",
+            hint=known or f"`metamq topic describe {topic}` lists its partitions.",
+        )
+        self.topic = topic
+        self.partition = partition
+
+
+class TopicExists(MetamqError):
+    """A topic of that name is there already."""
+
+    def __init__(self, topic: str) -> None:
+        super().__init__(
+            f"topic {topic!r} exists already",
+            hint=f"Change it with `metamq topic alter {topic}`, or choose another name.",
+        )
+        self.topic = topic
+
+
+class MessageTooLarge(MetamqError):
+    """A message, or the batch it is in, has `size` bytes where `limit` are allowed."""
+
+    def __init__(self, what: str, size: int, limit: int, *, hint: str | None = None) -> None:
+        super().__init__(
+            f"{what} has {size:,} bytes, the limit is {limit:,}",
+            hint=hint or "Send less at once, or raise `max_message_bytes` on the broker and the producer.",
+        )
+        self.size = size
+        self.limit = limit
+
+
+class BufferFull(MetamqError, BufferError):
+    """The producer's buffer holds `limit` bytes that are not acknowledged yet."""
+
+    retriable = True
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the producer's buffer of {limit:,} bytes is full",
+            hint="Wait with `flush()` (asyncio: `await drain()`), raise `buffer_bytes`, or look at the broker.",
+        )
+        self.limit = limit
+
+
+class DeliveryTimeout(MetamqError, TimeoutError):
+    """A message was not acknowledged within `timeout_s`. It may be stored all the same."""
+
+    retriable = True
+    outcome: Outcome = "unknown"
+
+    def __init__(self, what: str, timeout_s: float, reason: str = "", *, outcome: Outcome = "unknown") -> None:
+        tail = f" (last error: {reason})" if reason else ""
+        super().__init__(
+            f"{what} was not acknowledged within {timeout_s:g} s{tail}",
+            hint="See whether the broker is up with `metamq doctor`.",
+            outcome=outcome,
+        )
+        self.timeout_s = timeout_s
+        self.reason = reason
+
+
+class Timeout(MetamqError, TimeoutError):
+    """The caller's own time limit ended; what it waited for goes on."""
+
+    retriable = True
+    outcome: Outcome = "unknown"
+
+    def __init__(self, what: str, timeout_s: float, *, hint: str | None = None) -> None:
+        super().__init__(f"{what} took longer than {timeout_s:g} s", hint=hint)
+        self.timeout_s = timeout_s
+
+
+class NotEnoughReplicas(MetamqError):
+    """The in-sync set has `have` members where the topic asks for `need`."""
+
+    retriable = True
+
+    def __init__(self, what: str, have: int, need: int, *, outcome: Outcome = "not_done") -> None:
+        super().__init__(
+            f"{what} has {have} in-sync replicas, {need} are needed",
+            hint="`metamq ha status` shows which replica is missing.",
+            outcome=outcome,
+        )
+        self.have = have
+        self.need = need
+
+
+class Fenced(MetamqError):
+    """The broker is not the master now: the caller is to look up the master again."""
+
+    retriable = True
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"{what} is not the master: {reason}")
+        self.reason = reason
+
+
+class SequenceGap(MetamqError):
+    """A batch of an idempotent producer came before its predecessor was stored."""
+
+    retriable = True
+
+    def __init__(self, what: str, expected: int, got: int) -> None:
+        super().__init__(f"{what} expects batch {expected} of this producer next, got {got}")
+        self.expected = expected
+        self.got = got
+
+
+class OffsetOutOfRange(MetamqError):
+    """The log holds the offsets `start` to `end` (exclusive), `offset` is outside."""
+
+    def __init__(self, what: str, offset: int, start: int, end: int, reason: str = "") -> None:
+        tail = f" ({reason})" if reason else ""
+        super().__init__(
+            f"{what} has the offsets {start} to {end}, not {offset}{tail}",
+            hint="Seek, reset the group with `metamq group reset`, or choose `on_data_loss='earliest'|'latest'`.",
+        )
+        self.offset = offset
+        self.start = start
+        self.end = end
+        self.reason = reason
+
+
+class CorruptData(MetamqError):
+    """Bytes on disk or on the wire fail their checksum or their lengths."""
+
+    def __init__(self, what: str, reason: str, *, position: int | None = None, hint: str | None = None) -> None:
+        place = f" at byte {position:,}" if position is not None else ""
+        super().__init__(f"{what} is damaged{place}: {reason}", hint=hint)
+        self.position = position
+        self.reason = reason
+
+
+class StorageError(MetamqError):
+    """A write or an fsync failed; its outcome is unknown and it is never retried."""
+
+    outcome: Outcome = "unknown"
+
+
+class DiskFull(StorageError):
+    """Less disk is free than the broker keeps in reserve: writes are refused, reads go on."""
+
+    retriable = True
+    outcome: Outcome = "not_done"
+
+    def __init__(self, path: str, free_bytes: int, reserve_bytes: int) -> None:
+        super().__init__(
+            f"{path} has {free_bytes:,} bytes free, the broker keeps {reserve_bytes:,} in reserve",
+            hint="Free disk, shorten the retention of a topic, or lower `disk_reserve_bytes`.",
+        )
+        self.path = path
+        self.free_bytes = free_bytes
+        self.reserve_bytes = reserve_bytes
+
+
+class OwnershipLost(MetamqError):
+    """The partition has another owner now; what was not committed will be delivered to it."""
+
+    def __init__(self, topic: str, partition: str, reason: str) -> None:
+        super().__init__(
+            f"partition {partition} of {topic!r} is no longer owned by this consumer: {reason}",
+            hint="Roll back the results of its uncommitted messages: the new owner reads them again.",
+        )
+        self.topic = topic
+        self.partition = partition
+        self.reason = reason
+
+
+class TransactionError(MetamqError):
+    """A transaction could not be carried out."""
+
+
+class ClosedError(MetamqError):
+    """Used after close()."""
+
+    def __init__(self, what: str, reason: str = "") -> None:
+        super().__init__(f"this {what} is closed" + (f": {reason}" if reason else ""))

@@ -1,0 +1,75 @@
+"""Codecs for batch bodies. The codec's number is stored in the batch: numbers are never reused."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from metamq.errors import ConfigError, CorruptData
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Codec(enum.IntEnum):
+    """What a batch body is compressed with."""
+
+    NONE = 0
+    LZ4 = 1
+    ZSTD = 2
+
+
+def codec_named(name: str | None) -> Codec:
+    """The codec of a user's setting (`None`, "none", "lz4", "zstd").
+
+    Raises ConfigError for an unknown name, or when the package behind it is not installed.
+    """
+    try:
+        codec = Codec[(name or "none").upper()]
+    except KeyError:
+        known = ", ".join(c.name.lower() for c in Codec)
+        raise ConfigError(f"unknown compression {name!r}", hint=f"Choose one of: {known}.") from None
+    if codec is not Codec.NONE:
+        _module(codec)
+    return codec
+
+
+def _module(codec: Codec) -> Any:
+    if codec is Codec.LZ4:
+        name, extra = "lz4.frame", "lz4"
+    else:
+        name, extra = ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"), "zstd"
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"{codec.name.lower()} compression needs the package {name!r}",
+            hint=f"Install it with: pip install 'metamq[{extra}]'",
+        ) from None
+
+
+def compress(codec: Codec, body: Buffer) -> bytes:
+    """The compressed body. `codec` is not NONE."""
+    module = _module(codec)
+    compressed: bytes = module.compress(bytes(body))
+    return compressed
+
+
+def decompress(codec: int, body: Buffer, size: int) -> bytes:
+    """The body as it was before compress(); `size` is its length, checked by the caller against the limits.
+
+    Never allocates more than `size` + 1 bytes. Raises CorruptData when the body does not decompress to `size`.
+    """
+    if codec not in (Codec.LZ4, Codec.ZSTD):
+        raise CorruptData("batch body", f"unknown codec {codec}")
+    module = _module(Codec(codec))
+    make: Callable[[], Any] = module.LZ4FrameDecompressor if codec == Codec.LZ4 else module.ZstdDecompressor
+    try:
+        plain: bytes = make().decompress(bytes(body), size + 1)
+    except Exception as error:  # each codec has an error class of its own
+        raise CorruptData("batch body", f"{Codec(codec).name.lower()}: {error}") from error
+    if len(plain) != size:
+        raise CorruptData("batch body", f"decompresses to {len(plain)} bytes, its header says {size}")
+    return plain
