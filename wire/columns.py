@@ -1,0 +1,208 @@
+"""The columns in a batch's body: values, and optionally keys, timestamps and headers.
+
+    values      int32 offsets[count + 1], bytes                     each part padded to 8 bytes
+    keys        [validity bitmap,] int32 offsets[count + 1], bytes  with HAS_KEYS, the bitmap with HAS_NULL_KEYS
+    timestamps  int64[count], microseconds                          with HAS_TIMESTAMPS; else all have the base timestamp
+    headers     int32 offsets[count + 1], bytes                     with HAS_HEADERS; each a msgpack map, empty for none
+
+This is Arrow's layout of a binary array, so `pyarrow` wraps the received bytes without a copy. In Python the fast
+ways are one `bytes.join` to encode and one comprehension of slices to decode; both were measured against row-wise
+encodings, which cost three times as much.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgpack
+
+from metamq.errors import CorruptData, MessageTooLarge
+from metamq.wire import batch as layout
+from metamq.wire.batch import BatchHeader, padded
+from metamq.wire.compression import Codec, compress, decompress
+from metamq.wire.limits import BATCH_BYTES_MAX
+
+Buffer = bytes | bytearray | memoryview
+Headers = Mapping[str, bytes]
+_EMPTY_HEADER = bytes(layout.HEADER_BYTES)
+_PADS = tuple(bytes(n) for n in range(layout.ALIGNMENT))
+
+
+def encode(
+    values: Sequence[bytes],
+    *,
+    base_timestamp_us: int,
+    keys: Sequence[bytes | None] | None = None,
+    timestamps_us: Sequence[int] | None = None,
+    headers: Sequence[Headers | None] | None = None,
+    codec: Codec = Codec.NONE,
+    producer_id: int = layout.NO_PRODUCER,
+    sequence: int = 0,
+) -> bytearray:
+    """A whole batch, ready to be sent; the broker's part is zero.
+
+    The optional columns have one entry a message. Raises MessageTooLarge over 16 MiB, ValueError when a column has
+    another length than `values`.
+    """
+    count = len(values)
+    for column in (keys, timestamps_us, headers):
+        if column is not None and len(column) != count:
+            raise ValueError(f"a column has {len(column)} entries for {count} values")
+    parts: list[Buffer] = [_EMPTY_HEADER]
+    flags = 0
+    size = _add_binary(parts, values)
+    if keys is not None:
+        flags |= layout.HAS_KEYS
+        if None in keys:
+            flags |= layout.HAS_NULL_KEYS
+            size += _add_bitmap(parts, keys)
+        size += _add_binary(parts, [key or b"" for key in keys])
+    max_timestamp_us = base_timestamp_us
+    if timestamps_us is not None:
+        flags |= layout.HAS_TIMESTAMPS
+        base_timestamp_us, max_timestamp_us = min(timestamps_us), max(timestamps_us)
+        parts.append(struct.pack(f"<{count}q", *timestamps_us))
+        size += 8 * count
+    if headers is not None:
+        flags |= layout.HAS_HEADERS
+        size += _add_binary(parts, [msgpack.packb(dict(h)) if h else b"" for h in headers])
+    if size > BATCH_BYTES_MAX:
+        raise MessageTooLarge("batch", size, BATCH_BYTES_MAX)
+    body_size = size
+    if codec is not Codec.NONE:
+        body = compress(codec, b"".join(parts[1:]))
+        body_size = len(body)
+        parts = [_EMPTY_HEADER, body, _PADS[padded(body_size) - body_size]]
+    batch = bytearray().join(parts)
+    layout.seal(
+        batch, codec=codec, flags=flags, count=count, producer_id=producer_id, sequence=sequence, plain_size=size,
+        base_timestamp_us=base_timestamp_us, max_timestamp_us=max_timestamp_us, body_size=body_size,
+    )  # fmt: skip
+    return batch
+
+
+def _add_binary(parts: list[Buffer], column: Sequence[bytes]) -> int:
+    """Appends a binary column's offsets and bytes to `parts`; returns their size."""
+    offsets = struct.pack(f"<{len(column) + 1}i", *_offsets(column))
+    (data_size,) = struct.unpack_from("<i", offsets, len(offsets) - 4)
+    offsets_size, padded_data_size = padded(len(offsets)), padded(data_size)
+    parts.append(offsets)
+    parts.append(_PADS[offsets_size - len(offsets)])
+    parts.extend(column)
+    parts.append(_PADS[padded_data_size - data_size])
+    return offsets_size + padded_data_size
+
+
+def _offsets(column: Sequence[bytes]) -> list[int]:
+    offsets = list(accumulate(map(len, column), initial=0))
+    if offsets[-1] > BATCH_BYTES_MAX:
+        raise MessageTooLarge("batch", offsets[-1], BATCH_BYTES_MAX)
+    return offsets
+
+
+def _add_bitmap(parts: list[Buffer], keys: Sequence[bytes | None]) -> int:
+    size = padded(-(-len(keys) // 8))
+    bits = "".join(["0" if key is None else "1" for key in reversed(keys)])
+    parts.append(int(bits, 2).to_bytes(size, "little"))
+    return size
+
+
+class BinaryColumn:
+    """A binary column as it lies in the body: Arrow's three buffers, as views."""
+
+    __slots__ = ("count", "data", "offsets", "validity")
+
+    def __init__(self, count: int, offsets: memoryview, data: memoryview, validity: memoryview | None) -> None:
+        self.count = count
+        self.offsets = offsets
+        """int32, count + 1 of them."""
+        self.data = data
+        self.validity = validity
+
+    def tolist(self) -> list[bytes]:
+        """All entries as bytes; null entries are empty."""
+        data = bytes(self.data)
+        return [data[start:end] for start, end in pairwise(self.offsets.tolist())]
+
+    def tolist_with_nulls(self) -> list[bytes | None]:
+        """All entries as bytes, None where the validity bitmap says so."""
+        entries = self.tolist()
+        if self.validity is None:
+            return list(entries)
+        bits = int.from_bytes(self.validity, "little")
+        return [entry if bits >> i & 1 else None for i, entry in enumerate(entries)]
+
+
+class Columns:
+    """The decoded columns of one batch. Views into the received bytes: nothing is copied until asked for."""
+
+    __slots__ = ("count", "headers", "keys", "timestamps", "values")
+
+    def __init__(
+        self,
+        values: BinaryColumn,
+        keys: BinaryColumn | None,
+        timestamps: memoryview | None,
+        headers: BinaryColumn | None,
+    ) -> None:
+        self.count = values.count
+        self.values = values
+        self.keys = keys
+        self.timestamps = timestamps
+        """int64 microseconds, or None when all messages have the batch's base timestamp."""
+        self.headers = headers
+
+
+def decode(batch: memoryview, header: BatchHeader) -> Columns:
+    """The columns of a batch whose checksums were verified.
+
+    Raises CorruptData when the columns do not fit the body: its author was not this library.
+    """
+    body = batch[layout.HEADER_BYTES : layout.HEADER_BYTES + header.body_size]
+    if header.codec != Codec.NONE:
+        body = memoryview(decompress(header.codec, body, header.plain_size))
+    reader = _Reader(body, header.count)
+    values = reader.binary(with_validity=False)
+    keys = reader.binary(bool(header.flags & layout.HAS_NULL_KEYS)) if header.flags & layout.HAS_KEYS else None
+    timestamps = None
+    if header.flags & layout.HAS_TIMESTAMPS:
+        timestamps = reader.take(8 * header.count).cast("q")
+    headers = reader.binary(with_validity=False) if header.flags & layout.HAS_HEADERS else None
+    return Columns(values, keys, timestamps, headers)
+
+
+class _Reader:
+    def __init__(self, body: memoryview, count: int) -> None:
+        self._body = body
+        self._count = count
+        self._at = 0
+
+    def take(self, size: int) -> memoryview:
+        start = self._at
+        self._at = start + padded(size)
+        if size < 0 or start + size > len(self._body):
+            raise CorruptData("batch body", f"a column of {size} bytes at {start} does not fit {len(self._body)}")
+        return self._body[start : start + size]
+
+    def binary(self, with_validity: bool) -> BinaryColumn:
+        validity = self.take(-(-self._count // 8)) if with_validity else None
+        offsets = self.take(4 * (self._count + 1)).cast("i")
+        if offsets[0] != 0:
+            raise CorruptData("batch body", f"a column's first offset is {offsets[0]}, not 0")
+        return BinaryColumn(self._count, offsets, self.take(offsets[-1]), validity)
+
+
+def unpack_headers(packed: bytes) -> dict[str, bytes]:
+    """One message's headers. Raises CorruptData when they are not a map of str to bytes."""
+    if not packed:
+        return {}
+    try:
+        headers: Any = msgpack.unpackb(packed)
+    except Exception as error:  # msgpack has no common base class for what it raises
+        raise CorruptData("message headers", str(error)) from error
+    if not isinstance(headers, dict):
+        raise CorruptData("message headers", f"they are a {type(headers).__name__}, not a map")
+    return headers
