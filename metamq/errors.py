@@ -70,9 +70,7 @@ class ConnectError(MetamqError):
 
     retriable = True
 
-    def __init__(
-        self, address: str, reason: str, *, hint: str | None = None, outcome: Outcome | None = None
-    ) -> None:
+    def __init__(self, address: str, reason: str, *, hint: str | None = None, outcome: Outcome | None = None) -> None:
         super().__init__(f"no connection to {address}: {reason}", hint=hint, outcome=outcome)
         self.address = address
         self.reason = reason

@@ -78,7 +78,7 @@ class BatchHeader(NamedTuple):
     magic: int
     codec: int
     flags: int
-    count: int
+    count: int  # type: ignore[assignment]  # the field outranks tuple.count
     producer_id: int
     sequence: int
     """Number of this batch among the producer's batches for this partition, from 0."""

@@ -1,0 +1,172 @@
+"""The commands and the headers of their requests and responses.
+
+Headers are msgpack arrays in the order of the fields here; a receiver takes more fields than it knows, so that a
+field can be added at the end. `unpack` raises ProtocolError on anything else that is not as declared.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from metamq.errors import ProtocolError
+
+T = TypeVar("T")
+
+
+class Command(enum.IntEnum):
+    """What a request asks for. 5 and above 6 are kept for replication and transactions."""
+
+    HELLO = 1
+    AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, brokers of this release refuse it
+    PUT = 3
+    GET = 4
+    OFFSETS = 6
+    STATS = 7
+
+
+EARLIEST = -2
+LATEST = -1
+
+
+class Hello(NamedTuple):
+    """The first request on a connection: what the client speaks, and who it is."""
+
+    version_min: int
+    version_max: int
+    client: str
+
+
+class HelloReply(NamedTuple):
+    """What the broker chose and is. The limits are the ones it was configured with."""
+
+    version: int
+    broker_id: int
+    epoch: int
+    message_bytes_max: int
+    batch_bytes_max: int
+    frame_bytes_max: int
+    server: str
+
+
+class PutEntry(NamedTuple):
+    """One batch of a PUT: its place, and its size in the body. The batches stand in the entries' order."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    """The index in this broker: 3 for partition "0-3"."""
+    size: int
+
+
+class PutResult(NamedTuple):
+    """What became of one entry: status OK, or the error's status and fields."""
+
+    status: int
+    base_offset: int
+    append_time_us: int
+    error: Any
+
+
+class GetPartition(NamedTuple):
+    """Names a partition in the fetch session; the handle is the client's choice and stands for it from then on."""
+
+    handle: int
+    topic: str
+    topic_id: str
+    partition: int
+
+
+class Get(NamedTuple):
+    """One long poll of the connection's fetch session; only changes are sent.
+
+    A partition is *armed* with the offset to read from, is answered once, and is then idle until it is armed again.
+    The request is answered as soon as `bytes_min` bytes are there for armed partitions, or one of them fails, or
+    after `wait_ms`. A further GET on the connection answers a parked one at once, with nothing, and goes on with
+    all that is armed: so a parked poll is amended.
+    """
+
+    wait_ms: int
+    bytes_min: int
+    bytes_max: int
+    partition_bytes_max: int
+    opened: list[GetPartition]
+    armed: list[tuple[int, int]]
+    """(handle, offset)."""
+    closed: list[int]
+    """Handles to forget; a handle is not used twice on a connection."""
+
+
+class GetResult(NamedTuple):
+    """What one armed partition had. The batches stand in the body in the order of the results.
+
+    The first batch may begin before the offset asked for, and the last may be incomplete: the receiver drops both.
+    """
+
+    handle: int
+    status: int
+    size: int
+    start_offset: int
+    stable_offset: int
+    """The end of what can be read now; the lag is the distance to it."""
+    error: Any
+
+
+class OffsetsEntry(NamedTuple):
+    """Asks one partition for an offset: EARLIEST, LATEST, or that of the first message at a time (microseconds)."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    timestamp_us: int
+
+
+class OffsetsResult(NamedTuple):
+    """The offset, and its message's timestamp where it was asked for by time (-1 where there is none)."""
+
+    status: int
+    offset: int
+    timestamp_us: int
+    start_offset: int
+    stable_offset: int
+    epoch: int
+    error: Any
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    if kind is int:
+        return lambda value: type(value) is int
+    return lambda value: isinstance(value, kind)
+
+
+_CHECKS: dict[Any, Callable[[Any], bool]] = {
+    "int": _is(int),
+    "str": _is(str),
+    "Any": lambda value: True,
+    "list[int]": lambda value: isinstance(value, list) and all(type(v) is int for v in value),
+    "list[tuple[int, int]]": lambda value: (
+        isinstance(value, list)
+        and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)
+    ),
+    "list[GetPartition]": _is(list),
+}
+
+
+def unpack(cls: type[T], header: Any) -> T:
+    """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
+    names: dict[str, Any] = cls.__annotations__
+    if not isinstance(header, list | tuple) or len(header) < len(names):
+        raise ProtocolError(f"{cls.__name__} has {len(names)} fields, got {header!r:.200}")
+    for value, (name, kind) in zip(header, names.items(), strict=False):
+        if not _CHECKS[kind](value):
+            raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {value!r:.100}")
+    made: T = cls._make(header[: len(names)])  # type: ignore[attr-defined]
+    return made
+
+
+def unpack_list(cls: type[T], header: Any) -> list[T]:
+    """A list of entries. Raises ProtocolError."""
+    if not isinstance(header, list):
+        raise ProtocolError(f"a list of {cls.__name__} is expected, got {header!r:.200}")
+    return [unpack(cls, entry) for entry in header]
