@@ -1,0 +1,103 @@
+"""The habits of this code that no linter checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+
+GENERATED = {"build", "dist", "__pycache__", "metamq-data", "results"}
+TEXT_SUFFIXES = {"", ".in", ".md", ".py", ".sh", ".toml", ".yaml", ".yml"}
+
+# In pieces, or these lines would be found themselves.
+REMINDER = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+HOMES = ("root", "home", "Users", "work", "workspace")
+MACHINE_PATH = re.compile(rf"(?<![\w.~$}}<-])/({'|'.join(HOMES)})/[\w.-]|{re.escape(str(ROOT))}/")
+
+
+def text_files() -> Iterator[Path]:
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
+        generated = any(part in GENERATED or part.endswith(".egg-info") for part in parts)
+        if path.is_file() and path.suffix in TEXT_SUFFIXES and not hidden and not generated:
+            yield path
+
+
+FILES = {str(path.relative_to(ROOT)): path.read_text() for path in text_files()}
+MODULES = {name: ast.parse(text, name) for name, text in FILES.items() if name.endswith(".py")}
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+
+
+def lines_with(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in FILES.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if pattern.search(line)
+    ]
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines from `def` to the end, without the docstring."""
+    total = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is None:
+        return total
+    docstring = function.body[0]
+    return total - ((docstring.end_lineno or docstring.lineno) - docstring.lineno + 1)
+
+
+def test_the_tree_was_found() -> None:
+    assert {"dev", "pyproject.toml", "metamq/errors.py", "tests/test_style.py"} <= FILES.keys()
+
+
+def test_files_are_short() -> None:
+    lengths = {name: FILES[name].count("\n") for name in MODULES}
+    assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX} == {}
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{name}:{node.lineno} {node.name}": code_lines(node)
+        for name, module in MODULES.items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES_MAX} == {}
+
+
+def test_every_module_says_what_it_owns() -> None:
+    silent = [
+        name for name, module in MODULES.items() if name.split("/")[0] in PACKAGES and not ast.get_docstring(module)
+    ]
+    assert silent == []
+
+
+def test_nothing_is_left_for_later() -> None:
+    assert lines_with(REMINDER) == []
+
+
+def test_no_paths_of_one_machine() -> None:
+    assert lines_with(MACHINE_PATH) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("see /home" + "/ann/metamq", True),
+        ("open('/root" + "/x')", True),
+        (f"{ROOT}/zk/paths.py", True),
+        ("https://example.org/home/ann", False),
+        ("/var/lib/metamq and ~/work/metamq", False),
+        ("./root/x and $HOME/work/x", False),
+    ],
+)
+def test_machine_paths_are_told_from_others(line: str, found: bool) -> None:
+    assert bool(MACHINE_PATH.search(line)) == found
