@@ -1,0 +1,27 @@
+"""The partition log: segments, indexes, producer states, recovery; synchronous, single-threaded but for fsync."""
+
+from metamq.broker.log.config import FlushPolicy, LogConfig
+from metamq.broker.log.files import FileCache
+from metamq.broker.log.flush import FlushTicket
+from metamq.broker.log.partition_log import LogSlice, PartitionLog
+from metamq.broker.log.producers import Duplicate, New
+from metamq.broker.log.recovery import RecoveryReport
+from metamq.broker.log.segments import SegmentStats
+
+if __name__ != "metamq.broker.log":
+    raise ImportError(
+        f"import metamq.broker.log, not {__name__}: a bare import makes a silent second copy of every class"
+    )
+
+__all__ = [
+    "Duplicate",
+    "FileCache",
+    "FlushPolicy",
+    "FlushTicket",
+    "LogConfig",
+    "LogSlice",
+    "New",
+    "PartitionLog",
+    "RecoveryReport",
+    "SegmentStats",
+]

@@ -1,0 +1,125 @@
+"""What is derived from a log and saved beside it: indexes and producer states. Loading, rebuilding, forgetting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from metamq.broker.log.files import FileCache
+from metamq.broker.log.index import SparseIndex
+from metamq.broker.log.producers import ProducerStates
+from metamq.broker.log.scan import checked_batches, damaged
+from metamq.broker.log.segments import Inventory, Segment, SnapshotName
+
+SNAPSHOTS_KEPT = 2
+
+
+def load_index(segment: Segment, interval: int) -> SparseIndex | None:
+    """The segment's saved index, or None when it is missing, damaged, of another segment, or of a longer one."""
+    try:
+        with open(segment.index_path, "rb") as file:
+            index = SparseIndex.from_bytes(file.read(), interval)
+    except FileNotFoundError:
+        return None
+    if index is None or index.end_position > segment.end_position:
+        return None
+    if (index.base_offset, index.base_position) != (segment.base_offset, segment.base_position):
+        return None
+    return index
+
+
+def load_producers(snapshot: SnapshotName) -> ProducerStates | None:
+    """The states in a snapshot, or None when it is missing or damaged."""
+    try:
+        with open(snapshot.path, "rb") as file:
+            return ProducerStates.from_bytes(file.read(), snapshot.offset, snapshot.position)
+    except FileNotFoundError:
+        return None
+
+
+def forget_after(inventory: Inventory, position: int) -> None:
+    """Removes what was derived from bytes behind `position`: nothing may describe them once others stand there."""
+    for snapshot in [s for s in inventory.snapshots if s.position > position]:
+        inventory.snapshots.remove(snapshot)
+        unlink(snapshot.path)
+    for path in list(inventory.indexes):
+        inventory.indexes.discard(path)
+        unlink(path)
+
+
+def unlink(path: str) -> None:
+    """Removes a file that may be gone already. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseIndex:
+    """The segment's whole index, from its file as far as that goes, the rest from the log.
+
+    Raises CorruptData when the log is damaged, OSError.
+    """
+    index = load_index(segment, interval) or SparseIndex(segment.base_offset, segment.base_position)
+    extend_index(files, segment, index, interval)
+    return index
+
+
+def extend_index(files: FileCache, segment: Segment, index: SparseIndex, interval: int) -> None:
+    """Adds the batches from the index's end to the segment's. Raises CorruptData, OSError."""
+    for position, header, problem in checked_batches(files, segment, index.end_position):
+        if header is None or problem is not None:
+            raise damaged(segment.path, position, problem or "there is no header")
+        if header.base_offset != index.end_offset:
+            raise damaged(segment.path, position, f"offset {header.base_offset} where {index.end_offset} is due")
+        index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
+
+
+def cut_index(files: FileCache, segment: Segment, index: SparseIndex, position: int, interval: int) -> None:
+    """Takes the index back to the last batch boundary at or below `position`. Raises CorruptData, OSError."""
+    index.cut(position)
+    for at, header, problem in checked_batches(files, segment, index.end_position):
+        if header is None or problem is not None:
+            raise damaged(segment.path, at, problem or "there is no header")
+        if at + header.size > position:
+            return
+        index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
+
+
+def rebuild_producers(
+    files: FileCache, segments: list[Segment], snapshots: list[SnapshotName], end_position: int
+) -> ProducerStates:
+    """The states as of `end_position`: the newest intact snapshot up to there, and the log from it on.
+
+    Raises CorruptData when the log is damaged, OSError.
+    """
+    states, position = ProducerStates(), segments[0].base_position
+    for snapshot in reversed(snapshots):
+        if position <= snapshot.position <= end_position:
+            loaded = load_producers(snapshot)
+            if loaded is not None:
+                states, position = loaded, snapshot.position
+                break
+    for segment in segments:
+        if segment.end_position <= position:
+            continue
+        for at, header, problem in checked_batches(files, segment, max(position, segment.base_position)):
+            if header is None or problem is not None:
+                raise damaged(segment.path, at, problem or "there is no header")
+            if at >= end_position:
+                return states
+            if header.producer_id:
+                states.record(
+                    header.producer_id, header.sequence, header.base_offset, header.count, header.append_time_us
+                )
+    return states
+
+
+def superfluous(snapshots: list[SnapshotName], segments: list[Segment]) -> list[SnapshotName]:
+    """The snapshots that nobody needs: neither among the last two nor at the start of a segment.
+
+    Those at segment starts let the states follow a cut to any place. One from before the log's start is worse than
+    none: what came between is gone, and a producer would seem to have left out batches.
+    """
+    bases = {segment.base_position for segment in segments}
+    start = segments[0].base_position
+    latest = snapshots[-SNAPSHOTS_KEPT:]
+    return [s for s in snapshots if s.position < start or not (s in latest or s.position in bases)]

@@ -1,0 +1,126 @@
+"""Open files: a bounded cache of descriptors, whole writes, and the fsync of folders.
+
+A broker with thousands of partitions has more segments than a process may have descriptors, so files are opened when
+they are needed and the least recently used is closed again. A flush works on duplicates, which no eviction can close
+under its thread.
+
+Closing a file whose bytes are not flushed yet loses no write error: Linux keeps an error that nobody was told of with
+the inode and gives it to the first fsync after the next open.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+
+from metamq.broker.log.index import IndexCache
+from metamq.errors import StorageError
+
+Buffer = bytes | bytearray | memoryview
+Write = Callable[[int, Buffer, int], int]
+Sync = Callable[[int], None]
+
+
+class FileCache:
+    """Descriptors of the files of many partition logs, at most `limit` open at once (duplicates aside).
+
+    One thread only. `write` and `sync` are os.pwrite and os.fsync, or a test's faulty disk.
+    """
+
+    __slots__ = ("_open", "_write", "indexes", "limit", "sync")
+
+    def __init__(
+        self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
+    ) -> None:
+        self.limit = max(limit, 1)
+        self.sync = sync
+        self.indexes = IndexCache(index_bytes_max)
+        self._write = write
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def descriptor(self, path: str) -> int:
+        """The file's descriptor, open for reading and writing; good until the next call. Raises OSError."""
+        fd = self._open.get(path)
+        if fd is None:
+            return self._add(path, os.O_RDWR)
+        self._open.move_to_end(path)
+        return fd
+
+    def create(self, path: str) -> int:
+        """As descriptor(), for a file that must not exist yet."""
+        return self._add(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def _add(self, path: str, flags: int) -> int:
+        while len(self._open) >= self.limit:
+            os.close(self._open.popitem(last=False)[1])
+        fd = os.open(path, flags, 0o644)
+        self._open[path] = fd
+        return fd
+
+    def duplicate(self, path: str) -> int:
+        """A descriptor of the caller's own, to be closed by it, in any thread."""
+        return os.dup(self.descriptor(path))
+
+    def forget(self, path: str) -> None:
+        """Closes the file if it is open."""
+        fd = self._open.pop(path, None)
+        if fd is not None:
+            os.close(fd)
+
+    def write(self, path: str, data: Buffer, at: int) -> None:
+        """Writes all of `data` at byte `at`, however many writes that takes. Raises OSError."""
+        fd = self.descriptor(path)
+        written = self._write(fd, data, at)
+        while written < len(data):
+            more = self._write(fd, memoryview(data)[written:], at + written)
+            if more <= 0:
+                raise OSError(errno.EIO, "the disk takes no more bytes", path)
+            written += more
+
+    def sync_folder(self, path: str) -> None:
+        """Makes the names in a folder durable. Raises OSError."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self.sync(fd)
+        finally:
+            os.close(fd)
+
+    def replace(self, path: str, data: Buffer, *, sync: bool) -> None:
+        """Writes a small file whole: its old content or its new one is found after a crash of the process.
+
+        With `sync` the bytes are on the disk afterwards; the name is after sync_folder(). Raises OSError.
+        """
+        temporary = path + ".tmp"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            written = 0
+            while written < len(data):
+                more = self._write(fd, memoryview(data)[written:], written)
+                if more <= 0:
+                    raise OSError(errno.EIO, "the disk takes no more bytes", temporary)
+                written += more
+            if sync:
+                self.sync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+
+    def close(self) -> None:
+        """Closes every descriptor."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def storage_error(name: str, action: str, error: OSError) -> StorageError:
+    """The error to raise for an OSError of the disk."""
+    reason = error.strerror or str(error)
+    where = f" ({error.filename})" if error.filename else ""
+    return StorageError(
+        f"{name}: {action} failed: {reason}{where}",
+        hint="Look at the disk (`dmesg`, `df`), then start the broker again: it recovers its logs by itself.",
+    )

@@ -1,0 +1,72 @@
+"""A flush under way: what one thread may fsync while the log goes on in another."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from metamq.broker.log.files import FileCache, Sync, storage_error
+from metamq.errors import StorageError
+
+
+class FlushTicket:
+    """The files that hold a log's unflushed bytes, as of `end_position`. Made by `PartitionLog.start_flush()`.
+
+    It owns duplicates of their descriptors, so that nothing the log does meanwhile can close them. They are closed
+    by sync(), which is to be called once the ticket exists.
+    """
+
+    __slots__ = ("_descriptors", "_done", "_folder", "_lock", "_name", "_sync", "end_offset", "end_position", "error")
+
+    def __init__(
+        self, name: str, files: FileCache, paths: list[str], folder: str | None, end_offset: int, end_position: int
+    ) -> None:
+        self.end_offset = end_offset
+        self.end_position = end_position
+        self.error: StorageError | None = None
+        """Why the fsync failed. Set before sync() raises it."""
+        self._name = name
+        self._sync: Sync = files.sync
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._done = False
+        self._descriptors: list[int] = []
+        try:
+            for path in paths:
+                self._descriptors.append(files.duplicate(path))
+            if folder is not None:
+                self._descriptors.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        except OSError:
+            self._close()
+            raise
+
+    def sync(self) -> None:
+        """Makes the bytes durable. Any thread; a second call waits for the first and has its outcome.
+
+        Raises StorageError; the log then refuses every append, since an fsync is never tried again.
+        """
+        with self._lock:
+            if not self._done:
+                self._run()
+            if self.error is not None:
+                raise self.error
+
+    def _run(self) -> None:
+        try:
+            for fd in self._descriptors:
+                self._sync(fd)
+        except OSError as error:
+            self.error = storage_error(self._name, "fsync", error)
+        finally:
+            self._done = True
+            self._close()
+
+    def _close(self) -> None:
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors = []
+
+    @property
+    def done(self) -> bool:
+        """Whether sync() has ended."""
+        return self._done

@@ -1,0 +1,108 @@
+"""The file `flushed`: how far the log is known to be on the disk, and where it starts.
+
+Two slots, each inside a disk sector of its own and each under a CRC; a write goes to the slot that is not the newest,
+so that a torn write leaves the one before it. The file is written by a plain pwrite right *after* an fsync of the
+log: whatever slot a crash leaves is true, the older one merely says less. A process that is killed loses nothing of
+it; it is fsynced at checkpoints, after a roll, and on clean close.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from metamq.broker.log.files import FileCache
+from metamq.errors import CorruptData
+
+FILE_NAME = "flushed"
+MAGIC = b"MQFL"
+VERSION = 1
+SLOT_BYTES = 512
+FILE_BYTES = 2 * SLOT_BYTES
+_SLOT = struct.Struct("<4sIQQQQQQqI")  # magic, version, generation, the seven fields; a CRC follows
+_CRC = struct.Struct("<I")
+
+
+class FlushPoint(NamedTuple):
+    """What a slot says."""
+
+    position: int
+    """The log is on the disk up to this position, at least."""
+    offset: int
+    """The offset that goes with it."""
+    stable_offset: int
+    start_offset: int
+    start_position: int
+    last_append_us: int
+    clean: bool
+    """Written by a clean close: nothing was appended after it."""
+
+
+class FlushFile:
+    """The two slots of one partition log. One thread only."""
+
+    __slots__ = ("_files", "_generation", "path")
+
+    def __init__(self, folder: str, files: FileCache) -> None:
+        self.path = f"{folder}/{FILE_NAME}"
+        self._files = files
+        self._generation = 0
+
+    def create(self, point: FlushPoint) -> None:
+        """Makes the file, durable as soon as its folder is synced. Raises OSError."""
+        self._generation = 2
+        first = _pack(1, point).ljust(SLOT_BYTES, b"\0")
+        second = _pack(2, point).ljust(SLOT_BYTES, b"\0")
+        self._files.replace(self.path, second + first, sync=True)
+
+    def load(self, name: str) -> FlushPoint | None:
+        """The newest intact slot, or None when there is no file. Raises CorruptData when no slot is intact."""
+        try:
+            with open(self.path, "rb") as file:
+                data = file.read(FILE_BYTES)
+        except FileNotFoundError:
+            return None
+        slots = [slot for slot in (_unpack(data, 0), _unpack(data, SLOT_BYTES)) if slot is not None]
+        if not slots:
+            raise CorruptData(
+                f"{name}: {self.path}",
+                "neither of its two slots has a valid checksum",
+                hint="The log cannot tell a torn tail from damage without it: move the partition's folder aside "
+                "and let the broker copy the partition from a replica.",
+            )
+        self._generation, point = max(slots)
+        return point
+
+    def write(self, point: FlushPoint) -> None:
+        """Stores the point in the older slot, without fsync. Raises OSError."""
+        self._generation += 1
+        self._files.write(self.path, _pack(self._generation, point), self._generation % 2 * SLOT_BYTES)
+
+    def write_both(self, point: FlushPoint) -> None:
+        """Stores the point in both slots and fsyncs: no slot says more any longer. Raises OSError."""
+        self.write(point)
+        self.sync()
+        self.write(point)
+        self.sync()
+
+    def sync(self) -> None:
+        """Raises OSError."""
+        self._files.sync(self._files.descriptor(self.path))
+
+
+def _pack(generation: int, point: FlushPoint) -> bytes:
+    body = _SLOT.pack(MAGIC, VERSION, generation, *point)
+    return body + _CRC.pack(crc32c(body))
+
+
+def _unpack(data: bytes, at: int) -> tuple[int, FlushPoint] | None:
+    if len(data) < at + _SLOT.size + _CRC.size:
+        return None
+    if crc32c(data[at : at + _SLOT.size]) != _CRC.unpack_from(data, at + _SLOT.size)[0]:
+        return None
+    magic, version, generation, *fields = _SLOT.unpack_from(data, at)
+    if magic != MAGIC or version != VERSION:
+        return None
+    return generation, FlushPoint(*fields[:-1], clean=bool(fields[-1]))

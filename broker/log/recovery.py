@@ -1,0 +1,346 @@
+"""Opening a partition log: what is read, what may be cut, and what is refused.
+
+Theory of operation
+-------------------
+A crash leaves a log in one of two conditions, which look alike and must not be treated alike:
+
+- a *torn tail*: bytes that were written but never flushed are missing, zero or half there. Nobody was promised them.
+  They are cut, and the cut is reported;
+- *damage*: bytes that were on the disk have changed. Somebody may have been promised them. Cutting there would lose
+  every intact batch that follows, silently; so the partition is not opened and nothing is modified.
+
+What tells them apart is the flushed point F, from the file `flushed`. It is written after each fsync of the log, so
+it never says too much: below F every byte was on the disk, and whatever is wrong there is damage. It may say too
+little, since it is not fsynced itself each time: after a power cut F may be older than the last fsync. Therefore a
+second witness: each batch says in its header how far behind it the flushed point was when it was appended. If the
+first bad byte is at B ≥ F, but an intact batch behind it says that B was flushed by then, it is damage after all.
+Batches begin on multiples of 8, so they are found again behind any damage. What remains undetected is damage in
+bytes that were flushed by the last fsyncs before a power cut with nothing appended after them.
+
+The check can err to the safe side only: a message that holds a copy of an intact batch, inside a torn batch, may
+claim too much; then the partition is refused although a cut would have done.
+
+Below F nothing needs to be read: it is on the disk and its readers check it. But two things are derived from the log,
+the producer states and the active segment's index, and are saved as of some position P ≤ F. From P to F the log is
+walked to bring them up to date, checked whole since that is cheap; damage met there is refused like any below F.
+With a clean close, or a checkpoint after which nothing was appended, P = F = end and nothing is read at all.
+
+Sealed segments are checked by name and size: each must end where the next begins. A gap below F is a missing segment;
+a gap at or above F is a torn tail (the next file's name reached the disk before the bytes did).
+
+The tail [F, end) that passed is *written once more* over itself. If the process ended because an fsync failed, the
+kernel may hold these pages as clean though they never reached the disk, and the next fsync would succeed without
+writing them. Written again, they are dirty, and that fsync means what it says. F itself is not advanced here.
+
+A cut is made durable, the file's new size and the removal of what described the bytes behind it, before the log is
+used: else a second crash could bring the old bytes back behind new ones.
+
+A second crash during recovery finds the same state or one further on: segments are removed from the newest to the
+oldest, then the torn one is cut, and each step leaves a log with the same first bad position or none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.derived import forget_after, load_index, load_producers, unlink
+from metamq.broker.log.files import FileCache
+from metamq.broker.log.flushed import FlushFile, FlushPoint
+from metamq.broker.log.index import SparseIndex
+from metamq.broker.log.producers import ProducerStates
+from metamq.broker.log.scan import checked_batches, find_flushed_claim
+from metamq.broker.log.segments import Inventory, Segment, SnapshotName, file_path, take_inventory
+from metamq.errors import CorruptData
+
+log = logging.getLogger("metamq.broker.log")
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What opening a log found and did."""
+
+    clean: bool
+    """The log was closed cleanly."""
+    scanned_bytes: int = 0
+    cut_bytes: int = 0
+    cut_position: int | None = None
+    reason: str = ""
+    """Why bytes were cut."""
+    stable_offset_before: int = 0
+    """The stable offset as last saved: above the log's end, what readers saw was lost here."""
+    rebuilt: tuple[str, ...] = ()
+    """Files that were derived from the log and had to be made anew."""
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A log that is fit for use, as recovery hands it over."""
+
+    segments: list[Segment]
+    snapshots: list[SnapshotName]
+    flush_file: FlushFile
+    point: FlushPoint
+    end_offset: int
+    last_append_us: int
+    producers: ProducerStates | None
+    """None: not read, since a snapshot as of the end is there."""
+    report: RecoveryReport
+
+
+def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Recovered:
+    """Opens what the folder holds, or makes a new log there.
+
+    Raises CorruptData, having modified nothing, when bytes that were on the disk are missing or changed. Raises
+    OSError.
+    """
+    inventory = take_inventory(folder)
+    flush_file = FlushFile(folder, files)
+    point = flush_file.load(name)
+    if point is None:
+        if any(segment.size_bytes for segment in inventory.segments):
+            raise _refusal(name, flush_file.path, "the file is missing", 0)
+        return _create(folder, files, flush_file, inventory)
+    return _Recovery(folder, name, config, files, inventory, flush_file, point).run()
+
+
+def _create(folder: str, files: FileCache, flush_file: FlushFile, inventory: Inventory) -> Recovered:
+    os.makedirs(folder, exist_ok=True)
+    for segment in inventory.segments:
+        os.unlink(segment.path)
+    segment = Segment(file_path(folder, 0, 0, "log"), 0, 0, 0)
+    files.create(segment.path)
+    point = FlushPoint(0, 0, 0, 0, 0, 0, clean=True)
+    flush_file.create(point)
+    files.sync_folder(folder)
+    files.sync_folder(os.path.dirname(folder))
+    segment.index = SparseIndex(0, 0)
+    return Recovered([segment], [], flush_file, point, 0, 0, ProducerStates(), RecoveryReport(clean=True))
+
+
+def _refusal(name: str, path: str, reason: str, position: int) -> CorruptData:
+    return CorruptData(
+        f"{name}: {path}",
+        reason,
+        position=position,
+        hint="These bytes were on the disk once, so nothing was cut. `metamq log verify` shows the extent. "
+        "With a replica: move the partition's folder aside and start this broker as a slave, it copies the "
+        "partition anew. Without one: restore the folder from a backup.",
+    )
+
+
+class _Recovery:
+    """One run of it. First everything is checked, then the files are changed."""
+
+    def __init__(
+        self, folder: str, name: str, config: LogConfig, files: FileCache, inventory: Inventory,
+        flush_file: FlushFile, point: FlushPoint,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.name = name
+        self.config = config
+        self.files = files
+        self.inventory = inventory
+        self.flush_file = flush_file
+        self.point = point
+        self.retired = [s for s in inventory.segments if s.end_position <= point.start_position and s.size_bytes]
+        self.segments = [s for s in inventory.segments if s not in self.retired]
+        self.producers = ProducerStates()
+        self.end_offset = point.offset
+        self.end_position = point.position
+        self.last_append_us = point.last_append_us
+        self.scanned_bytes = 0
+        self.bad: tuple[int, str] | None = None
+        """The first bad position, and what is wrong there."""
+        self.rebuilt: list[str] = []
+
+    def run(self) -> Recovered:
+        whole = self._check_chain()
+        if self.bad is None and self._is_settled():
+            return self._recovered(None)
+        self._walk(whole)
+        if self.bad is not None:
+            self._refuse_if_flushed(*self.bad)
+        cut_bytes = self._cut() if self.bad is not None else 0
+        self._write_tail_again()
+        self._save_indexes()
+        return self._recovered(self.producers, cut_bytes)
+
+    # -- checking: nothing is modified ----------------------------------------------------------------------------
+
+    def _check_chain(self) -> int:
+        """How many segments join one another; notes the gap behind them, if there is one."""
+        point, segments = self.point, self.segments
+        if not segments:
+            raise _refusal(self.name, self.folder, "there is no segment", point.start_position)
+        first = segments[0]
+        if (first.base_offset, first.base_position) != (point.start_offset, point.start_position):
+            reason = f"the first segment should begin at byte {point.start_position:,}, not {first.base_position:,}"
+            raise _refusal(self.name, self.folder, reason, point.start_position)
+        whole = len(segments)
+        for number, (segment, following) in enumerate(pairwise(segments), 1):
+            gap = following.base_position - segment.end_position
+            if gap == 0 and following.base_offset > segment.base_offset:
+                continue
+            reason = (
+                f"the segment ends at byte {segment.end_position:,}, the next begins at {following.base_position:,}"
+            )
+            if gap <= 0 or segment.end_position < point.position:
+                raise _refusal(self.name, segment.path, reason, segment.end_position)
+            self.bad = segment.end_position, reason
+            whole = number
+            break
+        last = segments[whole - 1]
+        if last.end_position < point.position:
+            reason = f"the log was flushed up to byte {point.position:,} and ends before"
+            raise _refusal(self.name, last.path, reason, last.end_position)
+        return whole
+
+    def _is_settled(self) -> bool:
+        """Whether all that is derived from the log was saved as of its very end."""
+        point = self.point
+        if self.segments[-1].end_position != point.position:
+            return False
+        snapshots = self.inventory.snapshots
+        return point.clean or bool(snapshots and snapshots[-1].position == point.position)
+
+    def _walk(self, whole: int) -> None:
+        """Reads the log from the last saved state on, up to the first bad position or the end."""
+        states_from = self._load_producers()
+        segments = self.segments[:whole]
+        number = max(n for n, s in enumerate(segments) if s.base_position <= states_from)
+        index = self._resume_index(segments[number], states_from)
+        for segment in segments[number:]:
+            if index is None:
+                index = SparseIndex(segment.base_offset, segment.base_position)
+                if segment.base_offset != self.end_offset:
+                    reason = f"the segment begins with offset {segment.base_offset}, {self.end_offset} is due"
+                    self.bad = segment.base_position, reason
+                    return
+            segment.index = index
+            problem = self._walk_segment(segment, index, states_from)
+            self.end_offset, self.end_position = index.end_offset, index.end_position
+            if problem is not None:
+                self.bad = index.end_position, problem
+                return
+            index = None
+
+    def _walk_segment(self, segment: Segment, index: SparseIndex, states_from: int) -> str | None:
+        flushed = self.point.position
+        interval = self.config.index_interval_bytes
+        for position, header, problem in checked_batches(self.files, segment, index.end_position):
+            if header is None or problem is not None:
+                return problem
+            if header.base_offset != index.end_offset:
+                return f"offset {header.base_offset} where {index.end_offset} is due"
+            if position < flushed < position + header.size:
+                raise _refusal(self.name, segment.path, f"no batch ends at the flushed byte {flushed:,}", position)
+            if position == flushed and header.base_offset != self.point.offset:
+                reason = f"offset {header.base_offset} where {self.point.offset} was flushed"
+                raise _refusal(self.name, segment.path, reason, position)
+            index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
+            self.last_append_us = header.append_time_us
+            self.scanned_bytes += header.size
+            if header.producer_id and position >= states_from:
+                self.producers.record(
+                    header.producer_id, header.sequence, header.base_offset, header.count, header.append_time_us
+                )
+        return None
+
+    def _load_producers(self) -> int:
+        """Loads the newest usable snapshot; returns the position from which the log is to be added to it."""
+        for snapshot in reversed(self.inventory.snapshots):
+            if not self.point.start_position <= snapshot.position <= self.point.position:
+                continue
+            states = load_producers(snapshot)
+            if states is not None:
+                self.producers = states
+                return snapshot.position
+            self.rebuilt.append(snapshot.path)
+        return self.point.start_position
+
+    def _resume_index(self, segment: Segment, position: int) -> SparseIndex:
+        """The segment's saved index, cut back to at most `position`; an empty one if it is not usable."""
+        index = load_index(segment, self.config.index_interval_bytes)
+        if index is None:
+            if segment.index_path in self.inventory.indexes:
+                self.rebuilt.append(segment.index_path)
+            return SparseIndex(segment.base_offset, segment.base_position)
+        index.cut(position)
+        return index
+
+    def _refuse_if_flushed(self, position: int, reason: str) -> None:
+        segment = self._segment_at(position)
+        if position < self.point.position:
+            raise _refusal(self.name, segment.path, reason, position)
+        for later in self.segments[self.segments.index(segment) :]:
+            claim = find_flushed_claim(self.files, later, max(position, later.base_position), position)
+            if claim is not None:
+                reason += f"; the intact batch at byte {claim:,} says that these bytes were flushed before it came"
+                raise _refusal(self.name, segment.path, reason, position)
+
+    def _segment_at(self, position: int) -> Segment:
+        return next(s for s in reversed(self.segments) if s.base_position <= position)
+
+    # -- changing the files ---------------------------------------------------------------------------------------
+
+    def _cut(self) -> int:
+        """Removes everything from the first bad position on, durably; returns how many bytes that were."""
+        assert self.bad is not None
+        position, reason = self.bad
+        torn = self._segment_at(position)
+        cut_bytes = torn.end_position - position
+        while self.segments[-1] is not torn:
+            segment = self.segments.pop()
+            cut_bytes += segment.size_bytes
+            self.files.forget(segment.path)
+            os.unlink(segment.path)
+        fd = self.files.descriptor(torn.path)
+        os.ftruncate(fd, position - torn.base_position)
+        self.files.sync(fd)
+        torn.size_bytes = position - torn.base_position
+        if torn.index is None:
+            torn.index = SparseIndex(torn.base_offset, torn.base_position)
+        forget_after(self.inventory, position)
+        self.files.sync_folder(self.folder)
+        log.warning(
+            "%s: cut %s bytes at byte %s, offset %s, that were never flushed: %s",
+            self.name, f"{cut_bytes:,}", f"{position:,}", self.end_offset, reason,
+        )  # fmt: skip
+        return cut_bytes
+
+    def _write_tail_again(self) -> None:
+        for segment in self.segments:
+            position = max(self.point.position, segment.base_position)
+            while position < segment.end_position:
+                at = position - segment.base_position
+                data = os.pread(self.files.descriptor(segment.path), _COPY_BYTES, at)
+                self.files.write(segment.path, data, at)
+                position += len(data)
+
+    def _save_indexes(self) -> None:
+        """Writes the index of each sealed segment that was walked; only the active one stays in memory."""
+        for segment in self.segments[:-1]:
+            if segment.index is not None:
+                self.files.replace(segment.index_path, segment.index.to_bytes(), sync=False)
+                segment.index = None
+
+    def _recovered(self, producers: ProducerStates | None, cut_bytes: int = 0) -> Recovered:
+        for segment in reversed(self.retired):
+            os.unlink(segment.path)
+        kept = {segment.index_path for segment in self.segments}
+        for path in [*self.inventory.leftovers, *(self.inventory.indexes - kept)]:
+            unlink(path)
+        position, reason = self.bad or (None, "")
+        report = RecoveryReport(
+            self.point.clean and producers is None, self.scanned_bytes, cut_bytes, position, reason,
+            self.point.stable_offset, tuple(self.rebuilt),
+        )  # fmt: skip
+        return Recovered(
+            self.segments, self.inventory.snapshots, self.flush_file, self.point, self.end_offset,
+            self.last_append_us, producers, report,
+        )  # fmt: skip

@@ -1,0 +1,78 @@
+"""Which segments go, and how they go to the archive. What is decided here is carried out by the log."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.files import FileCache
+
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
+
+
+def expired_by_age(config: LogConfig, last_append_us: int, now_us: int) -> bool:
+    """Whether a segment whose last append was then is older than the topic keeps."""
+    return config.retention_ms is not None and now_us - last_append_us > 1000 * config.retention_ms
+
+
+def removable(
+    config: LogConfig,
+    sealed: list[tuple[int, int]],
+    active_bytes: int,
+    stable_position: int,
+    last_append_us: Callable[[int], int],
+    now_us: int,
+) -> int:
+    """How many of the oldest sealed segments are to go.
+
+    `sealed` has each one's (end position, bytes); `last_append_us` gives one's last append, and is asked only where
+    that decides. Never past the stable position.
+    """
+    left_bytes = active_bytes + sum(size for _end, size in sealed)
+    for number, (end_position, size) in enumerate(sealed):
+        if end_position > stable_position:
+            return number
+        too_large = config.retention_bytes is not None and left_bytes > config.retention_bytes
+        if not too_large and not expired_by_age(config, last_append_us(number), now_us):
+            return number
+        left_bytes -= size
+    return len(sealed)
+
+
+def archive(files: FileCache, path: str, archive_dir: Path) -> None:
+    """Puts a segment into the archive, durably, and leaves the source where it is. May be repeated. Raises OSError.
+
+    The archive has the data folder's shape: <topic>@<topic id>/<index>/<segment>. On the same file system that is a
+    hard link, else a copy.
+    """
+    source = Path(path)
+    folder = archive_dir / source.parent.parent.name / source.parent.name
+    folder.mkdir(parents=True, exist_ok=True)
+    target, temporary = folder / source.name, folder / (source.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _copy(files, source, temporary)
+    temporary.rename(target)
+    temporary.unlink(missing_ok=True)  # renaming one link of a file onto another does nothing
+    for changed in (folder, folder.parent, archive_dir):
+        files.sync_folder(str(changed))
+
+
+def _copy(files: FileCache, source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+        with open(target, "rb") as file:
+            files.sync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            target.unlink(missing_ok=True)
+        raise

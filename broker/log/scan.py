@@ -1,0 +1,161 @@
+"""Walking the batches of a segment: whole and checked, or by their headers only."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+from metamq.broker.log.files import FileCache
+from metamq.broker.log.segments import Segment
+from metamq.errors import CorruptData
+from metamq.wire.batch import HAS_TIMESTAMPS, HEADER_BYTES, MAGIC, PRODUCER_AT, BatchHeader, check_stored
+from metamq.wire.columns import decode
+from metamq.wire.limits import BATCH_BYTES_MAX
+
+LOCATION = struct.Struct("<I4xQ28xI")
+"""Size, base offset and count of a batch: what finding one needs, much cheaper than its whole header."""
+
+_CHUNK_BYTES = 1 << 20
+_MAGIC_BYTES = MAGIC.to_bytes(2, "little")
+
+assert LOCATION.size <= HEADER_BYTES
+
+
+def checked_batches(
+    files: FileCache, segment: Segment, position: int
+) -> Iterator[tuple[int, BatchHeader | None, str | None]]:
+    """(position, header, None) for each intact batch from `position` to the segment's end.
+
+    At the first damage it gives (position, header or None, what is wrong) and ends. Raises OSError.
+    """
+    end = segment.end_position
+    wanted = _CHUNK_BYTES
+    while position < end:
+        chunk = memoryview(read_at(files, segment, position, min(wanted, end - position)))
+        wanted = _CHUNK_BYTES
+        at_end = position + len(chunk) >= end
+        used = 0
+        while used < len(chunk):
+            left = len(chunk) - used
+            if not at_end:
+                needed = _bytes_needed(chunk, used)
+                if needed > left:
+                    wanted = max(wanted, needed)
+                    break
+            header, problem = check_stored(chunk, used, len(chunk))
+            yield position + used, header, problem
+            if header is None or problem is not None:
+                return
+            used += header.size
+        position += used
+
+
+def _bytes_needed(chunk: memoryview, at: int) -> int:
+    if len(chunk) - at < HEADER_BYTES:
+        return HEADER_BYTES
+    size: int = LOCATION.unpack_from(chunk, at)[0]
+    return min(max(size, HEADER_BYTES), BATCH_BYTES_MAX)
+
+
+def read_at(files: FileCache, segment: Segment, position: int, size: int) -> bytes:
+    """`size` bytes of the segment. Raises CorruptData when the file is shorter than the log believes, OSError."""
+    data = os.pread(files.descriptor(segment.path), size, position - segment.base_position)
+    if len(data) != size:
+        raise CorruptData(
+            segment.path,
+            f"{size} bytes were to be read, the file has {len(data)}",
+            position=position,
+            hint="The file was changed while the broker ran. Stop the broker and see `metamq log verify`.",
+        )
+    return data
+
+
+def find_batch(
+    files: FileCache, segment: Segment, offset: int, at: tuple[int, int], block_bytes: int
+) -> tuple[int, int]:
+    """(base offset, position) of the batch that holds `offset`; the search starts at the batch `at`.
+
+    Raises CorruptData when the headers do not lead there, OSError.
+    """
+    base, position = at
+    end = segment.end_position
+    while position < end:
+        block = read_at(files, segment, position, min(block_bytes + HEADER_BYTES, end - position))
+        used = 0
+        while used + HEADER_BYTES <= len(block):
+            size, found, count = LOCATION.unpack_from(block, used)
+            if found != base or size < HEADER_BYTES:
+                raise damaged(segment.path, position + used, f"offset {found} where {base} is due")
+            if offset < base + count:
+                return base, position + used
+            base += count
+            used += size
+        position += used
+    raise damaged(segment.path, position, f"the segment ends before offset {offset}")
+
+
+def find_flushed_claim(files: FileCache, segment: Segment, position: int, bad: int) -> int | None:
+    """The position of an intact batch at or after `position` that was appended when `bad` was flushed, or None.
+
+    Batches lie on multiples of 8, so every such place with the magic is tried. Raises OSError.
+    """
+    end = segment.end_position
+    overlap = BATCH_BYTES_MAX
+    while position + HEADER_BYTES <= end:
+        block = memoryview(read_at(files, segment, position, min(2 * overlap, end - position)))
+        last = position + len(block) >= end
+        limit = len(block) if last else overlap
+        at = _next_magic(block, 0, limit)
+        while at is not None:
+            header, problem = check_stored(block, at, len(block))
+            if problem is None and header is not None and position + at - header.unflushed_bytes > bad:
+                return position + at
+            at = _next_magic(block, at + 8, limit)
+        if last:
+            return None
+        position += overlap
+    return None
+
+
+def _next_magic(block: memoryview, start: int, limit: int) -> int | None:
+    data = block.obj
+    assert isinstance(data, bytes)
+    at = data.find(_MAGIC_BYTES, start + PRODUCER_AT)
+    while at >= 0 and at - PRODUCER_AT < limit:
+        if at % 8 == 0:
+            return at - PRODUCER_AT
+        at = data.find(_MAGIC_BYTES, at + 1)
+    return None
+
+
+def damaged(what: str, position: int, reason: str) -> CorruptData:
+    """The error for damage found while the log is in use."""
+    return CorruptData(
+        what,
+        reason,
+        position=position,
+        hint="`metamq log verify` shows the extent. Restore the partition from a replica: stop this broker, move "
+        "the partition's folder aside, start it again as a slave.",
+    )
+
+
+def find_time(files: FileCache, segment: Segment, timestamp_us: int, at: tuple[int, int]) -> tuple[int, int]:
+    """(offset, timestamp) of the first message at or after the time, from the batch at the index entry `at` on.
+
+    The caller knows that the segment has one. Raises CorruptData, OSError.
+    """
+    for position, header, problem in checked_batches(files, segment, at[1]):
+        if header is None or problem is not None:
+            raise damaged(segment.path, position, problem or "there is no header")
+        if header.max_timestamp_us < timestamp_us:
+            continue
+        timestamps = None
+        if header.flags & HAS_TIMESTAMPS:
+            timestamps = decode(memoryview(read_at(files, segment, position, header.size)), header).timestamps
+        if timestamps is None:
+            return header.base_offset, header.base_timestamp_us
+        for number, found_us in enumerate(timestamps):
+            if found_us >= timestamp_us:
+                return header.base_offset + number, found_us
+    raise damaged(segment.path, at[1], f"no message at or after {timestamp_us}, which the index promises")
