@@ -1,0 +1,66 @@
+"""The values that users see: a partition's name, what `send` gives back, and a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Generic, NamedTuple, TypeVar
+
+from metamq.zk.partitions import TopicPartition, partition_order
+
+__all__ = ["Message", "Receipt", "ReceiptRange", "TopicPartition", "partition_order", "time_of"]
+
+T = TypeVar("T")
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def time_of(timestamp: int) -> datetime:
+    """The aware datetime (UTC) of a timestamp in microseconds since 1970."""
+    return _EPOCH + timedelta(microseconds=timestamp)
+
+
+class Receipt(NamedTuple):
+    """Where one message was stored. `timestamp`: microseconds since 1970, UTC."""
+
+    topic: str
+    partition: str
+    offset: int
+    timestamp: int
+
+    @property
+    def time(self) -> datetime:
+        """`timestamp` as an aware datetime, UTC."""
+        return time_of(self.timestamp)
+
+
+# No NamedTuple: a field `count` would hide tuple.count.
+@dataclass(frozen=True, slots=True)
+class ReceiptRange:
+    """Where `count` messages of one `send_many` were stored: at `offset`, `offset + 1`, and so on."""
+
+    topic: str
+    partition: str
+    offset: int
+    count: int
+
+
+class Message(NamedTuple, Generic[T]):
+    """One message as a consumer gets it; `T` is `bytes`, or what `decode=` returns.
+
+    `offset` counts messages of the partition from 0; `timestamp` is in microseconds since 1970, UTC.
+    """
+
+    topic: str
+    partition: str
+    offset: int
+    key: bytes | None
+    value: T
+    headers: Mapping[str, bytes]
+    timestamp: int
+
+    @property
+    def time(self) -> datetime:
+        """`timestamp` as an aware datetime, UTC."""
+        return time_of(self.timestamp)

@@ -1,0 +1,34 @@
+"""The name of one partition of one topic. Below both the client and the znodes, since both speak of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from metamq.zk.names import parse_partition, partition_name
+
+
+class TopicPartition(NamedTuple):
+    """One partition of one topic. `partition` is "0-3": broker id 0, index 3."""
+
+    topic: str
+    partition: str
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+
+def partition_order(item: TopicPartition) -> tuple[str, int, int]:
+    """Sort key: by topic, then broker id and index as numbers, so that 0-10 comes after 0-2.
+
+    Raises ConfigError for a partition name that is not "<broker id>-<index>".
+    """
+    broker_id, index = parse_partition(item.partition)
+    return item.topic, broker_id, index
+
+
+def configured_partitions(partitions: Mapping[int, int]) -> list[str]:
+    """The names of the partitions that a topic has, given broker id -> count, in numeric order: 0-0, ..., 0-10, 1-0."""
+    return [
+        partition_name(broker_id, index) for broker_id in sorted(partitions) for index in range(partitions[broker_id])
+    ]
