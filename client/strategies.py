@@ -1,0 +1,248 @@
+"""Who gets which partition: pure functions of (previous plan, members with subscriptions, configured partitions).
+
+    range            per topic a contiguous run for each member, in order of member id, as Metamorphosis does by default
+    round_robin      all partitions dealt out one by one over the members in order of id
+    consistent_hash  each partition goes to the next point clockwise on a ring of 160 points per member: uneven, but a
+                     member that joins or leaves moves no partition between the others
+    sticky           even within one partition, and no partition moves that evenness does not force to
+
+The result depends on values alone, never on the order in which they come: members that look at the same inputs get the
+same plan. Partitions are ordered by number, so 0-10 comes after 0-2. Members of one group may subscribe to different
+topics; a partition goes to subscribers of its topic only, and to nobody when there are none.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from metamq.errors import ConfigError
+from metamq.zk.partitions import TopicPartition, partition_order
+
+DEFAULT_STRATEGY = "range"
+VIRTUAL_NODES = 160
+
+Members = Mapping[str, Collection[str]]
+Partitions = Mapping[str, Sequence[str]]
+Assignment = Mapping[TopicPartition, str]
+
+
+def check_strategy(strategy: str) -> str:
+    """Give the name back. Raises ConfigError, with the names there are, when it is none of them."""
+    if strategy not in _STRATEGIES:
+        near = difflib.get_close_matches(strategy, _STRATEGIES)
+        suggestion = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"there is no rebalance strategy {strategy!r}", hint=f"There are {', '.join(_STRATEGIES)}.{suggestion}"
+        )
+    return strategy
+
+
+def plan(previous: Assignment, members: Members, partitions: Partitions, strategy: str) -> dict[TopicPartition, str]:
+    """Assign every partition that has a subscriber to exactly one of them.
+
+    `members`: consumer id -> topics; `partitions`: topic -> partition names; `previous`: the assignment before, of
+    which only "sticky" makes use. Raises ConfigError for a strategy that does not exist.
+    """
+    assign = _STRATEGIES[check_strategy(strategy)]
+    subscriptions = {member: frozenset(members[member]) for member in sorted(members)}
+    wanted = frozenset().union(*subscriptions.values())
+    ordered = sorted(
+        (TopicPartition(topic, name) for topic in wanted & partitions.keys() for name in partitions[topic]),
+        key=partition_order,
+    )
+    assignment = assign(previous, subscriptions, ordered)
+    return {item: assignment[item] for item in ordered}
+
+
+Subscriptions = Mapping[str, frozenset[str]]
+"""Consumer id -> topics, in order of id."""
+
+
+def _subscribers(subscriptions: Subscriptions) -> dict[str, list[str]]:
+    by_topic: dict[str, list[str]] = defaultdict(list)
+    for member, topics in subscriptions.items():
+        for topic in topics:
+            by_topic[topic].append(member)
+    return by_topic
+
+
+def _range(
+    previous: Assignment, subscriptions: Subscriptions, ordered: Sequence[TopicPartition]
+) -> dict[TopicPartition, str]:
+    by_topic: dict[str, list[TopicPartition]] = defaultdict(list)
+    for item in ordered:
+        by_topic[item.topic].append(item)
+    subscribers = _subscribers(subscriptions)
+    assignment = {}
+    for topic, items in by_topic.items():
+        size, longer = divmod(len(items), len(subscribers[topic]))
+        for index, member in enumerate(subscribers[topic]):
+            start = size * index + min(index, longer)
+            end = start + size + (index < longer)
+            assignment.update(dict.fromkeys(items[start:end], member))
+    return assignment
+
+
+def _round_robin(
+    previous: Assignment, subscriptions: Subscriptions, ordered: Sequence[TopicPartition]
+) -> dict[TopicPartition, str]:
+    members = list(subscriptions)
+    assignment = {}
+    turn = 0
+    for item in ordered:
+        while item.topic not in subscriptions[members[turn % len(members)]]:
+            turn += 1
+        assignment[item] = members[turn % len(members)]
+        turn += 1
+    return assignment
+
+
+def _consistent_hash(
+    previous: Assignment, subscriptions: Subscriptions, ordered: Sequence[TopicPartition]
+) -> dict[TopicPartition, str]:
+    subscribers = _subscribers(subscriptions)
+    rings: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    assignment = {}
+    for item in ordered:
+        members = tuple(subscribers[item.topic])
+        if members not in rings:
+            rings[members] = sorted(point for member in members for point in _points(member))
+        ring = rings[members]
+        place = bisect.bisect_left(ring, (_hash(str(item)), ""))
+        assignment[item] = ring[place % len(ring)][1]
+    return assignment
+
+
+def _points(member: str) -> list[tuple[int, str]]:
+    return [(_hash(f"{member}#{index}"), member) for index in range(VIRTUAL_NODES)]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _sticky(
+    previous: Assignment, subscriptions: Subscriptions, ordered: Sequence[TopicPartition]
+) -> dict[TopicPartition, str]:
+    holdings = _Holdings(subscriptions)
+    free = []
+    for item in ordered:
+        owner = previous.get(item, "")
+        if item.topic in subscriptions.get(owner, ()):
+            holdings.give(item, owner)
+        else:
+            free.append(item)
+    subscribers = _subscribers(subscriptions)
+    # Partitions with few candidates first: the others can make up for them.
+    for item in sorted(free, key=lambda item: len(subscribers[item.topic])):
+        holdings.give(item, min(subscribers[item.topic], key=holdings.load))
+    # With equal subscriptions each step takes from a member above its share for one below, so no step is wasted.
+    while holdings.even_out():
+        pass
+    return holdings.assignment()
+
+
+class _Holdings:
+    """Who holds what while the sticky plan is made."""
+
+    def __init__(self, subscriptions: Subscriptions) -> None:
+        self._subscriptions = subscriptions
+        self._loads = dict.fromkeys(subscriptions, 0)
+        self._held: dict[str, dict[str, list[TopicPartition]]] = {
+            member: {topic: [] for topic in sorted(topics)} for member, topics in subscriptions.items()
+        }
+
+    def load(self, member: str) -> tuple[int, str]:
+        return self._loads[member], member
+
+    def give(self, item: TopicPartition, member: str) -> None:
+        self._held[member][item.topic].append(item)
+        self._loads[member] += 1
+
+    def even_out(self) -> bool:
+        """Move one partition from a member to another with at least two fewer; False when none can be."""
+        by_load = sorted(self._loads, key=self.load)
+        for giver in reversed(by_load):
+            for taker in by_load:
+                if self._loads[giver] - self._loads[taker] < 2:
+                    break
+                item = self._take_shared(giver, taker)
+                if item is not None:
+                    self.give(item, taker)
+                    return True
+        return False
+
+    def _take_shared(self, giver: str, taker: str) -> TopicPartition | None:
+        shared = [topic for topic, items in self._held[giver].items() if items and topic in self._subscriptions[taker]]
+        if not shared:
+            return None
+        self._loads[giver] -= 1
+        fullest = max(shared, key=lambda topic: len(self._held[giver][topic]))
+        return self._held[giver][fullest].pop()
+
+    def assignment(self) -> dict[TopicPartition, str]:
+        return {item: member for member, topics in self._held.items() for items in topics.values() for item in items}
+
+
+_Strategy = Callable[[Assignment, Subscriptions, Sequence[TopicPartition]], dict[TopicPartition, str]]
+
+_STRATEGIES: dict[str, _Strategy] = {
+    "range": _range,
+    "round_robin": _round_robin,
+    "consistent_hash": _consistent_hash,
+    "sticky": _sticky,
+}
+
+STRATEGIES = tuple(_STRATEGIES)
+"""The names that `strategy=` takes."""
+
+_REASONS = {
+    "range": "each topic is cut into contiguous runs, one per subscriber in order of id; the first get the rest",
+    "round_robin": "all partitions, in order, go to the members in turn, past those that do not subscribe to the topic",
+    "consistent_hash": f"each partition goes to the next point on a ring of {VIRTUAL_NODES} points per subscriber",
+    "sticky": "owners keep their partitions; from those with two more than another, one moves until none is left",
+}
+
+
+def explain(
+    previous: Assignment, members: Members, partitions: Partitions, strategy: str, assignment: Assignment
+) -> str:
+    """The plan in words: its inputs, the rule, what each member has and why, what has moved. Several lines."""
+    lines = [f"Strategy {strategy}: {_REASONS[check_strategy(strategy)]}.", "", "Topics"]
+    for topic in sorted(partitions):
+        readers = sum(topic in topics for topics in members.values())
+        lines.append(f"  {topic}: {_count(len(partitions[topic]), 'partition')}, {_count(readers, 'subscriber')}")
+    lines += ["", "Members"]
+    for member in sorted(members):
+        mine = sorted((item for item, owner in assignment.items() if owner == member), key=partition_order)
+        lines.append(f"  {member}: {_count(len(mine), 'partition')}" + ("" if mine else _why_none(member, members)))
+        by_topic: dict[str, list[str]] = defaultdict(list)
+        for item in mine:
+            by_topic[item.topic].append(item.partition)
+        lines += [f"    {topic}: {' '.join(names)}" for topic, names in by_topic.items()]
+    lines += ["", "Moved since the plan before", *_moves(previous, assignment)]
+    orphans = [topic for topic in sorted(partitions) if not any(topic in topics for topics in members.values())]
+    if orphans:
+        lines += ["", f"Read by nobody: {', '.join(orphans)}"]
+    return "\n".join(lines)
+
+
+def _why_none(member: str, members: Members) -> str:
+    if not members[member]:
+        return ", it subscribes to no topic"
+    return ", its topics have no partition that falls to it; more members than partitions leave some without"
+
+
+def _moves(previous: Assignment, assignment: Assignment) -> list[str]:
+    moved = sorted((item for item in assignment if previous.get(item) != assignment[item]), key=partition_order)
+    if not moved:
+        return ["  nothing"]
+    return [f"  {item}: {previous.get(item, 'nobody')} -> {assignment[item]}" for item in moved]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

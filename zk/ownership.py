@@ -1,0 +1,261 @@
+"""Who owns a partition in a group, and the offset committed for it: the fence that every commit passes.
+
+Two nodes per partition. The ephemeral *owner* node says who consumes it; ZooKeeper removes it with the owner's session.
+The persistent *offset* node holds the committed offset and the generation of the last claim.
+
+    claim     one transaction: create the owner node, write the offset node with a new generation
+    commit    write the offset node, if it still has the version that our claim, or our commit since, left behind
+    release   one transaction: the last offset (or a check of the version), delete the owner node
+
+A former owner fails on the version, since the next claim has written the node. To check the owner node instead would
+be no fence: made again by the next owner it has the same version as before.
+
+No answer is no verdict. After a lost connection the write may have been done, and the version is then one higher than
+we know. So a write that meets another version reads the node: only the claim with its generation writes that
+generation, and if it is still ours, the version there is the work of our own lost write, and we go on from it.
+
+Generations grow by at least one and are no lower than the clock's milliseconds. They therefore go on growing when the
+offset nodes are deleted while a database, whose rows are fenced by the same generation, keeps its rows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from metamq.errors import CorruptData, OwnershipLost
+from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData
+from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.session import Session
+
+Watcher = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A committed position: `offset` is the next message to read, `epoch` the master's term that wrote the one before.
+
+    `topic_id` is that of the topic when it was committed; another id now means that the topic was made anew.
+    """
+
+    offset: int
+    epoch: int
+    topic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRecord:
+    """What an offset node holds. `consumer` made the claim with `generation`, whether or not it still owns."""
+
+    generation: int
+    consumer: str
+    committed: Committed | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Ownership of one partition. `version` is that of the offset node after our last write to it.
+
+    `committed` is what is committed; on a claim it may carry another topic id than `topic_id`, the present one.
+    """
+
+    group: str
+    tp: TopicPartition
+    topic_id: str
+    consumer_id: str
+    generation: int
+    version: int
+    committed: Committed | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Another session holds the partition; `owner` is its consumer id."""
+
+    tp: TopicPartition
+    owner: str
+
+
+def next_generation(previous: int, now_ms: int) -> int:
+    """The generation of the claim after `previous`."""
+    return max(previous + 1, now_ms)
+
+
+async def claim(
+    session: Session, group: str, tp: TopicPartition, topic_id: str, consumer_id: str, *, freed: Watcher
+) -> Claim | NotYet:
+    """Take the partition if nobody has it. On NotYet, `freed` is called once it may be free.
+
+    A node of our own session is taken over: it is what is left of a claim whose answer was lost. Raises ConnectionLost,
+    after which the claim may stand: claim again.
+    """
+    owner_path = session.paths.owner(group, *tp)
+    offset_path = session.paths.offset(group, *tp)
+    left_behind: Node | None = None
+    while True:
+        stored = await read_offset(session, group, tp)
+        record = _next_record(stored[0] if stored else None, consumer_id)
+        operations: list[Op] = []
+        if left_behind is not None:
+            operations.append(Delete(owner_path, left_behind.version))
+        operations.append(Create(owner_path, consumer_id.encode(), ephemeral=True))
+        if stored:
+            operations.append(SetData(offset_path, _to_json(record), stored[1]))
+        else:
+            operations.append(Create(offset_path, _to_json(record)))
+        try:
+            await session.multi(operations)
+        except (BadVersion, NodeExists, NoNode):
+            left_behind = await session.get_or_none(owner_path)
+            if left_behind is None:
+                await _ensure_parents(session, owner_path, offset_path)
+            elif left_behind.ephemeral_owner != session.session_id:
+                if await session.exists(owner_path, watch=freed):
+                    return NotYet(tp, left_behind.data.decode(errors="replace"))
+                left_behind = None
+            continue
+        version = stored[1] + 1 if stored else 0
+        return Claim(group, tp, topic_id, consumer_id, record.generation, version, record.committed)
+
+
+async def _ensure_parents(session: Session, *paths: str) -> None:
+    for path in paths:
+        await session.ensure(path.rpartition("/")[0])
+
+
+def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
+    generation = next_generation(before.generation if before else 0, time.time_ns() // 1_000_000)
+    return OffsetRecord(generation, consumer_id, before.committed if before else None)
+
+
+async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Claim:
+    """Commit `offset`, the next message to read, and give the claim as it stands then.
+
+    Raises OwnershipLost when the partition has been claimed since, ConnectionLost when it is not known whether it is
+    committed: commit again, the same or a later offset, with the claim of before. One at a time per partition.
+    """
+    committed = Committed(offset, epoch, held.topic_id)
+    while True:
+        data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed))
+        try:
+            await session.set(session.paths.offset(held.group, *held.tp), data, held.version)
+        except (BadVersion, NoNode):
+            held = await _still_ours(session, held)
+            continue
+        return replace(held, version=held.version + 1, committed=committed)
+
+
+async def release(session: Session, held: Claim, final: tuple[int, int] | None = None) -> None:
+    """Give the partition up, committing `final` (offset, epoch) in the same transaction.
+
+    Raises OwnershipLost when it has been claimed since, ConnectionLost when the outcome is not known: release again.
+    """
+    owner_path = session.paths.owner(held.group, *held.tp)
+    while True:
+        try:
+            await session.multi([_last_write(session, held, final), Delete(owner_path, ANY_VERSION)])
+        except BadVersion:
+            held = await _still_ours(session, held)
+        except NoNode:
+            # The offset node is gone, which _still_ours tells, or the owner node is: released before, or evicted.
+            held = await _still_ours(session, held)
+            if await session.exists(owner_path) is None:
+                if final is not None:
+                    await commit(session, held, *final)
+                return
+        else:
+            return
+
+
+def _last_write(session: Session, held: Claim, final: tuple[int, int] | None) -> Op:
+    offset_path = session.paths.offset(held.group, *held.tp)
+    if final is None:
+        return Check(offset_path, held.version)
+    committed = Committed(final[0], final[1], held.topic_id)
+    return SetData(offset_path, _to_json(OffsetRecord(held.generation, held.consumer_id, committed)), held.version)
+
+
+async def _still_ours(session: Session, held: Claim) -> Claim:
+    """The claim with the version that its offset node has now, if the last claim is still this one."""
+    stored = await read_offset(session, held.group, held.tp)
+    if stored is None:
+        raise OwnershipLost(*held.tp, reason=f"the offsets of group {held.group!r} were deleted")
+    record, version = stored
+    if (record.generation, record.consumer) != (held.generation, held.consumer_id):
+        reason = f"{record.consumer} claimed it with generation {record.generation}, ours is {held.generation}"
+        raise OwnershipLost(*held.tp, reason=reason)
+    return replace(held, version=version, committed=record.committed)
+
+
+async def read_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
+    """What the offset node holds, and its version; None when the group never claimed the partition."""
+    node = await session.get_or_none(session.paths.offset(group, *tp))
+    return None if node is None else (_from_json(group, tp, node.data), node.version)
+
+
+async def reset_offset(session: Session, group: str, tp: TopicPartition, committed: Committed | None) -> None:
+    """Set the committed position from outside (None: as if never committed). An owner's next commit is refused.
+
+    Raises ConnectionLost; doing it again is harmless.
+    """
+    path = session.paths.offset(group, *tp)
+    while True:
+        stored = await read_offset(session, group, tp)
+        record = replace(_next_record(stored[0] if stored else None, consumer_id=""), committed=committed)
+        try:
+            if stored:
+                await session.set(path, _to_json(record), stored[1])
+            else:
+                await session.create(path, _to_json(record), makepath=True)
+        except (BadVersion, NodeExists, NoNode):
+            continue
+        return
+
+
+async def drop_owner(session: Session, group: str, tp: TopicPartition, consumer_id: str) -> bool:
+    """Take the partition away from a member that does not release it; True when it had it.
+
+    The check of the offset node, read first, keeps this from deleting the node of an owner that came in between.
+    """
+    owner_path = session.paths.owner(group, *tp)
+    while True:
+        offset = await session.get_or_none(session.paths.offset(group, *tp))
+        owner = await session.get_or_none(owner_path)
+        if offset is None or owner is None or owner.data.decode(errors="replace") != consumer_id:
+            return False
+        check = Check(session.paths.offset(group, *tp), offset.version)
+        try:
+            await session.multi([check, Delete(owner_path, owner.version)])
+        except (BadVersion, NoNode):
+            continue
+        return True
+
+
+def _to_json(record: OffsetRecord) -> bytes:
+    committed = record.committed
+    document = {
+        "next": committed.offset if committed else None,
+        "epoch": committed.epoch if committed else None,
+        "topic_id": committed.topic_id if committed else None,
+        "generation": record.generation,
+        "consumer": record.consumer,
+    }
+    return json.dumps(document).encode()
+
+
+def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
+    try:
+        document = json.loads(data)
+        committed = None
+        if document["next"] is not None:
+            committed = Committed(int(document["next"]), int(document["epoch"]), str(document["topic_id"]))
+        return OffsetRecord(int(document["generation"]), str(document["consumer"]), committed)
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"the offset of group {group!r} for {tp} in ZooKeeper"
+        raise CorruptData(what, f"{error!r}", hint="`metamq group reset` writes it anew.") from error
