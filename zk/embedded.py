@@ -1,0 +1,337 @@
+"""A real ZooKeeper server as a child process: for tests, the demo and `metamq up`.
+
+The server is Apache's own, started with five jars on a small JVM. It must never outlive its parent, not even a
+parent killed with -9, which cannot clean up. The means is a pipe whose write end only the parent has:
+
+    parent ──pipe──> sh: a watcher in the background reads the pipe, the shell itself becomes Java (exec)
+
+When the parent dies in whatever way, the kernel closes the pipe, the watcher's `read` fails, and it kills Java.
+An orderly stop writes a line into the pipe first, which sends the watcher away before Java's process id can be
+used again. PR_SET_PDEATHSIG is not used: it is Linux only, needs code between fork and exec, and fires when the
+*thread* that started the child ends, not the process.
+
+The port is chosen below the kernel's range of ephemeral ports. Within it, a client that tries again and again
+while the server is down may be given that very port as its own, connect to itself, and keep the server out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from metamq.errors import ConfigError, Timeout
+from metamq.zk.jars import Progress, find_jars
+from metamq.zk.java import find_java
+
+MIN_SESSION_TIMEOUT_MS = 1_000
+MAX_SESSION_TIMEOUT_MS = 60_000
+
+_MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
+_WATCHED = 'exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
+_PORTS = range(20_000, 32_000)
+_PROBE_INTERVAL_S = 0.01
+
+_running: weakref.WeakSet[EmbeddedZooKeeper] = weakref.WeakSet()
+
+
+class EmbeddedZooKeeper:
+    """One ZooKeeper server, in a process of its own, that dies with this one.
+
+    `data_dir` None is a temporary folder, removed by `stop`; a given folder is kept and holds the log of the
+    server, `zookeeper.log`. `port` 0 chooses a free one. `host` is what it listens on. A context manager; all
+    methods block, for under a second as a rule, and are to be called by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str] | None = None,
+        port: int = 0,
+        *,
+        host: str = "127.0.0.1",
+        tick_ms: int = 500,
+        start_timeout_s: float = 30.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._choose_port = port == 0
+        self._tick_ms = tick_ms
+        self._start_timeout_s = start_timeout_s
+        self._progress = progress
+        self._given_dir = Path(data_dir).absolute() if data_dir is not None else None
+        self._data_dir: Path | None = None
+        self._lock: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """What a client on this machine connects to, "127.0.0.1:2181"; known once started."""
+        return f"{self._client_host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the server; None when it does not run."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def data_dir(self) -> Path | None:
+        """The folder with the data and the log of the server; None before the first start."""
+        return self._data_dir
+
+    @property
+    def _client_host(self) -> str:
+        wildcard = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
+        return wildcard.get(self.host, self.host)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Start the server and wait until it serves; does nothing when it runs already.
+
+        Raises ConfigError when the port or the data folder is taken, when there is no Java or no jars (the
+        hint names every way to get them), or when the server gives up (with the last lines of its log);
+        Timeout when it does not serve within `start_timeout_s`.
+        """
+        if self._process is not None:
+            return self
+        java, jars = find_java(), find_jars(self._progress)
+        folder = self._open_data_dir()
+        try:
+            for attempts_left in reversed(range(5)):
+                if self._choose_port:
+                    self.port = free_port(self.host)
+                elif not _port_is_free(self.host, self.port):
+                    raise _port_taken(self.host, self.port)
+                if self._launch(java, jars, folder):
+                    return self
+                if not self._choose_port or not attempts_left or _port_is_free(self.host, self.port):
+                    raise self._start_failure(folder)
+            raise AssertionError("unreachable")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the server and remove temporary data. Never fails because it is gone already."""
+        self._end(signal.SIGTERM)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        if self._given_dir is None and self._data_dir is not None:
+            shutil.rmtree(self._data_dir, ignore_errors=True)
+            self._data_dir = None
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would; port and data are kept for `restart`."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Kill the server if it runs, and start it again on the same port and the same data."""
+        self.kill()
+        self._choose_port = False
+        self.start()
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open and nothing is answered, until `thaw`."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT, after `freeze`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        if self._process is None:
+            raise ConfigError(f"the embedded ZooKeeper at port {self.port} does not run", hint="start() it first.")
+        os.kill(self._process.pid, number)
+
+    def _open_data_dir(self) -> Path:
+        if self._data_dir is None:
+            self._data_dir = self._given_dir or Path(tempfile.mkdtemp(prefix="metamq-zookeeper-"))
+        folder = self._data_dir
+        try:
+            (folder / "data").mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._lock = _locked(folder / "lock")
+        except OSError as error:
+            raise ConfigError(
+                f"ZooKeeper's data folder {folder} cannot be used: {error}", hint="Choose another data folder."
+            ) from error
+        return folder
+
+    def _launch(self, java: Path, jars: list[Path], folder: Path) -> bool:
+        """Whether it serves; False when the process ended instead."""
+        config = folder / "zoo.cfg"
+        config.write_text(self._config(folder))
+        log_path = folder / "zookeeper.log"
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHED, "zookeeper", *self._command(java, jars, config)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                bufsize=0,
+                # Ctrl-C goes to the whole foreground group: the parent decides when its server ends.
+                start_new_session=True,
+            )
+        _running.add(self)
+        limit = time.monotonic() + self._start_timeout_s
+        while not self._serves(folder):
+            if self._process.poll() is not None:
+                self._end(signal.SIGKILL)
+                return False
+            if time.monotonic() > limit:
+                raise Timeout(
+                    f"the start of ZooKeeper in {folder}",
+                    self._start_timeout_s,
+                    hint=f"Its log ends: {_last_lines(log_path)}",
+                )
+            time.sleep(_PROBE_INTERVAL_S)
+        return True
+
+    def _command(self, java: Path, jars: list[Path], config: Path) -> list[str]:
+        flags = ["-Xmx128m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
+        # The default is 64 MB for each log file.
+        properties = ["-Dzookeeper.preAllocSize=1024", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"]
+        if self._given_dir is None:
+            properties.append("-Dzookeeper.forceSync=no")
+        class_path = os.pathsep.join(str(jar) for jar in jars)
+        return [str(java), *flags, *properties, "-cp", class_path, _MAIN_CLASS, str(config)]
+
+    def _config(self, folder: Path) -> str:
+        settings = {
+            "tickTime": self._tick_ms,
+            "dataDir": folder / "data",
+            "clientPort": self.port,
+            "clientPortAddress": self.host or "0.0.0.0",
+            "minSessionTimeout": MIN_SESSION_TIMEOUT_MS,
+            "maxSessionTimeout": MAX_SESSION_TIMEOUT_MS,
+            "maxClientCnxns": 0,
+            "admin.enableServer": "false",
+            "autopurge.snapRetainCount": 3,
+            "autopurge.purgeInterval": 1,
+            "4lw.commands.whitelist": "conf",
+        }
+        return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+    def _serves(self, folder: Path) -> bool:
+        """Asks for the configuration: the data folder in it tells our server from another at this port."""
+        try:
+            with socket.create_connection((self._client_host, self.port), timeout=1.0) as connection:
+                connection.sendall(b"conf")
+                answer = b""
+                while chunk := connection.recv(4096):
+                    answer += chunk
+        except OSError:
+            return False
+        return f"dataDir={folder / 'data'}/".encode() in answer
+
+    def _end(self, number: int) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _running.discard(self)
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"\n")
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        try:
+            process.wait(timeout=3.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        finally:
+            process.stdin.close()
+
+    def _start_failure(self, folder: Path) -> ConfigError:
+        if not _port_is_free(self.host, self.port):
+            return _port_taken(self.host, self.port)
+        return ConfigError(
+            f"ZooKeeper did not start in {folder}",
+            hint=f"Its log {folder / 'zookeeper.log'} ends: {_last_lines(folder / 'zookeeper.log')}",
+        )
+
+    def _forget_in_child(self) -> None:
+        """A fork has a copy of the pipe's write end, which would keep the server alive after its parent."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.returncode = 0
+            self._process = None
+        self._given_dir = self._given_dir or self._data_dir
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on, below the range of ephemeral ports. Another process may take it."""
+    for _ in range(200):
+        port = random.choice(_PORTS)
+        if _port_is_free(host, port):
+            return port
+    raise ConfigError(f"no free port among {_PORTS.start} to {_PORTS.stop - 1} on {host}", hint="Give a port.")
+
+
+def _port_is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # As the server does: a connection that still lingers in TIME_WAIT does not take the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _port_taken(host: str, port: int) -> ConfigError:
+    return ConfigError(
+        f"port {port} of {host} is taken, ZooKeeper cannot listen there",
+        hint="Choose another port, or end what listens there: it may be a ZooKeeper that can be used as it is.",
+    )
+
+
+def _locked(path: Path) -> IO[bytes]:
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"another ZooKeeper uses the data folder {path.parent}", hint="Use that one, or another folder."
+        ) from error
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _last_lines(path: Path, count: int = 10) -> str:
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").splitlines()[-count:]
+        if lines:
+            return "\n  ".join(["", *lines])
+    return "(it is empty)"
+
+
+def _forget_all_in_child() -> None:
+    for server in list(_running):
+        server._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)

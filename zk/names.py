@@ -1,0 +1,73 @@
+"""Names: what topics, groups, consumers and brokers may be called, and how partitions are named."""
+
+from __future__ import annotations
+
+import re
+
+from metamq.errors import ConfigError
+
+MAX_NAME_CHARS = 200
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_OUTSIDE = re.compile(r"[^A-Za-z0-9._-]")
+_PARTITION = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
+_RULE = f"Names have 1 to {MAX_NAME_CHARS} characters, each a letter a-z or A-Z, a digit, '.', '_' or '-'."
+
+
+def check_name(kind: str, name: str) -> str:
+    """`name` itself. `kind` says what it names ("topic", "group", "consumer id").
+
+    Raises ConfigError, which names the thing, the offending character and the rule.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"{kind} is {name!r}, not a string", hint=_RULE)
+    if _NAME.fullmatch(name) and name not in (".", ".."):
+        return name
+    outside = _OUTSIDE.search(name)
+    if not name:
+        problem = f"{kind} is empty"
+    elif outside is not None:
+        problem = f"{kind} {name!r} has {outside.group()!r} at character {outside.start() + 1}"
+    elif len(name) > MAX_NAME_CHARS:
+        problem = f"{kind} {name[:30]!r}... has {len(name):,} characters"
+    else:
+        problem = f"{kind} {name!r} is a path"
+    raise ConfigError(problem, hint=_RULE + " '.' and '..' are not names.")
+
+
+def check_topic(name: str) -> str:
+    """`name` itself. Raises ConfigError when it cannot name a topic."""
+    return check_name("topic", name)
+
+
+def check_group(name: str) -> str:
+    """`name` itself. Raises ConfigError when it cannot name a consumer group."""
+    return check_name("group", name)
+
+
+def check_consumer(name: str) -> str:
+    """`name` itself. Raises ConfigError when it cannot be a consumer's id."""
+    return check_name("consumer id", name)
+
+
+def partition_name(broker_id: int, index: int) -> str:
+    """The name of partition `index` at the broker: (0, 3) is "0-3". Raises ConfigError for negative numbers."""
+    name = f"{broker_id}-{index}"
+    parse_partition(name)
+    return name
+
+
+def parse_partition(name: str) -> tuple[int, int]:
+    """(broker id, index) of a partition's name: "0-3" is (0, 3). Raises ConfigError when it is not one.
+
+    Also the sort key that puts "0-10" after "0-9": `sorted(names, key=parse_partition)`.
+    """
+    match = _PARTITION.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"partition {name!r} is not a broker id, a '-' and an index", hint='Write it like "0-3".')
+    return int(match.group(1)), int(match.group(2))
+
+
+def sorted_partitions(names: list[str] | set[str] | frozenset[str] | tuple[str, ...]) -> list[str]:
+    """`names` in numeric order. Raises ConfigError when one is not a partition's name."""
+    return sorted(names, key=parse_partition)

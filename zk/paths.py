@@ -1,0 +1,116 @@
+"""Every znode path, in one place.
+
+    /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral
+    /meta/brokers/ids/<broker id>/state                                        persistent
+    /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral
+    /meta/config/topics/<topic>                                                persistent
+    /meta/consumers/<group>/ids/<consumer>                                     ephemeral
+    /meta/consumers/<group>/plan                                               persistent
+    /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral
+    /meta/consumers/<group>/offsets/<topic>/<partition>                        persistent
+
+Names are checked by the callers at their public faces (`metamq.zk.names`), not again here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metamq.errors import ConfigError
+from metamq.zk.names import check_name
+
+DEFAULT_ROOT = "/meta"
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The znode paths below `root`. Raises ConfigError when the root is not an absolute path of plain names."""
+
+    root: str = DEFAULT_ROOT
+
+    def __post_init__(self) -> None:
+        check_path(self.root, "the root in ZooKeeper")
+
+    def broker_ids(self) -> str:
+        return f"{self.root}/brokers/ids"
+
+    def broker(self, broker_id: int) -> str:
+        return f"{self.broker_ids()}/{broker_id}"
+
+    def master(self, broker_id: int) -> str:
+        return f"{self.broker(broker_id)}/master"
+
+    def slave(self, broker_id: int, replica: int) -> str:
+        return f"{self.broker(broker_id)}/slave{replica}"
+
+    def broker_state(self, broker_id: int) -> str:
+        return f"{self.broker(broker_id)}/state"
+
+    def offered_topics(self, kind: str) -> str:
+        """`kind` is what partitions are offered for: "topics-pub" for writing, "topics-sub" for reading."""
+        return f"{self.root}/brokers/{kind}"
+
+    def offers(self, kind: str, topic: str) -> str:
+        return f"{self.offered_topics(kind)}/{topic}"
+
+    def offered_topic(self, kind: str, topic: str, name: str) -> str:
+        """`name` says who offers it: `master_offer` or `slave_offer`."""
+        return f"{self.offers(kind, topic)}/{name}"
+
+    def topic_configs(self) -> str:
+        return f"{self.root}/config/topics"
+
+    def topic_config(self, topic: str) -> str:
+        return f"{self.topic_configs()}/{topic}"
+
+    def groups(self) -> str:
+        return f"{self.root}/consumers"
+
+    def group(self, group: str) -> str:
+        return f"{self.groups()}/{group}"
+
+    def members(self, group: str) -> str:
+        return f"{self.group(group)}/ids"
+
+    def member(self, group: str, consumer_id: str) -> str:
+        return f"{self.members(group)}/{consumer_id}"
+
+    def plan(self, group: str) -> str:
+        return f"{self.group(group)}/plan"
+
+    def owned_topics(self, group: str) -> str:
+        return f"{self.group(group)}/owners"
+
+    def owners(self, group: str, topic: str) -> str:
+        return f"{self.owned_topics(group)}/{topic}"
+
+    def owner(self, group: str, topic: str, partition: str) -> str:
+        return f"{self.owners(group, topic)}/{partition}"
+
+    def offset_topics(self, group: str) -> str:
+        return f"{self.group(group)}/offsets"
+
+    def offsets(self, group: str, topic: str) -> str:
+        return f"{self.offset_topics(group)}/{topic}"
+
+    def offset(self, group: str, topic: str, partition: str) -> str:
+        return f"{self.offsets(group, topic)}/{partition}"
+
+
+def master_offer(broker_id: int) -> str:
+    """The name of the node by which a master offers a topic: "0-m"."""
+    return f"{broker_id}-m"
+
+
+def slave_offer(broker_id: int, replica: int) -> str:
+    """The name of the node by which a slave offers a topic: "0-s1"."""
+    return f"{broker_id}-s{replica}"
+
+
+def check_path(path: str, what: str = "a znode path") -> str:
+    """`path` itself. Raises ConfigError unless it is "/name/name" with plain names; "/" alone is none."""
+    if not path.startswith("/"):
+        raise ConfigError(f"{what}, {path!r}, does not start with '/'", hint='Write it like "/meta".')
+    for name in path[1:].split("/"):
+        check_name(f"a part of {what} ({path})", name)
+    return path

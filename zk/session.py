@@ -1,0 +1,589 @@
+"""The session with ZooKeeper: every operation a coroutine, every answer a plain value, every wait bounded.
+
+Theory of operation. kazoo runs three threads (`metamq.zk.link`); this class lives in one event loop and never blocks
+it. A request is handed to kazoo at once, and its answer comes back by `call_soon_threadsafe`. Nothing is ever retried
+here: kazoo's retry repeats a write in a later session, where it may undo what another client did meanwhile. A caller
+that gets ConnectionLost with the outcome "unknown" reads before it concludes.
+
+Three states, as the loop has seen them:
+
+    CONNECTED   the session lives and the server answers
+    SUSPENDED   the connection broke; the session may live, or be over already: nobody can know until a server answers
+    LOST        a server said that the session is over; its ephemeral nodes are gone. A new one follows by itself:
+                CONNECTED with another `session_id` and a `generation` one higher
+
+A request belongs to the session in which its method was called. It is refused at once, with ConnectionLost and the
+outcome "not_done", unless the connection of that very session is up. One race remains, and does no harm: a request
+that is handed over at the instant at which the connection breaks may be sent on the next connection of the *same*
+session, after its caller was told "unknown". It is never sent in a later session.
+
+Time. A request that has no answer after two thirds of the negotiated time-out fails with ConnectionLost, and the
+connection is cut: a server that answers nothing (SIGSTOP, a cut cable) holds nobody up, and the next server is tried
+while the session can still be saved.
+
+Watches. A watch is called once: when its node changes, or when the connection is lost, since ZooKeeper does not keep
+the watches of a lost connection here. Whoever is called reads again, after `connected()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from kazoo import exceptions as kazoo_errors
+from kazoo.protocol.states import KazooState
+
+from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge, MetamqError
+from metamq.zk.errors import (
+    BadVersion,
+    ConnectionLost,
+    NodeExists,
+    NoNode,
+    NotEmpty,
+    SessionExpired,
+    ZooKeeperError,
+)
+from metamq.zk.link import Link
+from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData, Stat
+from metamq.zk.paths import DEFAULT_ROOT, Paths
+from metamq.zk.servers import parse_servers
+
+__all__ = [
+    "ANY_VERSION",
+    "BadVersion",
+    "Check",
+    "ConnectionLost",
+    "Create",
+    "Delete",
+    "NoNode",
+    "Node",
+    "NodeExists",
+    "NotEmpty",
+    "Op",
+    "Session",
+    "SessionExpired",
+    "SetData",
+    "Stat",
+    "State",
+    "ZooKeeperError",
+]
+
+log = logging.getLogger("metamq.zk")
+
+MAX_DATA_BYTES = 1_000_000
+"""ZooKeeper cuts the connection on anything beyond 1 MB, the rest of the request included."""
+
+# kazoo wakes its thread by a byte in a socket pair, which holds some 270 of them: with more, the loop would block.
+_MAX_IN_FLIGHT = 100
+_CLOSE_GRACE_S = 0.4
+_CLOSE_LIMIT_S = 0.5
+_NO_SERVER_HINT = "Start one with `metamq up`, or set METAMQ_ZOOKEEPER to yours."
+
+
+class State(enum.Enum):
+    """What is known of the session; see the module."""
+
+    CONNECTED = "connected"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+
+
+_STATES = {
+    KazooState.CONNECTED: State.CONNECTED,
+    KazooState.SUSPENDED: State.SUSPENDED,
+    KazooState.LOST: State.LOST,
+}
+
+_REFUSALS: dict[type[Exception], type[ZooKeeperError]] = {
+    kazoo_errors.NoNodeError: NoNode,
+    kazoo_errors.NodeExistsError: NodeExists,
+    kazoo_errors.BadVersionError: BadVersion,
+    kazoo_errors.NotEmptyError: NotEmpty,
+}
+
+_CONNECTION_ERRORS = (
+    kazoo_errors.ConnectionLoss,
+    kazoo_errors.OperationTimeoutError,
+    kazoo_errors.RequestTimeoutError,
+    kazoo_errors.ConnectionClosedError,
+    kazoo_errors.SessionMovedError,
+)
+
+_NOT_THE_CAUSE = (kazoo_errors.RolledBackError, kazoo_errors.RuntimeInconsistency)
+
+
+class _Ticket(NamedTuple):
+    """What one call of a public method may use: its session, and the loop's time until which it has to end."""
+
+    session_id: int
+    deadline: float
+
+
+class Session:
+    """One session with ZooKeeper after another, for one event loop; made by `Session.open`.
+
+    All methods are to be called in the loop it was opened in. Cancelling one leaves the outcome of its request unknown.
+    Apart from what each method names, all raise ConnectionLost, SessionExpired, ClosedError after `close`, and
+    ConfigError for a path that is none. Paths are absolute, below the chroot.
+    """
+
+    def __init__(self, servers: str, *, timeout_ms: int, root: str) -> None:
+        """Not for use from outside: `await Session.open(...)`."""
+        self.servers = servers
+        self.paths = Paths(root)
+        self.state = State.LOST
+        self.session_id = 0
+        self.negotiated_timeout_ms = timeout_ms
+        self.generation = 0
+        hosts, self._chroot = parse_servers(servers)
+        self._loop = asyncio.get_running_loop()
+        self._link = Link(hosts, timeout_ms, self._state_changed_in_thread)
+        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._answers: set[asyncio.Future[Any]] = set()
+        self._watches: set[_Watch] = set()
+        self._listeners: list[Callable[[State], None]] = []
+        self._state_waiters: set[asyncio.Future[None]] = set()
+        self._closed: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        servers: str,
+        *,
+        timeout_ms: int = 10_000,
+        connect_timeout_s: float = 10.0,
+        root: str = DEFAULT_ROOT,
+        on_state: Callable[[State], None] | None = None,
+    ) -> Session:
+        """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made when it is missing.
+
+        `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is as in `on_state`.
+        Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`.
+        """
+        if timeout_ms <= 0:
+            raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
+        session = cls(servers, timeout_ms=timeout_ms, root=root)
+        session._link.start()
+        try:
+            async with asyncio.timeout(connect_timeout_s):
+                await session._first_connection()
+        except TimeoutError:
+            await session.close()
+            reason = f"no ZooKeeper answered within {connect_timeout_s:g} s"
+            raise ConnectError(servers, reason, hint=_NO_SERVER_HINT) from None
+        except BaseException:
+            await session.close()
+            raise
+        if on_state is not None:
+            session.on_state(on_state)
+        return session
+
+    async def _first_connection(self) -> None:
+        while True:
+            await self.connected()
+            try:
+                return await self.ensure("/")
+            except ConnectionLost:
+                continue
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Reading
+
+    async def get(self, path: str, watch: Callable[[], None] | None = None) -> Node:
+        """The node. `watch` is called once it changes or is deleted. Raises NoNode, and then leaves no watch."""
+        ticket, full = self._ticket(), self._full(path)
+        with _Watching(self, watch) as watching:
+            data, stat = await self._ask(ticket, path, lambda client: client.get_async(full, watching.watch))
+        return _node(data, stat)
+
+    async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Node | None:
+        """The node, or None without one. `watch` is called once it changes, is deleted or is created."""
+        ticket, full = self._ticket(), self._full(path)
+        with _Watching(self, watch) as watching:
+            while True:
+                try:
+                    data, stat = await self._ask(ticket, path, lambda client: client.get_async(full, watching.watch))
+                    return _node(data, stat)
+                except NoNode:
+                    if watch is None:
+                        return None
+                # Only `exists` leaves a watch for a node that is not there yet.
+                if not await self._ask(ticket, path, lambda client: client.exists_async(full, watching.watch)):
+                    return None
+
+    async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
+        """The node's stat, or None without a node. `watch` is called once it changes, is deleted or is created."""
+        ticket, full = self._ticket(), self._full(path)
+        with _Watching(self, watch) as watching:
+            stat = await self._ask(ticket, path, lambda client: client.exists_async(full, watching.watch))
+        return _stat(stat) if stat is not None else None
+
+    async def children(self, path: str, watch: Callable[[], None] | None = None) -> list[str]:
+        """The names of the children, in no order. `watch` is called once one comes or goes, or the node is deleted.
+
+        Raises NoNode, and then leaves no watch.
+        """
+        ticket, full = self._ticket(), self._full(path)
+        with _Watching(self, watch) as watching:
+            names: list[str] = await self._ask(
+                ticket, path, lambda client: client.get_children_async(full, watching.watch)
+            )
+        return names
+
+    async def sync(self) -> None:
+        """A round trip to ZooKeeper's leader, which saw the session alive; what is read next is no older than that."""
+        await self._ask(self._ticket(), "/", lambda client: client.sync_async("/"))
+
+    # Writing
+
+    async def create(self, path: str, data: bytes = b"", *, ephemeral: bool = False, makepath: bool = False) -> Node:
+        """Create a node; `makepath` creates missing parents, as persistent nodes. The node as it was created.
+
+        Raises NodeExists, NoNode when the parent is missing, MessageTooLarge.
+        """
+        ticket, full = self._ticket(), self._full(path)
+        _check_data(path, data)
+        while True:
+            try:
+                _, stat = await self._ask(
+                    ticket,
+                    path,
+                    lambda client: client.create_async(full, data, ephemeral=ephemeral, include_data=True),
+                )
+                return _node(data, stat)
+            except NoNode:
+                parent = _parent(full)
+                if not makepath or parent is None:
+                    raise
+                await self._ensure(ticket, parent)
+
+    async def set(self, path: str, data: bytes, version: int) -> Node:
+        """Write a node that has `version` (ANY_VERSION: any). The node as it is now, with its new version.
+
+        Raises BadVersion, NoNode, MessageTooLarge.
+        """
+        ticket, full = self._ticket(), self._full(path)
+        _check_data(path, data)
+        stat = await self._ask(ticket, path, lambda client: client.set_async(full, data, version))
+        return _node(data, stat)
+
+    async def delete(self, path: str, version: int) -> None:
+        """Delete a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
+        ticket, full = self._ticket(), self._full(path)
+        await self._ask(ticket, path, lambda client: client.delete_async(full, version))
+
+    async def ensure(self, path: str) -> None:
+        """Create the node and its parents, as persistent nodes without data, as far as they are missing."""
+        await self._ensure(self._ticket(), self._full(path))
+
+    async def multi(self, operations: Sequence[Op]) -> list[int | None]:
+        """All operations, or none. For each Create and SetData the node's version after it, else None.
+
+        Raises the error of the first operation that could not be done (NodeExists, NoNode, BadVersion, NotEmpty), with
+        its place in `.index`; MessageTooLarge.
+        """
+        if not operations:
+            return []
+        ticket = self._ticket()
+        full = [self._full(operation.path) for operation in operations]
+        for operation in operations:
+            if isinstance(operation, Create | SetData):
+                _check_data(operation.path, operation.data)
+        results: list[Any] = await self._ask(
+            ticket, operations[0].path, functools.partial(_commit, list(zip(operations, full, strict=True)))
+        )
+        for index, result in enumerate(results):
+            if isinstance(result, Exception) and not isinstance(result, _NOT_THE_CAUSE):
+                raise self._translated(result, operations[index].path, index)
+        return [_version_after(operation, result) for operation, result in zip(operations, results, strict=True)]
+
+    # State
+
+    async def connected(self) -> None:
+        """Wait until the session is CONNECTED. Bounded by the caller only. Raises ClosedError."""
+        while True:
+            self._check_open()
+            # The link knows first. When it has lost what the loop still believes in, the event is on its way.
+            if self.state is State.CONNECTED and self._link.live_session_id == self.session_id:
+                return
+            waiter = self._loop.create_future()
+            self._state_waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._state_waiters.discard(waiter)
+
+    def on_state(self, callback: Callable[[State], None]) -> Callable[[], None]:
+        """Call `callback` with each new state, in the loop; the answer ends that. `close` is not a new state."""
+        self._listeners.append(callback)
+
+        def remove() -> None:
+            if callback in self._listeners:
+                self._listeners.remove(callback)
+
+        return remove
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed is not None
+
+    async def close(self) -> None:
+        """End the session: its ephemeral nodes are removed, at once when the server is there, else when it times out.
+
+        Takes less than a second whatever the server does. Requests under way fail, watches are called. May be repeated.
+        """
+        if self._closed is not None:
+            await asyncio.wait({self._closed})
+            return
+        self._closed = stopped = self._loop.create_future()
+        self.state = State.LOST
+        for answer in list(self._answers):
+            if not answer.done():
+                answer.set_exception(self._lost("the session was closed before an answer came"))
+        self._wake()
+        self._link.stop(lambda: self._in_loop(_settle, stopped, None))
+        try:
+            await asyncio.wait({stopped}, timeout=_CLOSE_GRACE_S)
+            if not stopped.done():
+                self._link.interrupt()
+                await asyncio.wait({stopped}, timeout=_CLOSE_LIMIT_S)
+        except asyncio.CancelledError:
+            self._link.interrupt()
+            raise
+        if not stopped.done():
+            log.warning("the connection to ZooKeeper at %s is still closing; left to itself", self.servers)
+            stopped.set_result(None)
+
+    # Inside
+
+    async def _ensure(self, ticket: _Ticket, full: str) -> None:
+        # An `exists` is answered by any server at once, a `create` that fails goes through the leader's log.
+        if await self._ask(ticket, full, lambda client: client.exists_async(full)) is not None:
+            return
+        try:
+            await self._ask(ticket, full, lambda client: client.create_async(full, b""))
+        except NodeExists:
+            return
+        except NoNode:
+            parent = _parent(full)
+            if parent is None:
+                raise
+            await self._ensure(ticket, parent)
+            await self._ensure(ticket, full)
+
+    async def _ask(self, ticket: _Ticket, path: str, call: Callable[[Any], Any]) -> Any:
+        """Hand one request to kazoo and wait for its answer, which never takes longer than the ticket allows."""
+        try:
+            async with asyncio.timeout_at(ticket.deadline):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise self._lost("too many requests wait for an answer", outcome="not_done") from None
+        answer = self._loop.create_future()
+        result = self._link.submit(ticket.session_id, call) if self._closed is None else None
+        if result is None:
+            self._slots.release()
+            # The event that says so is on its way: without this, a caller that tries again would keep it out.
+            await asyncio.sleep(0)
+            raise self._lost(f"the session is {self.state.value}, nothing was sent", outcome="not_done")
+        self._answers.add(answer)
+        result.rawlink(lambda finished: self._in_loop(self._finish, answer, finished, path))
+        sent = self._loop.time()
+        timer = self._loop.call_at(ticket.deadline, self._expire, answer, result, sent)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            self._answers.discard(answer)
+
+    def _finish(self, answer: asyncio.Future[Any], result: Any, path: str) -> None:
+        # Only here, not when the caller leaves: until now the request took a place in kazoo's queue.
+        self._slots.release()
+        if answer.done():
+            return
+        if result.exception is not None:
+            answer.set_exception(self._translated(result.exception, path, None))
+        else:
+            answer.set_result(result.value)
+
+    def _expire(self, answer: asyncio.Future[Any], result: Any, sent: float) -> None:
+        # A loop that hung for long finds the timer due and the answer in its queue: the answer counts.
+        if answer.done() or result.ready():
+            return
+        answer.set_exception(self._lost(f"no answer within {self._limit_s():.1f} s"))
+        if self._loop.time() - sent >= self._limit_s() / 2:
+            self._link.drop()
+
+    def _ticket(self) -> _Ticket:
+        self._check_open()
+        return _Ticket(self.session_id, self._loop.time() + self._limit_s())
+
+    def _limit_s(self) -> float:
+        return self.negotiated_timeout_ms / 1000 * 2 / 3
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ClosedError("ZooKeeper session")
+
+    def _full(self, path: str) -> str:
+        if path == "/":
+            return self._chroot or "/"
+        if not path.startswith("/") or path.endswith("/") or "//" in path:
+            raise ConfigError(f"{path!r} is not a znode path", hint='Write it like "/meta/brokers".')
+        return self._chroot + path
+
+    def _lost(self, reason: str, *, outcome: Any = "unknown") -> ConnectionLost:
+        return ConnectionLost(self.servers, reason, outcome=outcome)
+
+    def _translated(self, error: BaseException, path: str, index: int | None) -> MetamqError:
+        for theirs, ours in _REFUSALS.items():
+            if isinstance(error, theirs):
+                return ours(path, index)
+        if isinstance(error, _CONNECTION_ERRORS):
+            return self._lost("the connection broke before an answer came")
+        if isinstance(error, kazoo_errors.SessionExpiredError):
+            return SessionExpired(self.servers, "the session expired before an answer came")
+        return ZooKeeperError(path, index, reason=f"ZooKeeper answered {type(error).__name__} {error}".rstrip())
+
+    def _in_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            log.debug("an answer of ZooKeeper came after the event loop was closed")
+
+    def _state_changed_in_thread(self, state: str, session_id: int, timeout_ms: int) -> None:
+        self._in_loop(self._state_changed, _STATES[state], session_id, timeout_ms)
+
+    def _state_changed(self, state: State, session_id: int, timeout_ms: int) -> None:
+        if self._closed is not None:
+            return
+        self.state = state
+        if state is State.CONNECTED:
+            self.negotiated_timeout_ms = timeout_ms
+            if session_id != self.session_id:
+                self.session_id = session_id
+                self.generation += 1
+            if self.generation > 1 or self._listeners:
+                log.info("ZooKeeper at %s: connected, session 0x%x", self.servers, session_id & (2**64 - 1))
+        elif state is State.SUSPENDED:
+            log.warning("ZooKeeper at %s: connection lost, trying again", self.servers)
+        else:
+            log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
+        self._wake()
+        for listener in list(self._listeners):
+            self._loop.call_soon(listener, state)
+
+    def _wake(self) -> None:
+        for waiter in list(self._state_waiters):
+            _settle(waiter, None)
+        if self.state is not State.CONNECTED:
+            for watch in list(self._watches):
+                self._loop.call_soon(watch.fire)
+
+
+class _Watch:
+    """One watch: called by kazoo in its thread, or by the session when it loses its connection; calls back once."""
+
+    def __init__(self, session: Session, callback: Callable[[], None]) -> None:
+        self._session = session
+        self._callback = callback
+        self._armed = False
+        self._fired = False
+        session._watches.add(self)
+
+    def __call__(self, _: Any) -> None:
+        self._session._in_loop(self.fire)
+
+    def fire(self) -> None:
+        self._session._watches.discard(self)
+        if not self._fired:
+            self._fired = True
+            if self._armed:
+                self._callback()
+
+    def arm(self) -> None:
+        """The call that left the watch has succeeded. It may have fired already: threads overtake each other."""
+        self._armed = True
+        if self._fired:
+            self._session._loop.call_soon(self._callback)
+
+    def forget(self) -> None:
+        self._fired = True
+        self._session._watches.discard(self)
+
+
+class _Watching:
+    """Leaves `callback` as a watch when the block succeeds, and nothing when it fails."""
+
+    def __init__(self, session: Session, callback: Callable[[], None] | None) -> None:
+        self.watch = _Watch(session, callback) if callback is not None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.watch is not None:
+            if kind is None:
+                self.watch.arm()
+            else:
+                self.watch.forget()
+
+
+def _commit(operations: list[tuple[Op, str]], client: Any) -> Any:
+    transaction = client.transaction()
+    for operation, full in operations:
+        match operation:
+            case Create(data=data, ephemeral=ephemeral):
+                transaction.create(full, data, ephemeral=ephemeral)
+            case SetData(data=data, version=version):
+                transaction.set_data(full, data, version)
+            case Delete(version=version):
+                transaction.delete(full, version)
+            case Check(version=version):
+                transaction.check(full, version)
+    return transaction.commit_async()
+
+
+def _version_after(operation: Op, result: Any) -> int | None:
+    if isinstance(operation, Create):
+        return 0
+    return int(result.version) if isinstance(operation, SetData) else None
+
+
+def _stat(stat: Any) -> Stat:
+    return Stat(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime)
+
+
+def _node(data: bytes | None, stat: Any) -> Node:
+    return Node(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, data or b"")
+
+
+def _parent(full: str) -> str | None:
+    parent = full.rpartition("/")[0]
+    return parent or None
+
+
+def _check_data(path: str, data: bytes) -> None:
+    if len(data) > MAX_DATA_BYTES:
+        raise MessageTooLarge(
+            f"the data of znode {path}", len(data), MAX_DATA_BYTES, hint="ZooKeeper holds small records only."
+        )
+
+
+def _settle(future: asyncio.Future[None], value: None) -> None:
+    if not future.done():
+        future.set_result(value)
