@@ -3,10 +3,11 @@
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.flush import FlushTicket
-from metamq.broker.log.partition_log import LogSlice, PartitionLog
+from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.producers import Duplicate, New
 from metamq.broker.log.recovery import RecoveryReport
 from metamq.broker.log.segments import SegmentStats
+from metamq.broker.log.store import LogSlice
 
 if __name__ != "metamq.broker.log":
     raise ImportError(

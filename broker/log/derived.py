@@ -9,7 +9,7 @@ from metamq.broker.log.files import FileCache
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import checked_batches, damaged
-from metamq.broker.log.segments import Inventory, Segment, SnapshotName
+from metamq.broker.log.segments import Segment, SnapshotName
 
 SNAPSHOTS_KEPT = 2
 
@@ -35,16 +35,6 @@ def load_producers(snapshot: SnapshotName) -> ProducerStates | None:
             return ProducerStates.from_bytes(file.read(), snapshot.offset, snapshot.position)
     except FileNotFoundError:
         return None
-
-
-def forget_after(inventory: Inventory, position: int) -> None:
-    """Removes what was derived from bytes behind `position`: nothing may describe them once others stand there."""
-    for snapshot in [s for s in inventory.snapshots if s.position > position]:
-        inventory.snapshots.remove(snapshot)
-        unlink(snapshot.path)
-    for path in list(inventory.indexes):
-        inventory.indexes.discard(path)
-        unlink(path)
 
 
 def unlink(path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from metamq.broker.log.files import FileCache, Sync, storage_error
 from metamq.errors import StorageError
@@ -16,18 +17,26 @@ class FlushTicket:
     by sync(), which is to be called once the ticket exists.
     """
 
-    __slots__ = ("_descriptors", "_done", "_folder", "_lock", "_name", "_sync", "end_offset", "end_position", "error")
+    __slots__ = ("_descriptors", "_done", "_failed", "_lock", "_name", "_sync", "end_offset", "end_position", "error")
 
     def __init__(
-        self, name: str, files: FileCache, paths: list[str], folder: str | None, end_offset: int, end_position: int
+        self,
+        name: str,
+        files: FileCache,
+        paths: list[str],
+        folder: str | None,
+        end_offset: int,
+        end_position: int,
+        failed: Callable[[StorageError], None],
     ) -> None:
+        """`failed` is called in the syncing thread, so that no append comes after the failure of an fsync."""
         self.end_offset = end_offset
         self.end_position = end_position
         self.error: StorageError | None = None
         """Why the fsync failed. Set before sync() raises it."""
         self._name = name
         self._sync: Sync = files.sync
-        self._folder = folder
+        self._failed = failed
         self._lock = threading.Lock()
         self._done = False
         self._descriptors: list[int] = []
@@ -57,6 +66,7 @@ class FlushTicket:
                 self._sync(fd)
         except OSError as error:
             self.error = storage_error(self._name, "fsync", error)
+            self._failed(self.error)
         finally:
             self._done = True
             self._close()

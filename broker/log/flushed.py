@@ -105,4 +105,4 @@ def _unpack(data: bytes, at: int) -> tuple[int, FlushPoint] | None:
     magic, version, generation, *fields = _SLOT.unpack_from(data, at)
     if magic != MAGIC or version != VERSION:
         return None
-    return generation, FlushPoint(*fields[:-1], clean=bool(fields[-1]))
+    return generation, FlushPoint._make((*fields[:-1], bool(fields[-1])))

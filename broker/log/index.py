@@ -44,9 +44,6 @@ class SparseIndex:
         self._maxima = array("q")
         self._next_entry_at = base_position
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
     @property
     def memory_bytes(self) -> int:
         """About what it takes in memory."""
@@ -71,13 +68,13 @@ class SparseIndex:
         at = bisect_right(self._offsets, offset) - 1
         return self._offsets[at], self._positions[at]
 
-    def find_time(self, timestamp_us: int) -> tuple[int, int]:
-        """(offset, position) of the entry from which on the first message at or after the time is found.
+    def find_time(self, timestamp_us: int) -> int:
+        """The position of the entry from which on the first message at or after the time is found.
 
         The caller has compared the time with `max_timestamp_us`: there is such a message.
         """
-        at = bisect_left(self._maxima, timestamp_us) - 1
-        return self._offsets[at], self._positions[at]
+        at = max(bisect_left(self._maxima, timestamp_us) - 1, 0)
+        return self._positions[at]
 
     def cut(self, position: int) -> None:
         """Forgets all from the last entry before `position` on; the caller adds what lies between again."""

@@ -54,7 +54,7 @@ class StoredBatch(NamedTuple):
 
     sequence: int
     base_offset: int
-    count: int
+    messages: int
     append_time_us: int
 
 

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.derived import forget_after, load_index, load_producers, unlink
+from metamq.broker.log.derived import load_index, load_producers, unlink
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.flushed import FlushFile, FlushPoint
 from metamq.broker.log.index import SparseIndex
@@ -100,12 +100,18 @@ def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Reco
     """
     inventory = take_inventory(folder)
     flush_file = FlushFile(folder, files)
-    point = flush_file.load(name)
-    if point is None:
+    try:
+        point = flush_file.load(name)
+        if point is not None:
+            return _Recovery(folder, name, config, files, inventory, flush_file, point).run()
         if any(segment.size_bytes for segment in inventory.segments):
             raise _refusal(name, flush_file.path, "the file is missing", 0)
         return _create(folder, files, flush_file, inventory)
-    return _Recovery(folder, name, config, files, inventory, flush_file, point).run()
+    except BaseException:  # another folder may stand at this path by the next attempt
+        for segment in inventory.segments:
+            files.forget(segment.path)
+        files.forget(flush_file.path)
+        raise
 
 
 def _create(folder: str, files: FileCache, flush_file: FlushFile, inventory: Inventory) -> Recovered:
@@ -161,13 +167,22 @@ class _Recovery:
     def run(self) -> Recovered:
         whole = self._check_chain()
         if self.bad is None and self._is_settled():
+            self._forget_stale(self.inventory.indexes - self._index_paths())
             return self._recovered(None)
         self._walk(whole)
         if self.bad is not None:
             self._refuse_if_flushed(*self.bad)
+        if self.end_position == self.point.position and self.end_offset != self.point.offset:
+            reason = f"offset {self.point.offset} was flushed up to here, the batches give {self.end_offset}"
+            raise _refusal(self.name, self.folder, reason, self.end_position)
         cut_bytes = self._cut() if self.bad is not None else 0
         self._write_tail_again()
         self._save_indexes()
+        stale = self.inventory.indexes - self._index_paths()
+        active = self.segments[-1]
+        if active.index_path in self.inventory.indexes and load_index(active, self.config.index_interval_bytes) is None:
+            stale.add(active.index_path)
+        self._forget_stale(stale)
         return self._recovered(self.producers, cut_bytes)
 
     # -- checking: nothing is modified ----------------------------------------------------------------------------
@@ -213,7 +228,7 @@ class _Recovery:
         states_from = self._load_producers()
         segments = self.segments[:whole]
         number = max(n for n, s in enumerate(segments) if s.base_position <= states_from)
-        index = self._resume_index(segments[number], states_from)
+        index: SparseIndex | None = self._resume_index(segments[number], states_from)
         for segment in segments[number:]:
             if index is None:
                 index = SparseIndex(segment.base_offset, segment.base_position)
@@ -293,6 +308,8 @@ class _Recovery:
         assert self.bad is not None
         position, reason = self.bad
         torn = self._segment_at(position)
+        if torn.base_position == position and torn is not self.segments[0]:
+            torn = self.segments[self.segments.index(torn) - 1]
         cut_bytes = torn.end_position - position
         while self.segments[-1] is not torn:
             segment = self.segments.pop()
@@ -303,9 +320,6 @@ class _Recovery:
         os.ftruncate(fd, position - torn.base_position)
         self.files.sync(fd)
         torn.size_bytes = position - torn.base_position
-        if torn.index is None:
-            torn.index = SparseIndex(torn.base_offset, torn.base_position)
-        forget_after(self.inventory, position)
         self.files.sync_folder(self.folder)
         log.warning(
             "%s: cut %s bytes at byte %s, offset %s, that were never flushed: %s",
@@ -329,11 +343,23 @@ class _Recovery:
                 self.files.replace(segment.index_path, segment.index.to_bytes(), sync=False)
                 segment.index = None
 
+    def _index_paths(self) -> set[str]:
+        return {segment.index_path for segment in self.segments}
+
+    def _forget_stale(self, index_paths: set[str]) -> None:
+        """Removes, durably, the indexes, and what snapshots there are of a place behind the end: others come there."""
+        end = self.segments[-1].end_position
+        stale = [snapshot for snapshot in self.inventory.snapshots if snapshot.position > end]
+        self.inventory.snapshots = [snapshot for snapshot in self.inventory.snapshots if snapshot.position <= end]
+        for path in [*index_paths, *(snapshot.path for snapshot in stale)]:
+            unlink(path)
+        if index_paths or stale:
+            self.files.sync_folder(self.folder)
+
     def _recovered(self, producers: ProducerStates | None, cut_bytes: int = 0) -> Recovered:
         for segment in reversed(self.retired):
             os.unlink(segment.path)
-        kept = {segment.index_path for segment in self.segments}
-        for path in [*self.inventory.leftovers, *(self.inventory.indexes - kept)]:
+        for path in self.inventory.leftovers:
             unlink(path)
         position, reason = self.bad or (None, "")
         report = RecoveryReport(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.files import FileCache
+from metamq.broker.log.segments import Segment
 
+log = logging.getLogger("metamq.broker.log")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
 
 
@@ -42,6 +45,17 @@ def removable(
             return number
         left_bytes -= size
     return len(sealed)
+
+
+def archive_all(files: FileCache, name: str, segments: list[Segment], archive_dir: Path) -> int:
+    """Archives the segments, oldest first, up to the first that fails; returns how many are in the archive now."""
+    for number, segment in enumerate(segments):
+        try:
+            archive(files, segment.path, archive_dir)
+        except OSError as error:
+            log.warning("%s: %s could not be archived to %s and stays: %s", name, segment.path, archive_dir, error)
+            return number
+    return len(segments)
 
 
 def archive(files: FileCache, path: str, archive_dir: Path) -> None:

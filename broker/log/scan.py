@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.segments import Segment
@@ -140,22 +140,20 @@ def damaged(what: str, position: int, reason: str) -> CorruptData:
     )
 
 
-def find_time(files: FileCache, segment: Segment, timestamp_us: int, at: tuple[int, int]) -> tuple[int, int]:
-    """(offset, timestamp) of the first message at or after the time, from the batch at the index entry `at` on.
+def find_time(files: FileCache, segment: Segment, timestamp_us: int, position: int) -> tuple[int, int] | None:
+    """(offset, timestamp) of the first message at or after the time, from the batch at `position` on.
 
-    The caller knows that the segment has one. Raises CorruptData, OSError.
+    None when there is none after all: a header's maximum is its producer's word. Raises CorruptData, OSError.
     """
-    for position, header, problem in checked_batches(files, segment, at[1]):
+    for at, header, problem in checked_batches(files, segment, position):
         if header is None or problem is not None:
-            raise damaged(segment.path, position, problem or "there is no header")
+            raise damaged(segment.path, at, problem or "there is no header")
         if header.max_timestamp_us < timestamp_us:
             continue
-        timestamps = None
+        timestamps: Iterable[int] = (header.base_timestamp_us,)
         if header.flags & HAS_TIMESTAMPS:
-            timestamps = decode(memoryview(read_at(files, segment, position, header.size)), header).timestamps
-        if timestamps is None:
-            return header.base_offset, header.base_timestamp_us
+            timestamps = decode(memoryview(read_at(files, segment, at, header.size)), header).timestamps or ()
         for number, found_us in enumerate(timestamps):
             if found_us >= timestamp_us:
                 return header.base_offset + number, found_us
-    raise damaged(segment.path, at[1], f"no message at or after {timestamp_us}, which the index promises")
+    return None

@@ -1,0 +1,204 @@
+"""The files of one partition log: its segments, their indexes, the snapshots of producer states.
+
+It knows which bytes there are and how to find and remove them; what they are worth (flushed, stable) is the log's
+business. Everything here raises OSError, and CorruptData where the bytes are not what they should be.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from operator import attrgetter
+from typing import NamedTuple
+
+from metamq.broker.log.derived import complete_index, cut_index, rebuild_producers, superfluous, unlink
+from metamq.broker.log.files import FileCache
+from metamq.broker.log.index import SparseIndex
+from metamq.broker.log.producers import ProducerStates
+from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, read_at
+from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
+from metamq.wire.batch import HEADER_BYTES
+from metamq.wire.limits import BATCH_BYTES_MAX
+
+_BASE_OFFSET = attrgetter("base_offset")
+_BASE_POSITION = attrgetter("base_position")
+
+
+class LogSlice(NamedTuple):
+    """Batches as they lie in the log; the last may be cut off anywhere."""
+
+    data: bytes
+    base_offset: int
+    """Of the first batch, at or below the offset that was asked for."""
+    position: int
+
+
+class SegmentStore:
+    """The files of one log. One thread only."""
+
+    __slots__ = ("_files", "_folder", "_snapshots", "index_interval_bytes", "segments")
+
+    def __init__(
+        self,
+        folder: str,
+        files: FileCache,
+        segments: list[Segment],
+        snapshots: list[SnapshotName],
+        index_interval_bytes: int,
+    ) -> None:
+        self.segments = segments
+        """In the order of positions, at least one; the last is the active one."""
+        self.index_interval_bytes = index_interval_bytes
+        self._folder = folder
+        self._files = files
+        self._snapshots = snapshots
+
+    # -- finding --------------------------------------------------------------------------------------------------
+
+    def read(self, offset: int, bytes_max: int, stable_position: int) -> LogSlice:
+        """As PartitionLog.read(); `offset` lies below the stable position."""
+        segment = self.segments[-1]
+        if offset < segment.base_offset:
+            segment = self.segments[bisect_right(self.segments, offset, key=_BASE_OFFSET) - 1]
+        index = segment.index or self.index_of(segment)
+        base, position = index.find(offset)
+        if base != offset:
+            base, position = find_batch(self._files, segment, offset, (base, position), self.index_interval_bytes)
+        available = min(stable_position, segment.end_position) - position
+        data = read_at(self._files, segment, position, min(max(bytes_max, HEADER_BYTES), available) & ~7)
+        size, found, count = LOCATION.unpack_from(data)
+        if found != base or offset >= base + count or not HEADER_BYTES <= size <= min(available, BATCH_BYTES_MAX):
+            raise damaged(segment.path, position, f"the batch with offset {base} is due here")
+        if size > len(data):
+            data = read_at(self._files, segment, position, size)
+        return LogSlice(data, base, position)
+
+    def first_at_time(self, timestamp_us: int, stable_position: int) -> tuple[int, int] | None:
+        """(offset, timestamp) of the first message at or after the time, in segments that begin below stable."""
+        for segment in self.segments:
+            if segment.base_position >= stable_position:
+                return None
+            index = segment.index or self.index_of(segment)
+            if index.max_timestamp_us >= timestamp_us:
+                found = find_time(self._files, segment, timestamp_us, index.find_time(timestamp_us))
+                if found is not None:
+                    return found
+        return None
+
+    def index_of(self, segment: Segment) -> SparseIndex:
+        """A segment's index; read or rebuilt when it is not in memory."""
+        if segment is self.segments[-1]:
+            if segment.index is None:
+                segment.index = complete_index(self._files, segment, self.index_interval_bytes)
+            return segment.index
+        index = self._files.indexes.get(segment.path)
+        if index is None:
+            index = complete_index(self._files, segment, self.index_interval_bytes)
+            self._files.indexes.put(segment.path, index)
+        return index
+
+    def segment_last_append_us(self, segment: Segment) -> int:
+        """When a sealed segment was appended to last."""
+        if segment.last_append_us is None:
+            segment.last_append_us = self.index_of(segment).last_append_us
+        return segment.last_append_us
+
+    def last_append_us(self) -> int:
+        """When the log was appended to last; 0 when it is empty."""
+        for segment in reversed(self.segments):
+            if segment.size_bytes:
+                return self.index_of(segment).last_append_us
+        return 0
+
+    def stats(self, end_offset: int) -> list[SegmentStats]:
+        """The segments as a user sees them."""
+        ends = [segment.base_offset for segment in self.segments[1:]] + [end_offset]
+        active = self.segments[-1]
+        return [
+            SegmentStats(s.path, s.base_offset, end, s.base_position, s.size_bytes, s is active)
+            for s, end in zip(self.segments, ends, strict=True)
+        ]
+
+    # -- changing -------------------------------------------------------------------------------------------------
+
+    def roll(self, end_offset: int, end_position: int) -> Segment:
+        """Seals the active segment and starts the next."""
+        sealed = self.segments[-1]
+        index = self.index_of(sealed)
+        segment = Segment(file_path(self._folder, end_offset, end_position, "log"), end_offset, end_position, 0)
+        self._files.replace(sealed.index_path, index.to_bytes(), sync=False)
+        self._files.create(segment.path)
+        self.segments.append(segment)
+        self._files.indexes.put(sealed.path, index)
+        sealed.last_append_us = index.last_append_us
+        sealed.index = None
+        segment.index = SparseIndex(end_offset, end_position)
+        return segment
+
+    def save_active_index(self) -> None:
+        """Writes what the active segment's index has up to now."""
+        active = self.segments[-1]
+        if active.index is not None and active.size_bytes:
+            self._files.replace(active.index_path, active.index.to_bytes(), sync=False)
+
+    def load_producers(self, end_position: int) -> ProducerStates:
+        """The producer states as of the end."""
+        return rebuild_producers(self._files, self.segments, self._snapshots, end_position)
+
+    def save_producers(self, states: ProducerStates, offset: int, position: int, *, sync: bool) -> None:
+        """Saves the producer states as of (offset, position), the end; drops snapshots nobody needs any more."""
+        snapshot = SnapshotName(position, offset, file_path(self._folder, offset, position, "producers"))
+        self._files.replace(snapshot.path, states.to_bytes(offset, position), sync=sync)
+        if snapshot not in self._snapshots:
+            self._snapshots.append(snapshot)
+        self._drop_snapshots(superfluous(self._snapshots, self.segments))
+
+    def drop_oldest(self, count: int) -> None:
+        """Removes the oldest segments, in their order."""
+        going = self.segments[:count]
+        del self.segments[:count]
+        for segment in going:
+            self._drop(segment)
+        self._drop_snapshots(superfluous(self._snapshots, self.segments))
+
+    def boundary_before(self, position: int) -> tuple[Segment, SparseIndex]:
+        """The segment that holds `position` and its index, taken back to the last batch boundary up to there."""
+        segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
+        index = self.index_of(segment)
+        self._files.indexes.forget(segment.path)
+        cut_index(self._files, segment, index, position, self.index_interval_bytes)
+        return segment, index
+
+    def cut(self, segment: Segment, index: SparseIndex) -> None:
+        """Ends the log, durably, where the index of the segment ends."""
+        position = index.end_position
+        while self.segments[-1] is not segment:
+            self._drop(self.segments[-1])
+            del self.segments[-1]
+        unlink(segment.index_path)
+        self._drop_snapshots([s for s in self._snapshots if s.position > position])
+        fd = self._files.descriptor(segment.path)
+        os.ftruncate(fd, position - segment.base_position)
+        self._files.sync(fd)
+        self._files.sync_folder(self._folder)
+        segment.size_bytes = position - segment.base_position
+        segment.last_append_us = None
+        segment.index = index
+
+    def close(self) -> None:
+        """Closes the files."""
+        for segment in self.segments:
+            self._files.forget(segment.path)
+            self._files.indexes.forget(segment.path)
+            segment.index = None
+
+    def _drop(self, segment: Segment) -> None:
+        self._files.forget(segment.path)
+        self._files.indexes.forget(segment.path)
+        unlink(segment.path)
+        unlink(segment.index_path)
+
+    def _drop_snapshots(self, snapshots: list[SnapshotName]) -> None:
+        for snapshot in snapshots:
+            unlink(snapshot.path)
+            self._snapshots.remove(snapshot)
