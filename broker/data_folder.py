@@ -1,0 +1,285 @@
+"""The data folder of one replica: whose it is, that only one process uses it, and which topics lie in it.
+
+    lock                                exclusive flock of the process that uses the folder; its pid, for people
+    meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean
+    topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log)
+    topics/.removed-…                   a topic that is being removed
+
+The *incarnation* tells whether this replica still has all that it ever acknowledged. A killed process keeps what it
+wrote, in the kernel's memory; a host that went down may have lost it. So a start after another boot of the host
+without a clean stop is a new incarnation, which counts as in sync only after it caught up; so is one that had to cut
+its logs. Where the host's boots cannot be told apart, every start without a clean stop counts as a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from metamq.errors import ConfigError, StorageError
+
+FORMAT = 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_REMOVED = ".removed-"
+_TOPIC_FOLDER = re.compile(r"([^/@][^/@]*)@([^/@]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """meta.json."""
+
+    broker_id: int
+    replica: int
+    identity: str
+    format: int
+    boot_id: str
+    incarnation: int
+    clean: bool
+
+
+class TopicFolder(NamedTuple):
+    """A topic's folder: its partitions' indexes are the folders in it."""
+
+    topic: str
+    topic_id: str
+    path: Path
+    partitions: tuple[int, ...]
+
+
+class DataFolder:
+    """An open data folder, locked by this process until close(). One thread only, save for free_bytes()."""
+
+    def __init__(self, path: Path, meta: _Meta, lock: int) -> None:
+        """Use open()."""
+        self.path = path
+        self._meta = meta
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path, broker_id: int, *, boot_id: str | None = None) -> DataFolder:
+        """Opens or makes the folder for a broker id, and finishes removals that were broken off.
+
+        `boot_id` names the host's boot; None asks the kernel. Raises ConfigError when another process uses the
+        folder, or when it belongs to another broker id or a newer release; CorruptData never: logs are opened apart.
+        Raises StorageError when the disk fails.
+        """
+        path = Path(path).absolute()
+        try:
+            (path / "topics").mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+        except OSError as error:
+            raise _failure(path, "opening the data folder", error) from error
+        try:
+            meta = _started(path, _load(path), broker_id, _current_boot() if boot_id is None else boot_id)
+            folder = cls(path, meta, lock)
+            folder._store(meta)
+            folder._finish_removals()
+        except BaseException:
+            os.close(lock)
+            raise
+        return folder
+
+    @property
+    def broker_id(self) -> int:
+        return self._meta.broker_id
+
+    @property
+    def replica(self) -> int:
+        """The replica's number in its broker id: 0 in a new folder, until assign_replica()."""
+        return self._meta.replica
+
+    @property
+    def identity(self) -> str:
+        """Made at random with the folder; unchanged by restarts."""
+        return self._meta.identity
+
+    @property
+    def incarnation(self) -> int:
+        """Raised when this replica may have lost what it acknowledged."""
+        return self._meta.incarnation
+
+    def assign_replica(self, number: int) -> None:
+        """Gives the replica its number, durably. Raises StorageError."""
+        self._store(replace(self._meta, replica=number))
+
+    def raise_incarnation(self) -> int:
+        """A new incarnation, durably: a log of this replica was cut. Raises StorageError."""
+        self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
+        return self.incarnation
+
+    def topics(self) -> list[TopicFolder]:
+        """The topics that have a folder here, by name."""
+        found = []
+        for path in sorted((self.path / "topics").iterdir()):
+            match = _TOPIC_FOLDER.fullmatch(path.name)
+            if match is not None and not path.name.startswith(".") and path.is_dir():
+                partitions = sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal())
+                found.append(TopicFolder(match[1], match[2], path, tuple(partitions)))
+        return found
+
+    def partition_folder(self, topic: str, topic_id: str, index: int) -> Path:
+        """Where a partition's log belongs; the topic's folder is made. Raises ConfigError, StorageError."""
+        name = f"{topic}@{topic_id}"
+        if _TOPIC_FOLDER.fullmatch(name) is None or name.startswith(".") or "\0" in name:
+            raise ConfigError(f"topic {topic!r} with id {topic_id!r} cannot be the name of a folder")
+        folder = self.path / "topics" / name
+        try:
+            if not folder.exists():
+                folder.mkdir()
+                _sync(folder.parent)
+        except OSError as error:
+            raise _failure(folder, "making a topic's folder", error) from error
+        return folder / str(index)
+
+    def remove_topic(self, topic: str, topic_id: str) -> None:
+        """Removes a topic's folder; its logs are closed. Once this returns, no start finds it again.
+
+        The files may be many: what a crash leaves of them is removed at the next open. Raises StorageError.
+        """
+        folder = self.path / "topics" / f"{topic}@{topic_id}"
+        if not folder.exists():
+            return
+        doomed = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{folder.name}")
+        try:
+            folder.rename(doomed)
+            _sync(folder.parent)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            raise _failure(folder, "removing a topic", error) from error
+
+    def remove_topics_except(self, wanted: Collection[tuple[str, str]]) -> list[TopicFolder]:
+        """Removes every topic but the wanted (topic, topic id); returns what went. Raises StorageError."""
+        gone = [folder for folder in self.topics() if (folder.topic, folder.topic_id) not in wanted]
+        for folder in gone:
+            self.remove_topic(folder.topic, folder.topic_id)
+        return gone
+
+    def free_bytes(self) -> int:
+        """Bytes that this process may still write to the folder's disk. Raises StorageError."""
+        try:
+            disk = os.statvfs(self.path)
+        except OSError as error:
+            raise _failure(self.path, "asking for free space", error) from error
+        return disk.f_bavail * disk.f_frsize
+
+    def close(self, *, clean: bool) -> None:
+        """Gives the folder up. `clean`: every log was closed cleanly. A second call does nothing.
+
+        Raises StorageError; the lock is gone all the same.
+        """
+        if self._lock < 0:
+            return
+        try:
+            if clean:
+                self._store(replace(self._meta, clean=True))
+        finally:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _store(self, meta: _Meta) -> None:
+        target, temporary = self.path / "meta.json", self.path / "meta.json.tmp"
+        try:
+            with open(temporary, "w") as file:
+                json.dump(asdict(meta), file, indent=2)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(target)
+            _sync(self.path)
+        except OSError as error:
+            raise _failure(target, "writing it", error) from error
+        self._meta = meta
+
+    def _finish_removals(self) -> None:
+        for path in (self.path / "topics").glob(f"{_REMOVED}*"):
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                raise _failure(path, "removing a topic", error) from error
+
+
+def _lock(path: Path) -> int:
+    """Takes the folder's lock; returns the descriptor that holds it. Raises ConfigError, OSError."""
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        pid = os.read(fd, 32).decode(errors="replace").strip()
+        os.close(fd)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise ConfigError(
+            f"the data folder {path} is in use by process {pid or 'unknown'}",
+            hint="Stop that process first, or give this broker a data folder of its own.",
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
+
+
+def _load(path: Path) -> _Meta | None:
+    """meta.json, or None in a new folder. Raises ConfigError when it cannot be understood."""
+    try:
+        document = json.loads((path / "meta.json").read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'meta.json'} cannot be read: {error}", hint=_META_HINT) from error
+    found = document.get("format") if isinstance(document, dict) else None
+    if not isinstance(found, int) or found > FORMAT:
+        raise ConfigError(
+            f"the data folder {path} has format {found}, this release knows formats up to {FORMAT}",
+            hint="Start the metamq release that last used the folder, or a newer one.",
+        )
+    try:
+        return _Meta(**document)
+    except TypeError as error:
+        raise ConfigError(f"{path / 'meta.json'} is not complete: {error}", hint=_META_HINT) from error
+
+
+_META_HINT = "Restore the file from a backup; what it says of the replica cannot be guessed from the logs."
+
+
+def _started(path: Path, meta: _Meta | None, broker_id: int, boot_id: str) -> _Meta:
+    """The folder's meta data from this start on. Raises ConfigError when the folder is another broker's."""
+    if meta is None:
+        return _Meta(broker_id, 0, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False)
+    if meta.broker_id != broker_id:
+        raise ConfigError(
+            f"the data folder {path} belongs to broker {meta.broker_id}, not {broker_id}",
+            hint="Give this broker a data folder of its own, or the right id.",
+        )
+    lost = not meta.clean and (not boot_id or boot_id != meta.boot_id)
+    return replace(meta, boot_id=boot_id, clean=False, incarnation=meta.incarnation + lost)
+
+
+def _current_boot() -> str:
+    """The kernel's name for this boot; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _failure(path: Path, action: str, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: {action} failed: {error.strerror or error}",
+        hint="Look at the disk and at the folder's permissions, then start the broker again.",
+        outcome="not_done",
+    )
