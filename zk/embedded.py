@@ -17,9 +17,10 @@ while the server is down may be given that very port as its own, connect to itse
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
-import random
+import secrets
 import shutil
 import signal
 import socket
@@ -41,7 +42,9 @@ MAX_SESSION_TIMEOUT_MS = 60_000
 _MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 _WATCHED = 'exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORTS = range(20_000, 32_000)
+_PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S = 0.01
+_LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _running: weakref.WeakSet[EmbeddedZooKeeper] = weakref.WeakSet()
 
@@ -78,7 +81,8 @@ class EmbeddedZooKeeper:
     @property
     def address(self) -> str:
         """What a client on this machine connects to, "127.0.0.1:2181"; known once started."""
-        return f"{self._client_host}:{self.port}"
+        host = self._client_host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -92,8 +96,7 @@ class EmbeddedZooKeeper:
 
     @property
     def _client_host(self) -> str:
-        wildcard = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
-        return wildcard.get(self.host, self.host)
+        return _LOOPBACK_OF.get(self.host, self.host)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -115,23 +118,16 @@ class EmbeddedZooKeeper:
         java, jars = find_java(), find_jars(self._progress)
         folder = self._open_data_dir()
         try:
-            for attempts_left in reversed(range(5)):
-                if self._choose_port:
-                    self.port = free_port(self.host)
-                elif not _port_is_free(self.host, self.port):
-                    raise _port_taken(self.host, self.port)
-                if self._launch(java, jars, folder):
-                    return self
-                if not self._choose_port or not attempts_left or _port_is_free(self.host, self.port):
-                    raise self._start_failure(folder)
-            raise AssertionError("unreachable")
+            self._start_server(java, jars, folder)
         except BaseException:
             self.stop()
             raise
+        return self
 
     def stop(self) -> None:
-        """End the server and remove temporary data. Never fails because it is gone already."""
-        self._end(signal.SIGTERM)
+        """End the server and remove temporary data. May be repeated; does not mind a server that is gone already."""
+        # What is thrown away needs no orderly end.
+        self._end(signal.SIGTERM if self._given_dir is not None else signal.SIGKILL)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -175,6 +171,21 @@ class EmbeddedZooKeeper:
                 f"ZooKeeper's data folder {folder} cannot be used: {error}", hint="Choose another data folder."
             ) from error
         return folder
+
+    def _start_server(self, java: Path, jars: list[Path], folder: Path) -> None:
+        for _ in range(_PORT_ATTEMPTS if self._choose_port else 1):
+            if self._choose_port:
+                self.port = free_port(self.host)
+            elif not _port_is_free(self.host, self.port):
+                raise _port_taken(self.host, self.port)
+            if self._launch(java, jars, folder):
+                return
+            if _port_is_free(self.host, self.port):
+                log = folder / "zookeeper.log"
+                raise ConfigError(
+                    f"ZooKeeper did not start in {folder}", hint=f"Its log {log} ends: {_last_lines(log)}"
+                )
+        raise _port_taken(self.host, self.port)
 
     def _launch(self, java: Path, jars: list[Path], folder: Path) -> bool:
         """Whether it serves; False when the process ended instead."""
@@ -262,27 +273,24 @@ class EmbeddedZooKeeper:
         finally:
             process.stdin.close()
 
-    def _start_failure(self, folder: Path) -> ConfigError:
-        if not _port_is_free(self.host, self.port):
-            return _port_taken(self.host, self.port)
-        return ConfigError(
-            f"ZooKeeper did not start in {folder}",
-            hint=f"Its log {folder / 'zookeeper.log'} ends: {_last_lines(folder / 'zookeeper.log')}",
-        )
-
     def _forget_in_child(self) -> None:
         """A fork has a copy of the pipe's write end, which would keep the server alive after its parent."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+            # Popen warns of a process that still runs; to this one it is not even a child.
             self._process.returncode = 0
             self._process = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
         self._given_dir = self._given_dir or self._data_dir
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listens on, below the range of ephemeral ports. Another process may take it."""
+    # Not `random`: processes that seed it alike would choose alike.
     for _ in range(200):
-        port = random.choice(_PORTS)
+        port = secrets.choice(_PORTS)
         if _port_is_free(host, port):
             return port
     raise ConfigError(f"no free port among {_PORTS.start} to {_PORTS.stop - 1} on {host}", hint="Give a port.")
@@ -294,8 +302,12 @@ def _port_is_free(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise ConfigError(
+                f"ZooKeeper cannot listen on {host}:{port}: {error}", hint="Choose another one."
+            ) from error
     return True
 
 

@@ -126,7 +126,7 @@ def find_jars(progress: Progress | None = None) -> list[Path]:
         found, missing = jars_in_folder(spark)
         if not missing:
             return found
-    return [_fetched(jar, cache, progress) for jar in PINNED]
+    return [fetched(jar, cache, progress) for jar in PINNED]
 
 
 def cache_folder() -> Path:
@@ -173,7 +173,8 @@ def _intact(path: Path, jar: Jar) -> bool:
         return False
 
 
-def _fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
+def fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
+    """The intact jar in the folder `cache`, downloaded when it is not there. Raises as `find_jars`."""
     path = cache / jar.file_name
     if not _intact(path, jar):
         repository = (os.environ.get("METAMQ_MAVEN") or DEFAULT_REPOSITORY).rstrip("/")

@@ -66,8 +66,3 @@ def parse_partition(name: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError(f"partition {name!r} is not a broker id, a '-' and an index", hint='Write it like "0-3".')
     return int(match.group(1)), int(match.group(2))
-
-
-def sorted_partitions(names: list[str] | set[str] | frozenset[str] | tuple[str, ...]) -> list[str]:
-    """`names` in numeric order. Raises ConfigError when one is not a partition's name."""
-    return sorted(names, key=parse_partition)

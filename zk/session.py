@@ -35,10 +35,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from kazoo import exceptions as kazoo_errors
 from kazoo.protocol.states import KazooState
 
-from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge, MetamqError
+from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
+from metamq.zk.answers import commit, error_of, failure_of, node_of, stat_of, version_after
 from metamq.zk.errors import (
     BadVersion,
     ConnectionLost,
@@ -52,6 +52,7 @@ from metamq.zk.link import Link
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
 from metamq.zk.servers import parse_servers
+from metamq.zk.watches import Watches
 
 __all__ = [
     "ANY_VERSION",
@@ -99,23 +100,6 @@ _STATES = {
     KazooState.LOST: State.LOST,
 }
 
-_REFUSALS: dict[type[Exception], type[ZooKeeperError]] = {
-    kazoo_errors.NoNodeError: NoNode,
-    kazoo_errors.NodeExistsError: NodeExists,
-    kazoo_errors.BadVersionError: BadVersion,
-    kazoo_errors.NotEmptyError: NotEmpty,
-}
-
-_CONNECTION_ERRORS = (
-    kazoo_errors.ConnectionLoss,
-    kazoo_errors.OperationTimeoutError,
-    kazoo_errors.RequestTimeoutError,
-    kazoo_errors.ConnectionClosedError,
-    kazoo_errors.SessionMovedError,
-)
-
-_NOT_THE_CAUSE = (kazoo_errors.RolledBackError, kazoo_errors.RuntimeInconsistency)
-
 
 class _Ticket(NamedTuple):
     """What one call of a public method may use: its session, and the loop's time until which it has to end."""
@@ -145,7 +129,7 @@ class Session:
         self._link = Link(hosts, timeout_ms, self._state_changed_in_thread)
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._answers: set[asyncio.Future[Any]] = set()
-        self._watches: set[_Watch] = set()
+        self._watches = Watches(self._loop, self._in_loop)
         self._listeners: list[Callable[[State], None]] = []
         self._state_waiters: set[asyncio.Future[None]] = set()
         self._closed: asyncio.Future[None] | None = None
@@ -162,7 +146,8 @@ class Session:
     ) -> Session:
         """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made when it is missing.
 
-        `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is as in `on_state`.
+        `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is called with
+        each later state, see the method of that name.
         Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`.
         """
         if timeout_ms <= 0:
@@ -204,18 +189,18 @@ class Session:
     async def get(self, path: str, watch: Callable[[], None] | None = None) -> Node:
         """The node. `watch` is called once it changes or is deleted. Raises NoNode, and then leaves no watch."""
         ticket, full = self._ticket(), self._full(path)
-        with _Watching(self, watch) as watching:
+        with self._watches.leaving(watch) as watching:
             data, stat = await self._ask(ticket, path, lambda client: client.get_async(full, watching.watch))
-        return _node(data, stat)
+        return node_of(data, stat)
 
     async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Node | None:
         """The node, or None without one. `watch` is called once it changes, is deleted or is created."""
         ticket, full = self._ticket(), self._full(path)
-        with _Watching(self, watch) as watching:
+        with self._watches.leaving(watch) as watching:
             while True:
                 try:
                     data, stat = await self._ask(ticket, path, lambda client: client.get_async(full, watching.watch))
-                    return _node(data, stat)
+                    return node_of(data, stat)
                 except NoNode:
                     if watch is None:
                         return None
@@ -226,9 +211,9 @@ class Session:
     async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
         """The node's stat, or None without a node. `watch` is called once it changes, is deleted or is created."""
         ticket, full = self._ticket(), self._full(path)
-        with _Watching(self, watch) as watching:
+        with self._watches.leaving(watch) as watching:
             stat = await self._ask(ticket, path, lambda client: client.exists_async(full, watching.watch))
-        return _stat(stat) if stat is not None else None
+        return stat_of(stat) if stat is not None else None
 
     async def children(self, path: str, watch: Callable[[], None] | None = None) -> list[str]:
         """The names of the children, in no order. `watch` is called once one comes or goes, or the node is deleted.
@@ -236,7 +221,7 @@ class Session:
         Raises NoNode, and then leaves no watch.
         """
         ticket, full = self._ticket(), self._full(path)
-        with _Watching(self, watch) as watching:
+        with self._watches.leaving(watch) as watching:
             names: list[str] = await self._ask(
                 ticket, path, lambda client: client.get_children_async(full, watching.watch)
             )
@@ -262,7 +247,7 @@ class Session:
                     path,
                     lambda client: client.create_async(full, data, ephemeral=ephemeral, include_data=True),
                 )
-                return _node(data, stat)
+                return node_of(data, stat)
             except NoNode:
                 parent = _parent(full)
                 if not makepath or parent is None:
@@ -277,7 +262,7 @@ class Session:
         ticket, full = self._ticket(), self._full(path)
         _check_data(path, data)
         stat = await self._ask(ticket, path, lambda client: client.set_async(full, data, version))
-        return _node(data, stat)
+        return node_of(data, stat)
 
     async def delete(self, path: str, version: int) -> None:
         """Delete a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
@@ -302,12 +287,13 @@ class Session:
             if isinstance(operation, Create | SetData):
                 _check_data(operation.path, operation.data)
         results: list[Any] = await self._ask(
-            ticket, operations[0].path, functools.partial(_commit, list(zip(operations, full, strict=True)))
+            ticket, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
         )
-        for index, result in enumerate(results):
-            if isinstance(result, Exception) and not isinstance(result, _NOT_THE_CAUSE):
-                raise self._translated(result, operations[index].path, index)
-        return [_version_after(operation, result) for operation, result in zip(operations, results, strict=True)]
+        failure = failure_of(results)
+        if failure is not None:
+            index, error = failure
+            raise error_of(error, self.servers, operations[index].path, index)
+        return [version_after(operation, result) for operation, result in zip(operations, results, strict=True)]
 
     # State
 
@@ -326,7 +312,7 @@ class Session:
                 self._state_waiters.discard(waiter)
 
     def on_state(self, callback: Callable[[State], None]) -> Callable[[], None]:
-        """Call `callback` with each new state, in the loop; the answer ends that. `close` is not a new state."""
+        """Call `callback` with each state from now on, in the loop; the answer ends that. `close` is no new state."""
         self._listeners.append(callback)
 
         def remove() -> None:
@@ -414,7 +400,7 @@ class Session:
         if answer.done():
             return
         if result.exception is not None:
-            answer.set_exception(self._translated(result.exception, path, None))
+            answer.set_exception(error_of(result.exception, self.servers, path))
         else:
             answer.set_result(result.value)
 
@@ -447,16 +433,6 @@ class Session:
     def _lost(self, reason: str, *, outcome: Any = "unknown") -> ConnectionLost:
         return ConnectionLost(self.servers, reason, outcome=outcome)
 
-    def _translated(self, error: BaseException, path: str, index: int | None) -> MetamqError:
-        for theirs, ours in _REFUSALS.items():
-            if isinstance(error, theirs):
-                return ours(path, index)
-        if isinstance(error, _CONNECTION_ERRORS):
-            return self._lost("the connection broke before an answer came")
-        if isinstance(error, kazoo_errors.SessionExpiredError):
-            return SessionExpired(self.servers, "the session expired before an answer came")
-        return ZooKeeperError(path, index, reason=f"ZooKeeper answered {type(error).__name__} {error}".rstrip())
-
     def _in_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
@@ -475,8 +451,7 @@ class Session:
             if session_id != self.session_id:
                 self.session_id = session_id
                 self.generation += 1
-            if self.generation > 1 or self._listeners:
-                log.info("ZooKeeper at %s: connected, session 0x%x", self.servers, session_id & (2**64 - 1))
+            log.info("ZooKeeper at %s: connected, session 0x%x", self.servers, session_id)
         elif state is State.SUSPENDED:
             log.warning("ZooKeeper at %s: connection lost, trying again", self.servers)
         else:
@@ -489,87 +464,7 @@ class Session:
         for waiter in list(self._state_waiters):
             _settle(waiter, None)
         if self.state is not State.CONNECTED:
-            for watch in list(self._watches):
-                self._loop.call_soon(watch.fire)
-
-
-class _Watch:
-    """One watch: called by kazoo in its thread, or by the session when it loses its connection; calls back once."""
-
-    def __init__(self, session: Session, callback: Callable[[], None]) -> None:
-        self._session = session
-        self._callback = callback
-        self._armed = False
-        self._fired = False
-        session._watches.add(self)
-
-    def __call__(self, _: Any) -> None:
-        self._session._in_loop(self.fire)
-
-    def fire(self) -> None:
-        self._session._watches.discard(self)
-        if not self._fired:
-            self._fired = True
-            if self._armed:
-                self._callback()
-
-    def arm(self) -> None:
-        """The call that left the watch has succeeded. It may have fired already: threads overtake each other."""
-        self._armed = True
-        if self._fired:
-            self._session._loop.call_soon(self._callback)
-
-    def forget(self) -> None:
-        self._fired = True
-        self._session._watches.discard(self)
-
-
-class _Watching:
-    """Leaves `callback` as a watch when the block succeeds, and nothing when it fails."""
-
-    def __init__(self, session: Session, callback: Callable[[], None] | None) -> None:
-        self.watch = _Watch(session, callback) if callback is not None else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self.watch is not None:
-            if kind is None:
-                self.watch.arm()
-            else:
-                self.watch.forget()
-
-
-def _commit(operations: list[tuple[Op, str]], client: Any) -> Any:
-    transaction = client.transaction()
-    for operation, full in operations:
-        match operation:
-            case Create(data=data, ephemeral=ephemeral):
-                transaction.create(full, data, ephemeral=ephemeral)
-            case SetData(data=data, version=version):
-                transaction.set_data(full, data, version)
-            case Delete(version=version):
-                transaction.delete(full, version)
-            case Check(version=version):
-                transaction.check(full, version)
-    return transaction.commit_async()
-
-
-def _version_after(operation: Op, result: Any) -> int | None:
-    if isinstance(operation, Create):
-        return 0
-    return int(result.version) if isinstance(operation, SetData) else None
-
-
-def _stat(stat: Any) -> Stat:
-    return Stat(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime)
-
-
-def _node(data: bytes | None, stat: Any) -> Node:
-    return Node(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, data or b"")
+            self._watches.fire_all()
 
 
 def _parent(full: str) -> str | None:

@@ -1,0 +1,86 @@
+"""kazoo's answers and exceptions as values and errors of metamq. Pure: no connection, no loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kazoo import exceptions as kazoo_errors
+
+from metamq.errors import MetamqError
+from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode, NotEmpty, SessionExpired, ZooKeeperError
+from metamq.zk.nodes import Check, Create, Delete, Node, Op, SetData, Stat
+
+_REFUSALS: dict[type[Exception], type[ZooKeeperError]] = {
+    kazoo_errors.NoNodeError: NoNode,
+    kazoo_errors.NodeExistsError: NodeExists,
+    kazoo_errors.BadVersionError: BadVersion,
+    kazoo_errors.NotEmptyError: NotEmpty,
+}
+
+# ConnectionClosedError is a SessionExpiredError to kazoo; here it says nothing about the session.
+_UNKNOWN_OUTCOMES = (
+    kazoo_errors.ConnectionLoss,
+    kazoo_errors.ConnectionClosedError,
+    kazoo_errors.OperationTimeoutError,
+    kazoo_errors.RequestTimeoutError,
+    kazoo_errors.SessionMovedError,
+    kazoo_errors.SystemZookeeperError,
+    kazoo_errors.RuntimeInconsistency,
+    kazoo_errors.DataInconsistency,
+)
+
+# In the answer to a transaction: what stands before and after the operation that failed.
+_NOT_THE_CAUSE = (kazoo_errors.RolledBackError, kazoo_errors.RuntimeInconsistency)
+
+
+def error_of(error: BaseException, servers: str, path: str, index: int | None = None) -> MetamqError:
+    """The error of metamq for what kazoo raised about `path`, or about operation `index` of a transaction."""
+    for theirs, ours in _REFUSALS.items():
+        if isinstance(error, theirs):
+            return ours(path, index)
+    if isinstance(error, kazoo_errors.SessionExpiredError) and not isinstance(error, _UNKNOWN_OUTCOMES):
+        return SessionExpired(servers, "the session expired before an answer came")
+    if isinstance(error, kazoo_errors.ZookeeperError) and not isinstance(error, _UNKNOWN_OUTCOMES):
+        return ZooKeeperError(path, index, reason=f"ZooKeeper answered {type(error).__name__} {error}".rstrip())
+    return ConnectionLost(servers, f"the connection broke before an answer came ({type(error).__name__})")
+
+
+def stat_of(stat: Any) -> Stat:
+    """kazoo's ZnodeStat as a Stat."""
+    return Stat(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime)
+
+
+def node_of(data: bytes | None, stat: Any) -> Node:
+    """A node's data and kazoo's ZnodeStat as a Node."""
+    return Node(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, data or b"")
+
+
+def commit(operations: Sequence[tuple[Op, str]], client: Any) -> Any:
+    """Hand a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`."""
+    transaction = client.transaction()
+    for operation, full in operations:
+        match operation:
+            case Create(data=data, ephemeral=ephemeral):
+                transaction.create(full, data, ephemeral=ephemeral)
+            case SetData(data=data, version=version):
+                transaction.set_data(full, data, version)
+            case Delete(version=version):
+                transaction.delete(full, version)
+            case Check(version=version):
+                transaction.check(full, version)
+    return transaction.commit_async()
+
+
+def failure_of(results: Sequence[Any]) -> tuple[int, Exception] | None:
+    """The place of the operation that made a transaction fail, and kazoo's exception; None when it succeeded."""
+    failures = [(index, result) for index, result in enumerate(results) if isinstance(result, Exception)]
+    causes = [failure for failure in failures if not isinstance(failure[1], _NOT_THE_CAUSE)]
+    return next(iter(causes or failures), None)
+
+
+def version_after(operation: Op, result: Any) -> int | None:
+    """The version of the node after an operation of a transaction that succeeded; None where there is none."""
+    if isinstance(operation, Create):
+        return 0
+    return int(result.version) if isinstance(operation, SetData) else None
