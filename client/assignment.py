@@ -1,0 +1,70 @@
+"""What passes between a group member's listener and the consumer that it assigns partitions to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from metamq.client.offsets import Claim, Committed
+from metamq.errors import MetamqError
+from metamq.zk.partitions import TopicPartition
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedPartition:
+    """A partition to consume. `claim.committed` is where to go on, None when the group has committed nothing.
+
+    Its topic id may be that of a deleted topic of the same name, and its epoch one that the log does not know: neither
+    position means anything in the present log. Commit with this claim; only its generation matters there.
+    """
+
+    claim: Claim
+
+    @property
+    def tp(self) -> TopicPartition:
+        """Topic and partition."""
+        return self.claim.tp
+
+    @property
+    def committed(self) -> Committed | None:
+        """What the offset storage holds."""
+        return self.claim.committed
+
+
+class AssignmentHandler(Protocol):
+    """Consumes what the listener assigns. All methods are called in the listener's loop and should not raise."""
+
+    async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
+        """Start to consume them. They are ours until `revoke` returns or `lost` is called."""
+
+    async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
+        """Stop consuming them and return when nothing of them is in hand any more.
+
+        Gives for each the last position to commit (offset of the next message, epoch), None when there is nothing to
+        commit. Calls for different partitions may overlap.
+        """
+
+    def lost(self, partitions: Sequence[TopicPartition]) -> None:
+        """They may be another member's already: stop at once, commit nothing. Also ends a `revoke` under way."""
+
+    def failed(self, error: MetamqError) -> None:
+        """The listener has stopped for good; `lost` was called for everything before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceHealth:
+    """How a member stands in its group. `waiting`: partitions that are ours by the plan -> the member that has them.
+
+    `idle_reason` says why the member has no partition. `lease_ms`: how long it may go on when cut off from ZooKeeper.
+    """
+
+    state: str
+    plan_generation: int | None
+    strategy: str
+    assigned: tuple[TopicPartition, ...]
+    revoking: tuple[TopicPartition, ...]
+    waiting: Mapping[TopicPartition, str]
+    idle_reason: str
+    last_error: str
+    lease_ms: float

@@ -1,0 +1,114 @@
+"""Agreeing on a group's plan: what this member sees, the plan that stands, and a new one when they differ.
+
+The plan node is read before the inputs, and the inputs are read again whenever the plan is another one. What we see is
+then at least as new as what the plan's maker saw, so a plan is never replaced for something older than itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from metamq.client.rebalance_decisions import group_strategy, next_plan, plan_inputs, subscribed_topics
+from metamq.client.watched import Watched
+from metamq.errors import ClosedError, ConfigError, MetamqError
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.members import Member, read_members
+from metamq.zk.plans import Plan, StoredPlan, read_plan, store_plan
+from metamq.zk.topics import TopicConfig, TopicStore
+
+if TYPE_CHECKING:
+    from metamq.zk.session import Session
+
+log = logging.getLogger("metamq.client")
+
+
+class CannotStay(Exception):
+    """Takes the error that ends a membership out of a round; `error` is for the user."""
+
+    def __init__(self, error: MetamqError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class GroupPlan:
+    """A group's plan as one of its members sees it; `changed` is called when `agree` may say something new."""
+
+    def __init__(
+        self, session: Session, group: str, consumer_id: str, strategy: str, changed: Callable[[], None]
+    ) -> None:
+        self._session = session
+        self._group = group
+        self._id = consumer_id
+        self._strategy = strategy
+        self._changed = changed
+        self._topic_store = TopicStore(session)
+        self._stored = Watched(lambda watch: read_plan(session, group, watch), changed)
+        self._members = Watched(lambda watch: read_members(session, group, watch), changed)
+        self._configs: dict[str, Watched[TopicConfig | None]] = {}
+        self._seen: int | None = None
+
+    async def agree(self, joined_in: int) -> Plan:
+        """The plan that stands and was made from what is there now, made here if need be.
+
+        `joined_in` is the session's generation in which this member has joined.
+        Raises CannotStay when this member was evicted or the group uses another strategy, ConnectionLost.
+        """
+        while True:
+            stored = await self._stored.get()
+            if stored is not None and stored.plan.generation != self._seen:
+                self._seen = stored.plan.generation
+                self.forget()
+            present = await self._members.get()
+            if self._id not in present:
+                await self._check_evicted(joined_in)
+                continue
+            self._check_strategy(present, stored)
+            configs = await self._read_configs(subscribed_topics(present.values()))
+            inputs = plan_inputs(self._strategy, present, configs)
+            if stored is not None and (stored.plan.inputs, stored.plan.strategy) == (inputs, self._strategy):
+                return stored.plan
+            plan = next_plan(stored.plan if stored else None, self._strategy, inputs)
+            if await store_plan(self._session, self._group, plan, stored):
+                log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
+                self._seen = plan.generation
+            self._stored.forget()
+
+    async def check(self) -> None:
+        """Raise CannotStay when the group uses another strategy than this member, ConnectionLost."""
+        self._check_strategy(await self._members.get(), await self._stored.get())
+
+    def forget(self) -> None:
+        """Read members and topics again at the next `agree`."""
+        self._members.forget()
+        for config in self._configs.values():
+            config.forget()
+
+    async def _check_evicted(self, joined_in: int) -> None:
+        """Raise CannotStay, unless the members were read before we joined, or in a session that has expired."""
+        there = await self._session.exists(self._session.paths.member(self._group, self._id))
+        if self._session.generation != joined_in:
+            raise ConnectionLost(self._session.servers, "the session expired", outcome="not_done")
+        if there is None:
+            raise CannotStay(ClosedError("consumer", f"{self._id!r} was evicted from group {self._group!r}"))
+        self._members.forget()
+
+    def _check_strategy(self, present: Mapping[str, Member], stored: StoredPlan | None) -> None:
+        strategy = group_strategy(stored.plan if stored else None, present)
+        if strategy != self._strategy:
+            raise CannotStay(
+                ConfigError(
+                    f"group {self._group!r} uses strategy {strategy!r}, consumer {self._id!r} asks for "
+                    f"{self._strategy!r}",
+                    hint="All members of a group use one strategy; to change it, stop them all first.",
+                )
+            )
+
+    async def _read_configs(self, topics: Sequence[str]) -> list[TopicConfig | None]:
+        self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in topics}
+        return list(await asyncio.gather(*(config.get() for config in self._configs.values())))
+
+    def _watch_config(self, topic: str) -> Watched[TopicConfig | None]:
+        return Watched(lambda watch: self._topic_store.get_or_none(topic, watch), self._changed)
