@@ -13,12 +13,12 @@ __all__ = ["Message", "Receipt", "ReceiptRange", "TopicPartition", "partition_or
 
 T = TypeVar("T")
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def time_of(timestamp: int) -> datetime:
     """The aware datetime (UTC) of a timestamp in microseconds since 1970."""
-    return _EPOCH + timedelta(microseconds=timestamp)
+    return EPOCH + timedelta(microseconds=timestamp)
 
 
 class Receipt(NamedTuple):

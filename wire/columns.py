@@ -2,7 +2,7 @@
 
     values      int32 offsets[count + 1], bytes                     each part padded to 8 bytes
     keys        [validity bitmap,] int32 offsets[count + 1], bytes  with HAS_KEYS, the bitmap with HAS_NULL_KEYS
-    timestamps  int64[count], microseconds                          with HAS_TIMESTAMPS; else all have the base timestamp
+    timestamps  int64[count], microseconds                          with HAS_TIMESTAMPS; else all have the base one
     headers     int32 offsets[count + 1], bytes                     with HAS_HEADERS; each a msgpack map, empty for none
 
 This is Arrow's layout of a binary array, so `pyarrow` wraps the received bytes without a copy. In Python the fast

@@ -7,8 +7,9 @@ field can be added at the end. `unpack` raises ProtocolError on anything else th
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from metamq.errors import ProtocolError
 
@@ -141,27 +142,32 @@ def _is(kind: type) -> Callable[[Any], bool]:
 
 
 _CHECKS: dict[Any, Callable[[Any], bool]] = {
-    "int": _is(int),
-    "str": _is(str),
-    "Any": lambda value: True,
-    "list[int]": lambda value: isinstance(value, list) and all(type(v) is int for v in value),
-    "list[tuple[int, int]]": lambda value: (
+    int: _is(int),
+    str: _is(str),
+    Any: lambda value: True,
+    list[int]: lambda value: isinstance(value, list) and all(type(v) is int for v in value),
+    list[tuple[int, int]]: lambda value: (
         isinstance(value, list)
         and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)
     ),
-    "list[GetPartition]": _is(list),
+    list[GetPartition]: _is(list),
 }
+
+
+@functools.cache
+def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
+    return tuple((name, kind, _CHECKS[kind]) for name, kind in get_type_hints(cls).items())
 
 
 def unpack(cls: type[T], header: Any) -> T:
     """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
-    names: dict[str, Any] = cls.__annotations__
-    if not isinstance(header, list | tuple) or len(header) < len(names):
-        raise ProtocolError(f"{cls.__name__} has {len(names)} fields, got {header!r:.200}")
-    for value, (name, kind) in zip(header, names.items(), strict=False):
-        if not _CHECKS[kind](value):
+    fields = _fields(cls)
+    if not isinstance(header, list) or len(header) < len(fields):
+        raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {header!r:.200}")
+    for value, (name, kind, check) in zip(header, fields, strict=False):
+        if not check(value):
             raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {value!r:.100}")
-    made: T = cls._make(header[: len(names)])  # type: ignore[attr-defined]
+    made: T = cls._make(header[: len(fields)])  # type: ignore[attr-defined]
     return made
 
 

@@ -39,7 +39,7 @@ assert PREFIX_BYTES % 8 == 0  # so that a body starts 8-byte aligned, as Arrow w
 
 
 class Frame(NamedTuple):
-    """One received frame; `body` is a view of memory that belongs to this frame alone."""
+    """One received frame; `body` is a writable view of memory that belongs to this frame alone."""
 
     version: int
     command: int
@@ -121,7 +121,7 @@ class FrameReader:
                     self._start_large(view[at:filled], size)
                     at = filled
                 break
-            frames.append(_decode(memoryview(bytes(view[at : at + size]))))
+            frames.append(_decode(memoryview(bytearray(view[at : at + size]))))
             at += size
         if at:
             view[: filled - at] = view[at:filled]

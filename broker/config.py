@@ -1,0 +1,56 @@
+"""The broker's settings: the `[broker]` section of the TOML file, METAMQ_BROKER_… variables, flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metamq.errors import ConfigError
+from metamq.wire.limits import BATCH_BYTES_MAX
+
+BROKER_ID_MAX = 65_535
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerConfig:
+    """Every setting of one broker process. Construction validates: ConfigError names the field and its limits."""
+
+    id: int = 0
+    """Broker id: the replica group. Unique in a cluster."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8123
+    """Port to listen on; 0 takes a free one."""
+    advertise: str = ""
+    """Host that clients connect to, where it is not `host` (containers, NAT)."""
+    data: str = "./metamq-data/broker"
+    """Data folder; one broker a folder."""
+    http_port: int = 8120
+    """Port of /metrics, /healthz and /readyz; 0 takes a free one, -1 serves none."""
+    session_timeout_ms: int = 10_000
+    """ZooKeeper session time-out: how long a dead broker stays registered."""
+    disk_reserve_bytes: int = 256 * MEBIBYTE
+    """Writes are refused below this much free disk; reads and retention go on."""
+    retention_check_s: float = 30.0
+    """How often retention, checkpoints and free disk are looked after."""
+    drain_timeout_s: float = 10.0
+    """How long a stop waits for requests under way."""
+    open_files_max: int = 0
+    """Log files kept open; 0 takes half of the process's limit."""
+
+    def __post_init__(self) -> None:
+        self._within("id", 0, BROKER_ID_MAX)
+        self._within("port", 0, 65535)
+        self._within("http_port", -1, 65535)
+        self._within("session_timeout_ms", 1000, 600_000)
+        self._within("disk_reserve_bytes", 2 * BATCH_BYTES_MAX, 1 << 50)
+        self._within("retention_check_s", 0.1, 3600)
+        self._within("drain_timeout_s", 0, 3600)
+        self._within("open_files_max", 0, 1 << 20)
+        if not self.data:
+            raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")
+
+    def _within(self, name: str, lowest: float, highest: float) -> None:
+        value = getattr(self, name)
+        if not lowest <= value <= highest:
+            raise ConfigError(f"the broker's `{name}` is {value}, allowed are {lowest} to {highest}")

@@ -1,0 +1,46 @@
+"""What the broker counts, per batch and per answer, never per message. Read by metrics and STATS."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from metamq.wire.batch import BatchHeader
+from metamq.wire.commands import GetResult
+
+
+class Counters:
+    """Totals since the start; they only grow."""
+
+    def __init__(self) -> None:
+        self.messages_in: dict[str, int] = defaultdict(int)
+        self.bytes_in: dict[str, int] = defaultdict(int)
+        self.batches_in: dict[str, int] = defaultdict(int)
+        self.bytes_out = 0
+        self.fetches = 0
+        self.repeats = 0
+
+    def appended(self, topic: str, header: BatchHeader, repeated: bool) -> None:
+        """Counts a stored batch, or one that was stored before and came again."""
+        if repeated:
+            self.repeats += 1
+            return
+        self.messages_in[topic] += header.count
+        self.bytes_in[topic] += header.size
+        self.batches_in[topic] += 1
+
+    def fetched(self, results: list[GetResult]) -> None:
+        """Counts an answered GET."""
+        self.fetches += 1
+        self.bytes_out += sum(result.size for result in results)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "messages_in": dict(self.messages_in),
+            "bytes_in": dict(self.bytes_in),
+            "batches_in": dict(self.batches_in),
+            "bytes_out": self.bytes_out,
+            "fetches": self.fetches,
+            "repeats": self.repeats,
+        }

@@ -1,0 +1,88 @@
+"""Flushes partition logs: before the acknowledgement with group commit, and by count or by time.
+
+One fsync of a log serves all that wait on it: while it runs in a thread, further appends gather, and the next fsync
+takes all of them. So the slower the disk, the larger the groups, and nobody waits for more than two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from metamq.broker.log import FlushTicket
+from metamq.broker.partition import Partition
+from metamq.errors import MetamqError
+
+TICK_S = 0.1
+
+
+class Flusher:
+    """Runs fsyncs beside the loop. `failed` is called with the first error, after which the broker has to stop."""
+
+    def __init__(self, failed: Callable[[MetamqError], None], *, threads: int = 4) -> None:
+        self._failed = failed
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="metamq-fsync")
+        self._dirty: dict[Partition, None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def appended(self, partition: Partition) -> None:
+        """Takes note of an append; starts a flush where the topic's policy asks for one now."""
+        self._dirty[partition] = None
+        if partition.waiting or partition.flush_due(0):
+            self.start(partition)
+
+    def start(self, partition: Partition) -> None:
+        """Starts a flush unless one runs, which then starts the next by itself."""
+        if partition.flushing or partition.closed_by:
+            return
+        ticket = partition.log.start_flush()
+        if ticket is None:
+            return
+        partition.flushing = True
+        task = asyncio.get_running_loop().create_task(self._flush(partition, ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _flush(self, partition: Partition, ticket: FlushTicket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._executor, ticket.sync)
+            partition.flushing = False
+            if partition.closed_by:
+                return
+            before = partition.log.stable_position
+            partition.log.finish_flush(ticket)
+            partition.dirty_since_ms = None
+            partition.publish(partition.log.stable_position - before)
+        except MetamqError as error:
+            self._failed(error)
+            return
+        if partition.waiting:
+            self.start(partition)
+
+    async def run(self) -> None:
+        """Flushes by time, for ever."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.flush_due(time.time_ns() // 1_000_000)
+
+    def flush_due(self, now_ms: int) -> None:
+        """Starts the flushes that are due by time at `now_ms`."""
+        for partition in list(self._dirty):
+            if partition.closed_by or (partition.dirty_since_ms is None and not partition.flushing):
+                del self._dirty[partition]
+            elif not partition.flushing and partition.flush_due(now_ms - (partition.dirty_since_ms or now_ms)):
+                self.start(partition)
+
+    async def drain(self) -> None:
+        """Flushes all that is dirty, once, and waits for it."""
+        for partition in list(self._dirty):
+            self.start(partition)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def close(self) -> None:
+        """Waits for fsyncs under way."""
+        self._executor.shutdown(wait=True)

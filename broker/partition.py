@@ -1,0 +1,121 @@
+"""One partition as the broker serves it: its log, who waits for its data, who waits for its flush."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from metamq.broker.log import PartitionLog
+from metamq.broker.log.producers import Duplicate
+from metamq.errors import MetamqError
+from metamq.wire.batch import BatchHeader, make_batch_id
+
+Done = Callable[[MetamqError | None], None]
+
+
+class Reader(Protocol):
+    """Somebody who waits for data: a fetch session's place in this partition."""
+
+    def data_ready(self, added_bytes: int) -> None:
+        """Called once after the stable offset has moved, or the partition has closed; the wait is over then."""
+
+
+class Appended(NamedTuple):
+    """Where a batch is stored; `repeated` when it was before."""
+
+    base_offset: int
+    time_us: int
+    end_offset: int
+    repeated: bool
+
+
+class BatchIds:
+    """Hands out batch ids under one epoch: unique in the broker id for ever."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._counter = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """A new term as master."""
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self._counter = 0
+
+    def next(self) -> int:
+        """The next id."""
+        self._counter += 1
+        return make_batch_id(self.epoch, self._counter)
+
+
+class Partition:
+    """A log that is open for clients. Used by the broker's loop only."""
+
+    __slots__ = ("closed_by", "dirty_since_ms", "flushing", "index", "log", "name", "readers", "topic", "topic_id", "waiting")
+
+    def __init__(self, topic: str, topic_id: str, index: int, log: PartitionLog) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.index = index
+        self.name = f"{topic}/{index}"
+        self.log = log
+        self.readers: set[Reader] = set()
+        self.waiting: list[tuple[int, Done]] = []
+        """(end offset, callback) of appends that are answered once the stable offset has reached them."""
+        self.flushing = False
+        self.dirty_since_ms: int | None = None
+        self.closed_by: MetamqError | None = None
+
+    def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds) -> Appended:
+        """Stores a batch, or finds the one it repeats.
+
+        Raises SequenceGap, StorageError. The caller has checked the batch, and answers `when_stable(end_offset)`.
+        """
+        repeated = self.log.check_producer(header)
+        if isinstance(repeated, Duplicate):
+            end_offset = repeated.base_offset + header.count if repeated.base_offset >= 0 else 0
+            return Appended(repeated.base_offset, repeated.append_time_us, end_offset, True)
+        now_us = time.time_ns() // 1000
+        stable_before = self.log.stable_position
+        base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=ids.next(), now_us=now_us)
+        if self.dirty_since_ms is None:
+            self.dirty_since_ms = now_us // 1000
+        self.publish(self.log.stable_position - stable_before)
+        return Appended(base_offset, now_us, base_offset + header.count, False)
+
+    def publish(self, added_bytes: int) -> None:
+        """Wakes those whose data or acknowledgement the stable offset has reached."""
+        if added_bytes and self.readers:
+            readers, self.readers = self.readers, set()
+            for reader in readers:
+                reader.data_ready(added_bytes)
+        if self.waiting:
+            stable = self.log.stable_offset
+            reached = [done for end, done in self.waiting if end <= stable]
+            self.waiting = [(end, done) for end, done in self.waiting if end > stable]
+            for done in reached:
+                done(None)
+
+    def when_stable(self, end_offset: int, done: Done) -> bool:
+        """True when `end_offset` is stable already; else calls `done` later."""
+        if end_offset <= self.log.stable_offset:
+            return True
+        self.waiting.append((end_offset, done))
+        return False
+
+    def flush_due(self, since_ms: int) -> bool:
+        """Whether the topic's policy asks for a flush, `since_ms` after the first append that is not flushed."""
+        log = self.log
+        return log.config.flush.due(log.end_offset - log.flushed_offset, since_ms)
+
+    def close(self, error: MetamqError, *, clean: bool = True) -> None:
+        """Ends every wait with `error` and closes the log."""
+        self.closed_by = error
+        waiting, self.waiting = self.waiting, []
+        for _end, done in waiting:
+            done(error)
+        readers, self.readers = self.readers, set()
+        for reader in readers:
+            reader.data_ready(0)
+        self.log.close(clean=clean)

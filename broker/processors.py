@@ -1,0 +1,194 @@
+"""What the broker does with each command: one function a command, looked up in a table.
+
+A request is answered once. PUT answers when every batch in it is stored as its topic's policy asks, which may be
+after an fsync; the other commands answer at once, but for GET, whose long poll the fetch session keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import metamq
+from metamq.broker.counters import Counters
+from metamq.broker.flusher import Flusher
+from metamq.broker.partition import BatchIds, Partition
+from metamq.broker.topics import Topics
+from metamq.errors import DiskFull, Fenced, MessageTooLarge, MetamqError, ProtocolError, StorageError
+from metamq.wire import status
+from metamq.wire.batch import check_from_producer
+from metamq.wire.commands import (
+    EARLIEST,
+    LATEST,
+    Command,
+    HelloReply,
+    OffsetsEntry,
+    OffsetsResult,
+    PutEntry,
+    PutResult,
+    unpack_list,
+)
+from metamq.wire.connection import Request
+from metamq.wire.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION_MAX
+
+if TYPE_CHECKING:
+    from metamq.broker.protocol import BrokerProtocol
+
+SINGLE_MESSAGE_OVERHEAD = 64  # offsets and padding of a batch of one message with all columns
+
+
+class Processors:
+    """The commands, over the broker's topics. Used by the broker's loop only."""
+
+    def __init__(
+        self,
+        broker_id: int,
+        topics: Topics,
+        flusher: Flusher,
+        ids: BatchIds,
+        counters: Counters,
+        *,
+        batch_bytes_max: int,
+        failed: Callable[[MetamqError], None],
+    ) -> None:
+        self._broker_id = broker_id
+        self._topics = topics
+        self._flusher = flusher
+        self._ids = ids
+        self._batch_bytes_max = batch_bytes_max
+        self._failed = failed
+        self.counters = counters
+        self.find = topics.find
+        self.refuse_writes: DiskFull | Fenced | None = None
+        """Why PUTs are refused at present, or None."""
+        self._table: dict[int, Callable[[Request, BrokerProtocol], None]] = {
+            Command.PUT: self._put,
+            Command.GET: self._get,
+            Command.OFFSETS: self._offsets,
+            Command.STATS: self._stats,
+        }
+
+    def greeting(self) -> HelloReply:
+        """What this broker answers to HELLO."""
+        return HelloReply(
+            version=PROTOCOL_VERSION_MAX,
+            broker_id=self._broker_id,
+            epoch=self._ids.epoch,
+            message_bytes_max=self._batch_bytes_max,
+            batch_bytes_max=self._batch_bytes_max,
+            frame_bytes_max=FRAME_BYTES_MAX,
+            server=f"metamq {metamq.__version__}",
+        )
+
+    def process(self, request: Request, connection: BrokerProtocol) -> None:
+        """Starts on a request. Raises what is to be answered as the request's error."""
+        handler = self._table.get(request.command)
+        if handler is None:
+            known = ", ".join(f"{command} {Command(command).name}" for command in self._table)
+            raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
+        handler(request, connection)
+
+    def _get(self, request: Request, connection: BrokerProtocol) -> None:
+        connection.fetches.get(request)
+
+    def _put(self, request: Request, connection: BrokerProtocol) -> None:
+        entries = unpack_list(PutEntry, request.header)
+        if sum(entry.size for entry in entries) != len(request.body) or any(entry.size <= 0 for entry in entries):
+            raise ProtocolError(f"the batches' sizes do not add up to the body's {len(request.body)} bytes")
+        put = _PendingPut(request, connection, len(entries))
+        position = 0
+        for number, entry in enumerate(entries):
+            batch = request.body[position : position + entry.size]
+            position += entry.size
+            try:
+                self._append(put, number, entry, batch)
+            except MetamqError as error:
+                if isinstance(error, StorageError) and not isinstance(error, DiskFull):
+                    self._failed(error)
+                put.done(number, error)
+
+    def _append(self, put: _PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
+        if self.refuse_writes is not None:
+            raise self.refuse_writes
+        partition = self.find(entry.topic, entry.topic_id, entry.partition)
+        limit = self._topics.message_bytes_max(entry.topic)
+        header = check_from_producer(batch, 0, len(batch), self._batch_bytes_max)
+        if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
+            raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
+        appended = partition.append(batch, header, self._ids)
+        self.counters.appended(entry.topic, header, appended.repeated)
+        put.stored(number, appended.base_offset, appended.time_us)
+        if partition.when_stable(appended.end_offset, lambda error: put.done(number, error)):
+            put.done(number, None)
+        self._flusher.appended(partition)
+
+    def _offsets(self, request: Request, connection: BrokerProtocol) -> None:
+        entries = unpack_list(OffsetsEntry, request.header)
+        connection.answer(request, [self._offset(entry) for entry in entries])
+
+    def _offset(self, entry: OffsetsEntry) -> OffsetsResult:
+        try:
+            log = self.find(entry.topic, entry.topic_id, entry.partition).log
+            offset, timestamp_us = log.stable_offset, -1
+            if entry.timestamp_us == EARLIEST:
+                offset = log.start_offset
+            elif entry.timestamp_us != LATEST:
+                offset, timestamp_us = log.offset_at_time(entry.timestamp_us) or (log.stable_offset, -1)
+            return OffsetsResult(
+                status.OK, offset, timestamp_us, log.start_offset, log.stable_offset, self._ids.epoch, None
+            )
+        except MetamqError as error:
+            number, fields = status.encode_error(error)
+            return OffsetsResult(number, -1, -1, -1, -1, 0, fields)
+
+    def _stats(self, request: Request, connection: BrokerProtocol) -> None:
+        connection.answer(request, self.statistics())
+
+    def statistics(self) -> dict[str, Any]:
+        """What STATS answers: counters since the start, and every partition's figures."""
+        return {
+            "broker_id": self._broker_id,
+            "epoch": self._ids.epoch,
+            "version": metamq.__version__,
+            "time_ms": time.time_ns() // 1_000_000,
+            "writes_refused": str(self.refuse_writes) if self.refuse_writes else None,
+            "counters": self.counters.snapshot(),
+            "partitions": [_partition_statistics(partition) for partition in self._topics.partitions()],
+        }
+
+
+def _partition_statistics(partition: Partition) -> dict[str, Any]:
+    log = partition.log
+    return {
+        "topic": partition.topic,
+        "partition": partition.index,
+        "start_offset": log.start_offset,
+        "stable_offset": log.stable_offset,
+        "end_offset": log.end_offset,
+        "size_bytes": log.size_bytes,
+        "last_append_us": log.last_append_us,
+    }
+
+
+class _PendingPut:
+    """A PUT's results as they come in; answers when the last is there."""
+
+    __slots__ = ("_connection", "_left", "_request", "_results")
+
+    def __init__(self, request: Request, connection: BrokerProtocol, count: int) -> None:
+        self._request = request
+        self._connection = connection
+        self._left = count
+        self._results: list[PutResult] = [PutResult(status.OK, -1, -1, None)] * count
+
+    def stored(self, number: int, base_offset: int, append_time_us: int) -> None:
+        self._results[number] = PutResult(status.OK, base_offset, append_time_us, None)
+
+    def done(self, number: int, error: MetamqError | None) -> None:
+        if error is not None:
+            code, fields = status.encode_error(error)
+            self._results[number] = PutResult(code, -1, -1, fields)
+        self._left -= 1
+        if self._left == 0:
+            self._connection.answer(self._request, self._results)

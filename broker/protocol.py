@@ -1,0 +1,148 @@
+"""The broker's end of one TCP connection: asyncio on one side, the sans-IO ServerConnection on the other.
+
+Backpressure runs both ways. What a client sends faster than the disk takes stays in the kernel: reading pauses
+while more than `inflight_bytes_max` of its requests are unanswered. What it does not read stays on disk: its long
+polls are answered only while the transport's write buffer is below its mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, cast
+
+from metamq.broker.fetch_session import FetchSession
+from metamq.broker.processors import Processors
+from metamq.errors import MetamqError, ProtocolError
+from metamq.wire import status
+from metamq.wire.commands import GetResult
+from metamq.wire.connection import Request, ServerConnection
+from metamq.wire.frames import Buffer
+
+log = logging.getLogger("metamq.broker")
+
+HELLO_TIMEOUT_S = 10.0
+WRITE_BUFFER_BYTES = 4 * 1024 * 1024
+INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
+
+
+class BrokerProtocol(asyncio.BufferedProtocol):
+    """One connection. Made by the server for each that is accepted."""
+
+    def __init__(self, processors: Processors, connections: set[BrokerProtocol], loop: asyncio.AbstractEventLoop) -> None:
+        self._processors = processors
+        self._connections = connections
+        self._loop = loop
+        self._writable = True
+        self._reading_paused = False
+        self._inflight_bytes = 0
+        self._transport: asyncio.Transport | None = None
+        self.fetches = FetchSession(processors.find, self._answer_get, lambda: self._writable, loop)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        self._connection = ServerConnection(self.peer, self._processors.greeting())
+        self._connections.add(self)
+        self._hello_deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
+
+    def _hello_missing(self) -> None:
+        log.info("%s sent no HELLO within %g s: closed", self.peer, HELLO_TIMEOUT_S)
+        self.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._connection.next_buffer()
+
+    def buffer_updated(self, count: int) -> None:
+        try:
+            requests, answers = self._connection.received(count)
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        if answers:
+            self._hello_deadline.cancel()
+            self._write(answers)
+        for request in requests:
+            self._handle(request)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        log.warning("%s broke the protocol: %s", self.peer, error)
+        if self._transport is not None:
+            self._write(self._connection.refusal(error))
+            self._transport.close()
+
+    def _handle(self, request: Request) -> None:
+        size = len(request.body)
+        if size:
+            self._inflight_bytes += size
+            if self._inflight_bytes > INFLIGHT_BYTES_MAX and not self._reading_paused and self._transport is not None:
+                self._reading_paused = True
+                self._transport.pause_reading()
+        try:
+            self._processors.process(request, self)
+        except MetamqError as error:
+            self.answer_error(request, error)
+        except Exception as error:  # a bug of ours: told to the client and logged, and no other client suffers
+            log.exception("request %d of %s, command %d, failed", request.opaque, self.peer, request.command)
+            self.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
+
+    def answer(self, request: Request, header: Any) -> None:
+        """Answers `request` unless the connection is gone."""
+        self._done(request)
+        self._write(self._connection.respond(request, header))
+
+    def answer_error(self, request: Request, error: MetamqError) -> None:
+        """Answers `request` with an error."""
+        self._done(request)
+        number, fields = status.encode_error(error)
+        self._write(self._connection.respond(request, fields, number=number))
+
+    def _answer_get(self, request: Request, results: list[GetResult], bodies: list[Buffer]) -> None:
+        self._processors.counters.fetched(results)
+        self._write(self._connection.respond(request, results, bodies))
+
+    def _done(self, request: Request) -> None:
+        size = len(request.body)
+        if size:
+            self._inflight_bytes -= size
+            if self._reading_paused and self._inflight_bytes <= INFLIGHT_BYTES_MAX // 2 and self._transport is not None:
+                self._reading_paused = False
+                self._transport.resume_reading()
+
+    def _write(self, buffers: list[Buffer]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(buffers)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self.fetches.serve()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._hello_deadline.cancel()
+        self.fetches.close()
+        self._connections.discard(self)
+
+    def close(self) -> None:
+        """Closes after what is written has been sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Closes at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being answered."""
+        return self._inflight_bytes == 0

@@ -1,0 +1,325 @@
+"""The broker process: start in the right order, follow ZooKeeper, stop without losing anything.
+
+    start   lock the data folder → bind the port → read the topics → recover their logs → become master under a new
+            epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
+    run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
+            ZooKeeper the broker goes on serving, since nobody else holds its data.
+    stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
+    fail    the first failed write or fsync: acknowledge nothing more, say why, end with status 1. What the disk holds
+            after it is not known to anybody, so nothing is flushed or closed cleanly; recovery looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import metamq
+from metamq.broker.config import BrokerConfig
+from metamq.broker.counters import Counters
+from metamq.broker.data_folder import DataFolder
+from metamq.broker.flusher import Flusher
+from metamq.broker.housekeeping import Housekeeping
+from metamq.broker.http import StatusServer
+from metamq.broker.log import FileCache
+from metamq.broker.partition import BatchIds
+from metamq.broker.processors import Processors
+from metamq.broker.protocol import BrokerProtocol
+from metamq.broker.topics import Topics
+from metamq.errors import ClosedError, ConfigError, ConnectError, MetamqError
+from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.zk.brokers import Mastership, Registration, become_master, register_topics
+from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.session import Session, State
+from metamq.zk.topics import TopicConfig, TopicStore
+
+log = logging.getLogger("metamq.broker")
+
+ACCEPT_BACKLOG = 1024
+RETRY_S = 1.0
+OPEN_FILES_LEAST = 64
+
+
+class Broker:
+    """One broker. `start()`, then `wait()` until it is to end, then `stop()`."""
+
+    def __init__(self, config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT) -> None:
+        self.config = config
+        self.epoch = 0
+        self.failure: MetamqError | None = None
+        self._zookeeper = zookeeper
+        self._root = root
+        self._ended = asyncio.Event()
+        self._topics_changed = asyncio.Event()
+        self._session_changed = asyncio.Event()
+        self._connections: set[BrokerProtocol] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._registered: dict[str, int] = {}
+        self._ready_reason = "starting"
+        self._beat = time.monotonic()
+
+    async def start(self) -> None:
+        """Brings the broker up, as described above. Raises ConfigError, ConnectError, CorruptData, StorageError."""
+        config = self.config
+        loop = asyncio.get_running_loop()
+        self._folder = DataFolder.open(Path(config.data), config.id)
+        try:
+            listener = self._bind()
+            self.port = listener.getsockname()[1]
+            self._files = FileCache(config.open_files_max or _open_files_default())
+            self._session = await Session.open(
+                self._zookeeper, timeout_ms=config.session_timeout_ms, root=self._root, on_state=self._session_state
+            )
+            self._flusher = Flusher(self.fail)
+            self._topics = Topics(config.id, self._folder, self._files)
+            self._store = TopicStore(self._session)
+            await self._read_topics()
+            await self._become_master()
+            self._processors = Processors(
+                config.id,
+                self._topics,
+                self._flusher,
+                self._ids,
+                Counters(),
+                batch_bytes_max=BATCH_BYTES_MAX,
+                failed=self.fail,
+            )
+            self._housekeeping = Housekeeping(self._topics, self._folder, self._processors, config, self.fail)
+            self._server = await loop.create_server(
+                lambda: BrokerProtocol(self._processors, self._connections, loop), sock=listener, backlog=ACCEPT_BACKLOG
+            )
+            self._status = StatusServer(self) if config.http_port >= 0 else None
+            await self._register()
+        except BaseException:
+            await self._abandon()
+            raise
+        work: tuple[Callable[[], Awaitable[None]], ...] = (
+            self._flusher.run,
+            self._housekeeping.run,
+            self._follow_topics,
+            self._follow_session,
+            self._beats,
+        )
+        self._tasks = [asyncio.ensure_future(job()) for job in work]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+        self._ready_reason = ""
+        log.info(
+            "broker %d is up at %s:%d, epoch %d, %d topics, data in %s",
+            config.id, self.host, self.port, self.epoch, len(self._registered), config.data,
+        )  # fmt: skip
+
+    def _bind(self) -> socket.socket:
+        config = self.config
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}",
+                hint="Choose another --port (0 takes a free one), or stop what uses it.",
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    @property
+    def host(self) -> str:
+        """The host that clients are told."""
+        if self.config.advertise:
+            return self.config.advertise
+        return socket.gethostname() if self.config.host in ("0.0.0.0", "::") else self.config.host
+
+    async def _become_master(self) -> None:
+        self.mastership: Mastership = await become_master(
+            self._session,
+            Registration(
+                broker_id=self.config.id,
+                replica=self._folder.replica,
+                incarnation=self._folder.incarnation,
+                folder=self._folder.identity,
+                host=self.host,
+                port=self.port,
+                version=metamq.__version__,
+            ),
+        )
+        self.epoch = self.mastership.epoch
+        if not hasattr(self, "_ids"):
+            self._ids = BatchIds(self.epoch)
+        else:
+            self._ids.start_epoch(self.epoch)
+
+    async def _read_topics(self) -> None:
+        """Applies every topic's configuration, and watches all of them."""
+        configs: dict[str, TopicConfig] = {}
+        for topic in await self._store.names(self._topics_changed.set):
+            config = await self._store.get_or_none(topic, self._topics_changed.set)
+            if config is not None and config.partitions.get(self.config.id):
+                configs[topic] = config
+        self._topics.apply(configs)
+
+    async def _register(self) -> None:
+        counts = self._topics.counts()
+        await register_topics(self._session, self.config.id, counts)
+        self._registered = counts
+
+    async def _follow_topics(self) -> None:
+        while True:
+            await self._topics_changed.wait()
+            self._topics_changed.clear()
+            try:
+                await self._read_topics()
+                if self._topics.counts() != self._registered:
+                    await self._register()
+            except ConnectError as error:
+                log.info("topics are not followed at present: %s", error)
+                await asyncio.sleep(RETRY_S)
+                self._topics_changed.set()
+
+    def _session_state(self, state: State) -> None:
+        if state is State.LOST:
+            log.warning("the ZooKeeper session is lost: registering anew when there is a new one")
+            self._session_changed.set()
+
+    async def _follow_session(self) -> None:
+        while True:
+            await self._session_changed.wait()
+            self._session_changed.clear()
+            self._ready_reason = "not registered in ZooKeeper"
+            while True:
+                try:
+                    await self._session.connected()
+                    await self._become_master()
+                    self._topics_changed.set()  # the watches were those of the lost session
+                    await self._register()
+                    break
+                except ConnectError as error:
+                    log.info("not registered yet: %s", error)
+                    await asyncio.sleep(RETRY_S)
+            self._ready_reason = ""
+            log.info("registered anew, epoch %d", self.epoch)
+
+    async def _beats(self) -> None:
+        """Shows /healthz that the loop turns."""
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(0.5)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, MetamqError):
+                self.fail(error)
+            else:
+                log.critical("a task of the broker ended by an error", exc_info=error)
+                self.fail(MetamqError(f"internal error: {error!r}"))
+
+    def fail(self, error: MetamqError) -> None:
+        """The broker must not go on: end it with this error."""
+        if self.failure is None:
+            self.failure = error
+            log.critical("broker %d stops: %s", self.config.id, error)
+            for connection in list(self._connections):
+                connection.abort()
+            self._ended.set()
+
+    def end(self) -> None:
+        """Asks for a graceful stop."""
+        self._ended.set()
+
+    async def wait(self) -> None:
+        """Until end() or fail()."""
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        """Ends the broker: gracefully after end(), at once after fail()."""
+        self._ready_reason = "stopping"
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+        if self.failure is None:
+            await self._drain()
+        self._topics.close(ClosedError("broker"), clean=self.failure is None)
+        for connection in list(self._connections):
+            connection.close() if self.failure is None else connection.abort()
+        self._flusher.close()
+        if self._status is not None:
+            self._status.close()
+        self._files.close()
+        self._folder.close(clean=self.failure is None)
+        log.info("broker %d has stopped", self.config.id)
+
+    async def _drain(self) -> None:
+        """Answers what is under way, up to the drain time-out, and flushes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._flusher.drain()
+                while any(not connection.idle for connection in self._connections):
+                    await asyncio.sleep(0.01)
+                    await self._flusher.drain()
+
+    async def _abandon(self) -> None:
+        """Undoes a start that failed half way."""
+        if hasattr(self, "_server"):
+            self._server.close()
+        if hasattr(self, "_session"):
+            await self._session.close()
+        if hasattr(self, "_topics"):
+            self._topics.close(ClosedError("broker"), clean=False)
+        if hasattr(self, "_flusher"):
+            self._flusher.close()
+        if hasattr(self, "_files"):
+            self._files.close()
+        self._folder.close(clean=False)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether the event loop turns. Any thread."""
+        late_s = time.monotonic() - self._beat
+        return late_s < 5, f"the event loop last turned {late_s:.1f} s ago"
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether clients are served as they should be. Any thread."""
+        broken = self._topics.broken()
+        if self._ready_reason:
+            return False, self._ready_reason
+        if self._processors.refuse_writes is not None:
+            return False, str(self._processors.refuse_writes)
+        if broken:
+            return False, "; ".join(str(error) for error in broken)
+        return True, f"epoch {self.epoch}, {len(self._registered)} topics"
+
+    def statistics(self) -> dict[str, object]:
+        """What STATS answers, and the connections. Any thread."""
+        return {**self._processors.statistics(), "connections": len(self._connections)}
+
+
+def _open_files_default() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return max(OPEN_FILES_LEAST, min(soft, 1 << 16) // 2)
+
+
+async def serve(config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None]) -> int:
+    """Runs a broker until SIGTERM or SIGINT; `ready` is called once it serves. Returns the exit status."""
+    broker = Broker(config, zookeeper, root=root)
+    await broker.start()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, broker.end)
+    ready(broker)
+    await broker.wait()
+    await broker.stop()
+    return 1 if broker.failure else 0

@@ -1,0 +1,126 @@
+"""The topics a broker carries: configuration in, open logs out.
+
+The configuration in ZooKeeper is the only source. A folder on disk whose topic id is not there any more belongs to
+a topic that was deleted, or deleted and made anew while this broker was away: it is removed, never offered again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from metamq.broker.data_folder import DataFolder
+from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.partition import Partition
+from metamq.errors import CorruptData, MetamqError, PartitionNotFound, TopicNotFound
+from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.zk.names import partition_name
+from metamq.zk.topics import FlushEvery, TopicConfig
+
+log = logging.getLogger("metamq.broker")
+
+
+def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
+    """A topic's settings as its logs take them."""
+    if isinstance(config.flush, FlushEvery):
+        flush = FlushPolicy(every_messages=config.flush.messages, every_ms=config.flush.ms)
+    else:
+        flush = FlushPolicy(before_ack=True, every_messages=None, every_ms=None)
+    return LogConfig(
+        segment_bytes=config.segment_bytes,
+        flush=flush,
+        retention_ms=config.retention_ms,
+        retention_bytes=config.retention_bytes,
+        cleanup=config.cleanup,
+        archive_dir=archive_folder if config.cleanup == "archive" else None,
+        batch_bytes_max=BATCH_BYTES_MAX,
+    )
+
+
+class Topics:
+    """The open topics. Used by the broker's loop only."""
+
+    def __init__(self, broker_id: int, folder: DataFolder, files: FileCache) -> None:
+        self._broker_id = broker_id
+        self._folder = folder
+        self._files = files
+        self._configs: dict[str, TopicConfig] = {}
+        self._partitions: dict[str, dict[int, Partition]] = {}
+        self._broken: dict[tuple[str, int], MetamqError] = {}
+        """Partitions whose logs are damaged: they are not served, the others are."""
+
+    def find(self, topic: str, topic_id: str, index: int) -> Partition:
+        """The partition. Raises TopicNotFound (also when the topic was made anew), PartitionNotFound."""
+        config = self._configs.get(topic)
+        if config is None:
+            raise TopicNotFound(topic)
+        if topic_id != config.id:
+            raise TopicNotFound(topic, hint=f"It was deleted and made anew: its id is {config.id}, not {topic_id}.")
+        partition = self._partitions[topic].get(index)
+        if partition is None and (topic, index) in self._broken:
+            raise self._broken[topic, index]
+        if partition is None:
+            raise PartitionNotFound(topic, partition_name(self._broker_id, index), tuple(config.partition_names))
+        return partition
+
+    def message_bytes_max(self, topic: str) -> int:
+        """The topic's limit on one message."""
+        return self._configs[topic].max_message_bytes
+
+    def partitions(self) -> Iterator[Partition]:
+        """All open partitions."""
+        for indexed in list(self._partitions.values()):
+            yield from list(indexed.values())
+
+    def counts(self) -> dict[str, int]:
+        """Partitions a topic, as registered in ZooKeeper."""
+        return {topic: config.partitions[self._broker_id] for topic, config in self._configs.items()}
+
+    def broken(self) -> list[MetamqError]:
+        """Why partitions are not served."""
+        return list(self._broken.values())
+
+    def apply(self, configs: Mapping[str, TopicConfig]) -> None:
+        """Makes the open logs what the configuration says: opens, enlarges, reconfigures, removes.
+
+        A damaged log stops its partition, loudly, and no other. Raises StorageError when the disk fails.
+        """
+        for topic in [name for name, old in self._configs.items() if name not in configs or configs[name].id != old.id]:
+            self._remove(topic)
+        for topic, config in configs.items():
+            if self._configs.get(topic) != config:
+                self._apply_one(topic, config)
+        self._folder.remove_topics_except({(config.topic, config.id) for config in self._configs.values()})
+
+    def _apply_one(self, topic: str, config: TopicConfig) -> None:
+        self._configs[topic] = config
+        indexed = self._partitions.setdefault(topic, {})
+        settings = log_config(config, self._folder.path / "archive")
+        for partition in indexed.values():
+            partition.log.reconfigure(settings)
+        for index in range(config.partitions[self._broker_id]):
+            if index in indexed or (topic, index) in self._broken:
+                continue
+            name = f"{topic}/{partition_name(self._broker_id, index)}"
+            folder = self._folder.partition_folder(topic, config.id, index)
+            try:
+                opened = PartitionLog.open(folder, name, settings, self._files, now_us=time.time_ns() // 1000)
+            except CorruptData as error:
+                log.critical("%s is not served: %s", name, error)
+                self._broken[topic, index] = error
+                continue
+            indexed[index] = Partition(topic, config.id, index, opened)
+
+    def _remove(self, topic: str) -> None:
+        log.info("topic %s (id %s) was deleted: its data is removed", topic, self._configs[topic].id)
+        del self._configs[topic]
+        self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
+        for partition in self._partitions.pop(topic).values():
+            partition.close(TopicNotFound(topic), clean=True)
+
+    def close(self, error: MetamqError, *, clean: bool = True) -> None:
+        """Closes every log; after a clean close nothing is scanned at the next start."""
+        for partition in self.partitions():
+            partition.close(error, clean=clean)

@@ -1,0 +1,70 @@
+"""The asyncio Producer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+from metamq.client.producer import SESSION_TIMEOUT_MS
+from metamq.client.producer_core import ProducerCore, ProducerOptions
+from metamq.client.producer_face import ProducerFace, ProducerSettings
+from metamq.client.settings import load, zookeeper_servers
+from metamq.zk.paths import DEFAULT_ROOT
+
+T = TypeVar("T")
+
+
+class Producer(ProducerFace[T]):
+    """Sends messages to topics; see metamq.Producer for the arguments. For one loop, the one it is opened in.
+
+        async with Producer() as producer:
+            receipt = await producer.send("flights", b"...")
+
+    `send` and `send_many` are plain functions that never block the loop; what they return is awaitable. Beyond the
+    buffer's bound they raise BufferFull: `await producer.drain()` now and then, as with asyncio's StreamWriter.
+    """
+
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        encode: Callable[[T], bytes] | None = None,
+        config: str | None = None,
+        root: str = DEFAULT_ROOT,
+        **settings: Unpack[ProducerSettings],
+    ) -> None:
+        self._options = load(ProducerOptions, "producer", file=config, arguments=settings)
+        self._servers = zookeeper_servers(zookeeper, config)
+        self._root = root
+        self._encode = encode
+        self._closed = False
+
+    async def open(self) -> Self:
+        """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""
+        self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
+        await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
+        return self
+
+    async def flush(self, timeout: float | None = 30) -> None:
+        """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
+        await self._core.flush(timeout)
+
+    async def drain(self) -> None:
+        """Waits until the buffer is below half of its bound. Cancel-safe."""
+        await self._core.drain()
+
+    async def close(self, timeout: float | None = 30) -> None:
+        """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
+        if not self._closed:
+            self._closed = True
+            await self._core.close(timeout)
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,103 @@
+"""The background loop of the blocking API: one asyncio loop in one thread a process, started on first use.
+
+A fork copies the client objects but not the thread. So the child's clients are told (`forked()`), raise ForkedError
+when used, and new ones in the child start a loop of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from typing import Any, Protocol, TypeVar
+
+from metamq.errors import Timeout
+
+T = TypeVar("T")
+
+
+class Forkable(Protocol):
+    """A client that lives on a background loop."""
+
+    def forked(self) -> None:
+        """Called in the child after a fork; every later use is to raise ForkedError."""
+
+
+class BackgroundLoop:
+    """A running loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = _new_loop()
+        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def add(self, client: Forkable) -> None:
+        """Registers a client to be told of a fork."""
+        self._clients.add(client)
+
+    def clients(self) -> list[Any]:
+        """The clients that are still referenced."""
+        return list(self._clients)
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Runs `callback(*args)` in the loop; returns at once."""
+        self.loop.call_soon_threadsafe(callback, *args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, what: str = "the call") -> T:
+        """Runs a coroutine in the loop and waits for its result.
+
+        Ctrl-C ends the wait at once and cancels the coroutine. Raises Timeout after `timeout_s`, with the same effect.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and not future.done() and timeout_s is not None:
+                future.cancel()
+                raise Timeout(what, timeout_s) from None
+            if isinstance(error, CancelledError):
+                raise Timeout(what, timeout_s or 0) from None
+            future.cancel()
+            raise
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+_lock = threading.Lock()
+_current: BackgroundLoop | None = None
+
+
+def background() -> BackgroundLoop:
+    """This process's background loop, started when it is not running yet."""
+    global _current
+    with _lock:
+        if _current is None:
+            _current = BackgroundLoop()
+        return _current
+
+
+def _after_fork_in_child() -> None:
+    global _current, _lock
+    _lock = threading.Lock()
+    parent, _current = _current, None
+    if parent is not None:
+        for client in parent.clients():
+            client.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

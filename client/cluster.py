@@ -1,0 +1,109 @@
+"""What a client knows of the cluster: topics' configurations and where the masters are, followed by watches.
+
+A watch marks what it was set on as stale; the next use, or the refresh it starts, reads it again. Cut off from
+ZooKeeper, a client goes on with what it knows: brokers serve it all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from metamq.client.transport import BrokerConnection, Connections
+from metamq.errors import ConnectError, MetamqError
+from metamq.zk.brokers import BrokerAddress, live_brokers
+from metamq.zk.session import Session
+from metamq.zk.topics import TopicConfig, TopicStore
+
+log = logging.getLogger("metamq.client")
+
+RETRY_S = 0.5
+
+
+class Cluster:
+    """Topics and brokers as a client sees them, and its connections. Use within one loop only."""
+
+    def __init__(self, session: Session, changed: Callable[[], None] | None = None) -> None:
+        self.session = session
+        self.topics = TopicStore(session)
+        self.connections = Connections()
+        self.configs: dict[str, TopicConfig] = {}
+        self.brokers: dict[int, BrokerAddress] = {}
+        self._changed = changed or (lambda: None)
+        self._fresh_topics: set[str] = set()
+        self._brokers_fresh = False
+        self._refreshes: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    async def topic(self, name: str) -> TopicConfig:
+        """The topic's configuration. Raises TopicNotFound; ConnectionLost only when it was never known."""
+        if name in self._fresh_topics:
+            return self.configs[name]
+        try:
+            self._fresh_topics.add(name)
+            self.configs[name] = await self.topics.get(name, lambda: self._topic_stale(name))
+        except MetamqError as error:
+            self._fresh_topics.discard(name)
+            if isinstance(error, ConnectError) and name in self.configs:
+                return self.configs[name]
+            if not isinstance(error, ConnectError):
+                self.configs.pop(name, None)
+            raise
+        return self.configs[name]
+
+    def _topic_stale(self, name: str) -> None:
+        self._fresh_topics.discard(name)
+        if name in self.configs:
+            self._refresh(f"topic {name}", self.topic, name)
+
+    async def refresh_brokers(self) -> dict[int, BrokerAddress]:
+        """The masters by broker id; the last known while ZooKeeper is away."""
+        if not self._brokers_fresh:
+            self._brokers_fresh = True
+            try:
+                self.brokers = await live_brokers(self.session, self._brokers_stale)
+            except MetamqError:
+                self._brokers_fresh = False
+                if not self.brokers:
+                    raise
+        return self.brokers
+
+    def _brokers_stale(self) -> None:
+        self._brokers_fresh = False
+        self._refresh("brokers", self.refresh_brokers)
+
+    def _refresh(self, what: str, read: Callable[..., object], *args: str) -> None:
+        if not self._closed and what not in self._refreshes:
+            task = asyncio.ensure_future(self._read_until_known(what, read, *args))
+            self._refreshes[what] = task
+            task.add_done_callback(lambda _task: self._refreshes.pop(what, None))
+
+    async def _read_until_known(self, what: str, read: Callable[..., object], *args: str) -> None:
+        while True:
+            try:
+                await read(*args)  # type: ignore[misc]
+            except ConnectError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except MetamqError as error:
+                log.info("%s: %s", what, error)
+            self._changed()
+            return
+
+    async def connection(self, broker_id: int) -> BrokerConnection:
+        """A connection to the master of a broker id. Raises ConnectError when there is none at present."""
+        brokers = await self.refresh_brokers()
+        address = brokers.get(broker_id)
+        if address is None:
+            raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
+        return await self.connections.get(address.host, address.port)
+
+    async def close(self) -> None:
+        """Ends refreshes and closes the connections; the session is its owner's."""
+        self._closed = True
+        tasks = list(self._refreshes.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.connections.close()

@@ -1,0 +1,79 @@
+"""FetchRequestQueue: which partition is to be asked for data next, and when.
+
+One FetchRequest a partition goes round: queue → runner → broker → consumer → queue. So a partition has at most one
+fetch under way, and its messages stay in order. The queue is a heap by due time for each broker, since a runner asks
+one broker for all that is due there in one request. Time comes in as an argument; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from itertools import count
+
+from metamq.zk.partitions import TopicPartition
+
+DELAY_FIRST_S = 0.05
+DELAY_MAX_S = 5.0
+
+
+class FetchRequest:
+    """The next fetch of one partition. Replaced by a new one when the partition is rewound."""
+
+    __slots__ = ("broker_id", "cancelled", "delay_s", "due", "index", "offset", "opened", "topic_id", "tp")
+
+    def __init__(self, tp: TopicPartition, topic_id: str, broker_id: int, index: int, offset: int) -> None:
+        self.tp = tp
+        self.topic_id = topic_id
+        self.broker_id = broker_id
+        self.index = index
+        self.offset = offset
+        self.due = 0.0
+        self.delay_s = 0.0
+        """The delay after the last error, 0 after data."""
+        self.cancelled = False
+        """Nobody wants the answer any more."""
+        self.opened: tuple[object, int] | None = None
+        """The fetch session that knows it, and its handle there."""
+
+    def grow_delay(self) -> float:
+        """The delay after one more error: doubled, capped, and spread so that consumers do not come back as one."""
+        self.delay_s = min(max(self.delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
+        return self.delay_s * random.uniform(0.8, 1.2)
+
+
+class FetchRequestQueue:
+    """Requests by broker and due time. `wake(broker id)` is called when one is put in that may be due first."""
+
+    def __init__(self, wake: Callable[[int], None]) -> None:
+        self._wake = wake
+        self._heaps: dict[int, list[tuple[float, int, FetchRequest]]] = {}
+        self._numbers = count()
+
+    def put(self, request: FetchRequest, due: float) -> None:
+        """Queues a request; those due at the same time keep their order."""
+        request.due = due
+        heapq.heappush(self._heaps.setdefault(request.broker_id, []), (due, next(self._numbers), request))
+        self._wake(request.broker_id)
+
+    def take(self, broker_id: int, now: float) -> list[FetchRequest]:
+        """All requests to a broker that are due, the longest due first; the cancelled are dropped."""
+        heap = self._heaps.get(broker_id, [])
+        due = []
+        while heap and heap[0][0] <= now:
+            request = heapq.heappop(heap)[2]
+            if not request.cancelled:
+                due.append(request)
+        return due
+
+    def next_due(self, broker_id: int) -> float | None:
+        """When the next request to a broker is due, None when there is none."""
+        heap = self._heaps.get(broker_id, [])
+        while heap and heap[0][2].cancelled:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def broker_ids(self) -> list[int]:
+        """Brokers that requests are queued for."""
+        return [broker_id for broker_id, heap in self._heaps.items() if heap]

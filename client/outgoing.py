@@ -1,0 +1,259 @@
+"""What a producer has accepted: batches being filled, and the handles that tell what became of their messages.
+
+A handle is a batch and a place in it, nothing more: no future, lock or event a message. Whoever waits for one makes
+the batch's event; the loop completes a batch with one call, whatever its number of messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from metamq.client.model import Receipt, ReceiptRange
+from metamq.errors import MetamqError, Timeout
+from metamq.wire import columns
+from metamq.wire.columns import Headers
+from metamq.wire.compression import Codec
+from metamq.zk.names import partition_name
+
+MESSAGE_OVERHEAD_BYTES = 8
+"""What a message costs in a batch besides its bytes: its entry in the offsets, and room for a short key's."""
+
+_event_lock = threading.Lock()
+
+
+class OutgoingBatch:
+    """Messages of one topic, and of one partition once it is known, on their way to a broker."""
+
+    __slots__ = (
+        "attempts", "base_offset", "broker_id", "callbacks", "created_ns", "done", "encoded", "error", "event",
+        "gapped", "headers", "keys", "partition", "seen", "sequence", "size", "timestamp_us", "timestamps", "topic", "values",
+    )  # fmt: skip
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self.broker_id = -1
+        self.partition = -1
+        self.values: Sequence[bytes] = []
+        self.keys: list[bytes | None] | None = None
+        self.timestamps: list[int] | None = None
+        self.headers: list[Headers | None] | None = None
+        self.size = 0
+        self.created_ns = time.time_ns()
+        self.encoded: bytearray | None = None
+        self.attempts = 0
+        self.sequence = -1
+        self.gapped = False
+        self.done = False
+        self.error: MetamqError | None = None
+        self.seen = False
+        """Somebody was told of the error: flush() need not raise it again."""
+        self.base_offset = -1
+        self.timestamp_us = self.created_ns // 1000
+        self.event: threading.Event | None = None
+        self.callbacks: list[Callable[[OutgoingBatch], None]] | None = None
+
+    def encode(self, codec: Codec, producer_id: int, sequence: int) -> bytearray:
+        """The bytes to send; made anew when the producer id or the sequence changes. CPU time, no I/O."""
+        self.sequence = sequence
+        self.encoded = columns.encode(
+            self.values,
+            base_timestamp_us=self.timestamp_us,
+            keys=self.keys,
+            timestamps_us=self.timestamps,
+            headers=self.headers,
+            codec=codec,
+            producer_id=producer_id,
+            sequence=sequence,
+        )
+        return self.encoded
+
+    @property
+    def name(self) -> str:
+        """For errors: topic and partition, where it is known."""
+        return f"{self.topic}/{partition_name(self.broker_id, self.partition)}" if self.partition >= 0 else self.topic
+
+    def complete(self, base_offset: int, error: MetamqError | None) -> None:
+        """The batch is stored, or has failed for good. Called once, in the loop."""
+        assert not self.done
+        self.base_offset = base_offset
+        self.error = error
+        self.encoded = None
+        self.done = True
+        if self.event is not None:  # made before `done` was looked at, or not needed: see wait()
+            self.event.set()
+        if self.callbacks:
+            for callback in self.callbacks:
+                callback(self)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Blocks until the batch is done; False after `timeout_s`."""
+        if self.done:
+            return True
+        with _event_lock:
+            if self.event is None:
+                self.event = threading.Event()
+        return self.done or self.event.wait(timeout_s)
+
+    def add_callback(self, callback: Callable[[OutgoingBatch], None]) -> None:
+        """Calls `callback(batch)` in the loop once done. Only in the loop, and only before it is done."""
+        if self.callbacks is None:
+            self.callbacks = []
+        self.callbacks.append(callback)
+
+    def timestamp_of(self, index: int) -> int:
+        """The message's own timestamp."""
+        return self.timestamps[index] if self.timestamps is not None else self.timestamp_us
+
+
+class _Waitable:
+    """What the two kinds of deliveries share; `_batches()` says what they wait for."""
+
+    __slots__ = ("_producer",)
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def _batches(self) -> Sequence[OutgoingBatch]:
+        raise AssertionError("a delivery waits for batches")
+
+    def _value(self) -> Any:
+        raise AssertionError("a delivery has a value")
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return all(batch.done for batch in self._batches())
+
+    def exception(self, timeout: float | None = None) -> MetamqError | None:
+        """The error, or None when all is stored. Blocks as `result` does."""
+        self._wait(timeout)
+        failed = [batch for batch in self._batches() if batch.error is not None]
+        for batch in failed:
+            batch.seen = True
+        return failed[0].error if failed else None
+
+    def _result(self, timeout: float | None) -> Any:
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._value()
+
+    def _wait(self, timeout: float | None) -> None:
+        if self.done():
+            return
+        self._producer.hurry()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            batch = next(batch for batch in self._batches() if not batch.done)
+            left = None if deadline is None else deadline - time.monotonic()
+            if (left is not None and left <= 0) or not batch.wait(left):
+                raise Timeout(f"the delivery to {batch.name}", timeout or 0)
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Calls `callback(self)` in the background loop once the outcome is known; at once when it is."""
+        self._producer.in_loop(self._notify, callback)
+
+    def _notify(self, callback: Callable[[Any], object]) -> None:
+        pending = next((batch for batch in self._batches() if not batch.done), None)
+        if pending is None:
+            callback(self)
+        else:
+            self._producer.hurry()
+            pending.add_callback(lambda _batch: self._notify(callback))
+
+    def as_future(self) -> Future[Any]:
+        """A concurrent.futures.Future of the result; cancelling it does not take the message back."""
+        future: Future[Any] = Future()
+
+        def settle(_delivery: Any) -> None:
+            if future.set_running_or_notify_cancel():
+                error = self.exception(0)
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(self._value())
+
+        self.add_done_callback(settle)
+        return future
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self.as_future()).__await__()
+
+
+class Delivery(_Waitable):
+    """What `send` returns: tells where the message was stored, or why not. Thread-safe; awaitable in any loop."""
+
+    __slots__ = ("_batch", "_index")
+
+    def __init__(self, producer: Any, batch: OutgoingBatch, index: int) -> None:
+        self._producer = producer
+        self._batch = batch
+        self._index = index
+
+    def _batches(self) -> Sequence[OutgoingBatch]:
+        return (self._batch,)
+
+    def _value(self) -> Receipt:
+        batch = self._batch
+        name = partition_name(batch.broker_id, batch.partition)
+        offset = batch.base_offset + self._index if batch.base_offset >= 0 else -1
+        return Receipt(batch.topic, name, offset, batch.timestamp_of(self._index))
+
+    def moved(self, batch: OutgoingBatch, index: int) -> None:
+        """The message went to another batch, as happens when its topic's partitions become known."""
+        self._index = index
+        self._batch = batch
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """Where the message is stored. Blocks until it is; Ctrl-C ends the wait.
+
+        Raises Timeout after `timeout` seconds (the delivery goes on), else what the delivery failed with:
+        DeliveryTimeout, TopicNotFound, MessageTooLarge, ClosedError, ...
+        """
+        receipt: Receipt = self._result(timeout)
+        return receipt
+
+    def __repr__(self) -> str:
+        batch = self._batch
+        state = "pending" if not batch.done else "failed" if batch.error else "stored"
+        return f"<Delivery {state} topic={batch.topic!r}>"
+
+
+class ManyDelivery(_Waitable):
+    """What `send_many` returns: one handle for all of its messages."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, producer: Any, parts: list[OutgoingBatch]) -> None:
+        self._producer = producer
+        self._parts = parts
+
+    def _batches(self) -> Sequence[OutgoingBatch]:
+        return self._parts
+
+    def _value(self) -> list[ReceiptRange]:
+        ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for batch in self._parts:
+            runs = ranges.setdefault((batch.broker_id, batch.partition), [])
+            count = len(batch.values)
+            if runs and runs[-1][0] + runs[-1][1] == batch.base_offset:
+                runs[-1] = runs[-1][0], runs[-1][1] + count
+            else:
+                runs.append((batch.base_offset, count))
+        return [
+            ReceiptRange(self._parts[0].topic, partition_name(*place), offset, count)
+            for place, runs in sorted(ranges.items())
+            for offset, count in runs
+        ]
+
+    def result(self, timeout: float | None = None) -> list[ReceiptRange]:
+        """Where the messages are stored: a range of offsets a partition, more where others wrote in between.
+
+        Raises as `Delivery.result`; with an error some of the messages may be stored.
+        """
+        ranges: list[ReceiptRange] = self._result(timeout)
+        return ranges

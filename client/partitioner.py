@@ -1,0 +1,44 @@
+"""Which partition a message goes to: a pure choice over the topic's *configured* partitions, living or not.
+
+Living ones only would move keys whenever a broker restarts, and with it break the order of a key's messages. The
+partition of a missing broker is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from crc32c import crc32c
+
+from metamq.errors import ConfigError
+
+Partitioner = Callable[[str, bytes, int], int]
+"""(topic, key, number of partitions) -> index among the topic's partitions in numeric order. Has to be fast."""
+
+
+def by_key_hash(topic: str, key: bytes, count: int) -> int:
+    """CRC-32C of the key, modulo the number of partitions: the default for messages with a key."""
+    return int(crc32c(key)) % count
+
+
+class RoundRobin:
+    """Every message to the next partition, keys or not."""
+
+    def __init__(self) -> None:
+        self._next: dict[str, int] = {}
+
+    def __call__(self, topic: str, key: bytes, count: int) -> int:
+        number = self._next.get(topic, 0)
+        self._next[topic] = number + 1
+        return number % count
+
+
+def partitioner_named(choice: str | Partitioner) -> Partitioner:
+    """The partitioner for a user's `partitioner=`: "key_hash", "round_robin" or a callable. Raises ConfigError."""
+    if callable(choice):
+        return choice
+    if choice == "key_hash":
+        return by_key_hash
+    if choice == "round_robin":
+        return RoundRobin()
+    raise ConfigError(f"unknown partitioner {choice!r}", hint="Choose 'key_hash', 'round_robin', or give a callable.")

@@ -1,0 +1,123 @@
+"""The blocking Producer."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack
+
+from metamq.client.background import background
+from metamq.client.producer_core import ProducerCore, ProducerOptions
+from metamq.client.producer_face import ProducerFace, ProducerSettings
+from metamq.client.settings import load, zookeeper_servers
+from metamq.errors import ConfigError, ForkedError
+from metamq.zk.paths import DEFAULT_ROOT
+
+log = logging.getLogger("metamq.client")
+
+T = TypeVar("T")
+
+SESSION_TIMEOUT_MS = 10_000
+AT_EXIT_FLUSH_S = 5.0
+
+
+class Producer(ProducerFace[T]):
+    """Sends messages to topics. Thread-safe: one Producer serves a whole process.
+
+    zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    encode:     makes bytes of a value; without it values are bytes.
+    on_full:    what `send` does when the buffer is full: "block" (for `full_timeout_s`, None is for ever) or "raise".
+    config:     a TOML file; its [producer] section has the settings below.
+    settings:   linger_ms, batch_bytes, buffer_bytes, max_message_bytes, compression, partitioner, delivery_timeout_s,
+                request_timeout_s; see metamq.client.producer_core.ProducerOptions.
+
+    Messages of one key, and of one partition, are stored in the order of `send`, each once, whatever is repeated on
+    the way. Leave the `with` block, or close(), to be sure that all is stored; both raise what failed.
+    Raises ConnectError when ZooKeeper cannot be reached, ConfigError for a wrong setting.
+    """
+
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        encode: Callable[[T], bytes] | None = None,
+        on_full: Literal["block", "raise"] = "block",
+        full_timeout_s: float | None = None,
+        config: str | None = None,
+        root: str = DEFAULT_ROOT,
+        **settings: Unpack[ProducerSettings],
+    ) -> None:
+        if on_full not in ("block", "raise"):
+            raise ConfigError(f"`on_full` is {on_full!r}", hint="Choose 'block' or 'raise'.")
+        options = load(ProducerOptions, "producer", file=config, arguments=settings)
+        self._encode = encode
+        self._closed = False
+        self._background = background()
+        wait_s = 0.0 if on_full == "raise" else full_timeout_s
+        self._core = ProducerCore(options, self._background.loop, wait_s=wait_s)
+        servers = zookeeper_servers(zookeeper, config)
+        self._background.run(self._core.open(servers, root, SESSION_TIMEOUT_MS))
+        self._background.add(self)
+        _unclosed.add(self)
+
+    def flush(self, timeout: float | None = 30) -> None:
+        """Waits until everything accepted so far is stored.
+
+        Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds.
+        """
+        self._check_usable()
+        self._background.run(self._core.flush(timeout))
+
+    def close(self, timeout: float | None = 30) -> None:
+        """Flushes and closes; further calls do nothing. Raises as `flush` does, after everything is closed."""
+        if self._closed:
+            return
+        self._closed = True
+        _unclosed.discard(self)
+        self._check_usable()
+        self._background.run(self._core.close(timeout))
+
+    def _check_usable(self) -> None:
+        if isinstance(self._core.accumulator.closed_by, ForkedError):
+            raise self._core.accumulator.closed_by
+
+    def forked(self) -> None:
+        """Called in the child after a fork."""
+        _unclosed.discard(self)
+        self._core.forked()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            with contextlib.suppress(Exception):  # the interrupt is what the caller is to see
+                self.close(AT_EXIT_FLUSH_S)
+            return
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not isinstance(self._core.accumulator.closed_by, ForkedError):
+            warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
+            core, loop = self._core, self._background.loop
+            loop.call_soon_threadsafe(lambda: loop.create_task(core.close(AT_EXIT_FLUSH_S)))
+
+
+_unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_unclosed() -> None:
+    for producer in list(_unclosed):
+        warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=producer, stacklevel=1)
+        try:
+            producer.close(AT_EXIT_FLUSH_S)
+        except Exception as error:
+            log.error("messages were not stored before the process ended: %s", error)

@@ -1,0 +1,271 @@
+"""The producer without a face: accepts messages from any thread, sends them from one loop.
+
+The blocking and the asyncio Producer are thin faces over this; so both have every feature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from metamq.client.accumulator import Accumulator
+from metamq.client.cluster import Cluster
+from metamq.client.outgoing import OutgoingBatch
+from metamq.client.partitioner import Partitioner, partitioner_named
+from metamq.client.sender import Sender
+from metamq.errors import ClosedError, ConfigError, ConnectError, ForkedError, MetamqError, Timeout
+from metamq.wire.compression import codec_named
+from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
+from metamq.zk.session import Session
+
+log = logging.getLogger("metamq.client")
+
+FAILURES_MAX = 1000
+RESOLVE_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerOptions:
+    """A producer's settings; construction validates."""
+
+    linger_ms: float = 0
+    """How long a batch waits for more messages. Without it batches still grow while earlier ones are under way."""
+    batch_bytes: int = BATCH_TARGET_BYTES
+    """A batch is closed at this size."""
+    buffer_bytes: int = 64 * 1024 * 1024
+    """Messages that are accepted and not acknowledged may take this much; then `send` waits or raises BufferFull."""
+    max_message_bytes: int = MESSAGE_BYTES_MAX
+    """A larger message raises MessageTooLarge in `send`; a topic's own limit counts too."""
+    compression: str | None = None
+    """None, "lz4" or "zstd"."""
+    partitioner: str | Partitioner = "key_hash"
+    """"key_hash", "round_robin", or a callable (topic, key, number of partitions) -> index."""
+    delivery_timeout_s: float = 30.0
+    """A message that is not acknowledged after this fails with DeliveryTimeout."""
+    request_timeout_s: float = 10.0
+    """A broker that does not answer for so long is reconnected."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("linger_ms", 0, 60_000),
+            ("batch_bytes", 1, BATCH_BYTES_MAX // 2),
+            ("buffer_bytes", 1024, 1 << 40),
+            ("max_message_bytes", 1, MESSAGE_BYTES_MAX),
+            ("delivery_timeout_s", 0.001, 86_400),
+            ("request_timeout_s", 0.05, 3_600),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError(f"the producer's `{name}` is {value!r}, allowed are {low} to {high}")
+
+
+class ProducerCore:
+    """One producer's engine. `send` and `send_many` of its accumulator are thread-safe, the rest is the loop's."""
+
+    def __init__(self, options: ProducerOptions, loop: asyncio.AbstractEventLoop, *, wait_s: float | None) -> None:
+        self.loop = loop
+        self.options = options
+        self._thread = threading.get_ident()
+        self._wake_lock = threading.Lock()
+        self._awake = False
+        self._hurry = False
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._failures: list[OutgoingBatch] = []
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._session: Session | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._codec = codec_named(options.compression)
+        self.accumulator = Accumulator(
+            batch_bytes=options.batch_bytes,
+            buffer_bytes=options.buffer_bytes,
+            message_bytes_max=options.max_message_bytes,
+            partitioner=partitioner_named(options.partitioner),
+            wake=self.wake,
+            wait_s=wait_s,
+            owner=self,
+        )
+
+    async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
+        """Connects to ZooKeeper. Raises ConnectError."""
+        self._thread = threading.get_ident()
+        self._session = await Session.open(servers, timeout_ms=session_timeout_ms, root=root)
+        self.cluster = Cluster(self._session, changed=self.wake)
+        self.sender = Sender(
+            self.cluster,
+            self._codec,
+            delivery_timeout_s=self.options.delivery_timeout_s,
+            request_timeout_s=self.options.request_timeout_s,
+        )
+        self.sender.on_done = self._done
+        self.sender.on_answer = self._pump
+        self.sender.on_topic_lost = self._topic_lost
+        self._ticker = asyncio.ensure_future(self.sender.run())
+
+    def wake(self) -> None:
+        """There is something to send. Any thread, also under the accumulator's lock."""
+        if not self._awake:
+            self._awake = True
+            self.in_loop(self._pump)
+
+    def hurry(self) -> None:
+        """Somebody waits for a delivery: do not linger. Any thread."""
+        if self.options.linger_ms:
+            self._hurry = True
+            self.wake()
+
+    def in_loop(self, callback: Callable[..., object], *args: object) -> None:
+        """Runs a callback in the loop, from any thread."""
+        if threading.get_ident() == self._thread:
+            self.loop.call_soon(callback, *args)
+        else:
+            self.loop.call_soon_threadsafe(callback, *args)
+
+    def _pump(self) -> None:
+        self._awake = False
+        for topic in self.accumulator.unresolved():
+            if topic not in self._resolving:
+                self._resolving[topic] = asyncio.ensure_future(self._resolve(topic))
+        self._refresh_resolved()
+        self.sender.add(self.accumulator.take(open_before_ns=self._open_before_ns()))
+        self.sender.pump()
+
+    def _open_before_ns(self) -> int:
+        """Which open batches to take: none while others wait to be sent, else those that lingered long enough."""
+        if self.sender.congested:
+            return 0
+        now_ns = time.time_ns() + 1
+        if not self.options.linger_ms or self._hurry:
+            self._hurry = False
+            return now_ns
+        linger_ns = int(self.options.linger_ms * 1e6)
+        first_ns = self.accumulator.first_open_ns()
+        if first_ns is not None and (self._linger_timer is None or self._linger_timer.when() < self.loop.time()):
+            delay_s = max(first_ns + linger_ns - now_ns, 0) / 1e9
+            self._linger_timer = self.loop.call_later(delay_s + 0.0001, self._pump)
+        return now_ns - linger_ns
+
+    def _refresh_resolved(self) -> None:
+        """Hands configurations that changed, as by added partitions, to the accumulator."""
+        for topic, buffer in list(self.accumulator.buffers.items()):
+            config = self.cluster.configs.get(topic)
+            if config is not None and buffer.config is not None and buffer.config is not config:
+                self.accumulator.resolved(config)
+
+    async def _resolve(self, topic: str) -> None:
+        deadline = self.loop.time() + self.options.delivery_timeout_s
+        try:
+            while True:
+                try:
+                    self.accumulator.resolved(await self.cluster.topic(topic))
+                    break
+                except ConnectError as error:
+                    if self.loop.time() > deadline:
+                        self._drop(topic, error)
+                        return
+                    await asyncio.sleep(RESOLVE_RETRY_S)
+                except MetamqError as error:
+                    self._drop(topic, error)
+                    return
+        finally:
+            del self._resolving[topic]
+        self._pump()
+
+    def _drop(self, topic: str, error: MetamqError) -> None:
+        for batch in self.accumulator.forget(topic):
+            batch.complete(-1, error)
+            self._done(batch)
+
+    def _topic_lost(self, topic: str) -> None:
+        if topic in self.accumulator.buffers:
+            self._drop(topic, MetamqError(f"topic {topic!r} was deleted or made anew", hint="Send again."))
+
+    def _done(self, batch: OutgoingBatch) -> None:
+        self.accumulator.finished(batch)
+        if batch.error is not None:
+            log.warning("%d messages for %s were not stored: %s", len(batch.values), batch.name, batch.error)
+            if len(self._failures) < FAILURES_MAX:
+                self._failures.append(batch)
+
+    async def flush(self, timeout_s: float | None) -> None:
+        """Waits until all that was accepted so far is stored or has failed.
+
+        Raises Timeout, or an ExceptionGroup of what failed since the last flush and no Delivery has told.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                batches = self._outstanding()
+                await self._wait_for(batches)
+                if any(not batch.values for batch in batches):  # placeholders, whose messages are in batches now
+                    await self._wait_for(self._outstanding())
+        except TimeoutError:
+            raise Timeout("flush()", timeout_s or 0) from None
+        failed, self._failures = self._failures, []
+        errors = [batch.error for batch in failed if batch.error is not None and not batch.seen]
+        if errors:
+            raise ExceptionGroup("messages that were not stored since the last flush", errors)
+
+    def _outstanding(self) -> list[OutgoingBatch]:
+        with self.accumulator.lock:
+            return [batch for batch in self.accumulator.outstanding if not batch.done]
+
+    async def _wait_for(self, batches: list[OutgoingBatch]) -> None:
+        left = len(batches)
+        if not left:
+            return
+        all_done: asyncio.Future[None] = self.loop.create_future()
+
+        def one_done(_batch: OutgoingBatch) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and not all_done.done():
+                all_done.set_result(None)
+
+        for batch in batches:
+            batch.add_callback(one_done)
+        self._hurry = True
+        self._pump()
+        await all_done
+
+    async def drain(self) -> None:
+        """Waits until the buffer is below half of its bound."""
+        while self.accumulator.buffered_bytes > self.options.buffer_bytes // 2:
+            batches = self._outstanding()
+            if not batches:
+                return
+            await self._wait_for(batches[:1])
+
+    async def close(self, timeout_s: float | None) -> None:
+        """Refuses further messages, flushes, closes. What is not stored by then fails with ClosedError."""
+        if self._session is None:
+            return
+        self.accumulator.close()
+        try:
+            await self.flush(timeout_s)
+        finally:
+            session, self._session = self._session, None
+            if session is not None:
+                await self._shut_down(session)
+
+    async def _shut_down(self, session: Session) -> None:
+        for batch in self._outstanding():
+            batch.complete(-1, ClosedError("producer", "its messages were not acknowledged in time"))
+            self._done(batch)
+        tasks = [self._ticker, *self._resolving.values()]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        await self.sender.close()
+        await self.cluster.close()
+        await session.close()
+
+    def forked(self) -> None:
+        """In a fork's child: nothing works any more."""
+        self.accumulator.lock = threading.Lock()  # the parent may have held it at the fork
+        self.accumulator.room = threading.Condition(self.accumulator.lock)
+        self.accumulator.close(ForkedError("producer"))
+        self._session = None

@@ -1,0 +1,114 @@
+"""What the blocking and the asyncio Producer have in common: arguments in, messages into the accumulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Generic, TypedDict, TypeVar
+
+from metamq.client.model import EPOCH
+from metamq.client.outgoing import Delivery, ManyDelivery
+from metamq.client.partitioner import Partitioner
+from metamq.client.producer_core import ProducerCore
+
+T = TypeVar("T")
+Key = bytes | str | None
+
+
+class ProducerSettings(TypedDict, total=False):
+    """The keyword arguments of a Producer; metamq.client.producer_core.ProducerOptions says what each means."""
+
+    linger_ms: float
+    batch_bytes: int
+    buffer_bytes: int
+    max_message_bytes: int
+    compression: str | None
+    partitioner: str | Partitioner
+    delivery_timeout_s: float
+    request_timeout_s: float
+
+
+class ProducerFace(Generic[T]):
+    """`send` and `send_many`, which never wait for the network."""
+
+    _core: ProducerCore
+    _encode: Callable[[T], bytes] | None
+
+    def send(
+        self,
+        topic: str,
+        value: T,
+        key: Key = None,
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> Delivery:
+        """Accepts a message and returns at once; the Delivery tells where it was stored.
+
+        `key`: messages of a key go to one partition, in order. `partition`: "0-3", overrides it. `timestamp`: an aware
+        datetime or microseconds since 1970; the default is now. Thread-safe.
+
+        Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. A topic
+        that does not exist fails the Delivery with TopicNotFound.
+        """
+        plain: Any = value if self._encode is None else self._encode(value)
+        if type(plain) is not bytes:
+            plain = as_bytes(plain, "value")
+        accumulator = self._core.accumulator
+        if key is None and headers is None and partition is None and timestamp is None:
+            return accumulator.send(topic, plain)
+        return accumulator.send_full(
+            topic, plain, key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+        )
+
+    def send_many(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
+        """Accepts many messages at once: the fast path, with one Delivery and no object per message.
+
+        `keys` has one entry a value. Raises as `send` does; then none of the messages is accepted, but for BufferFull
+        and ClosedError in the middle of a list larger than the buffer.
+        """
+        if isinstance(values, bytes | str):
+            raise TypeError("send_many() takes a list of values, not one value")
+        plain: list[Any] = list(values) if self._encode is None else [self._encode(value) for value in values]
+        if set(map(type, plain)) - {bytes}:
+            plain = [as_bytes(value, "value") for value in plain]
+        packed = None if keys is None else [key_bytes(key) for key in keys]
+        if packed is not None and len(packed) != len(plain):
+            raise ValueError(f"send_many() got {len(packed)} keys for {len(plain)} values")
+        return self._core.accumulator.send_many(topic, plain, packed)
+
+
+def as_bytes(value: Any, what: str) -> bytes:
+    """bytes of a bytes-like object; TypeError says what to do with anything else."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    raise TypeError(f"a message's {what} is bytes, got {type(value).__name__}: encode it, or give Producer(encode=...)")
+
+
+def key_bytes(key: Key) -> bytes | None:
+    """A key as it is stored; a str is encoded in UTF-8."""
+    if key is None or type(key) is bytes:
+        return key
+    return key.encode() if isinstance(key, str) else as_bytes(key, "key")
+
+
+def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
+    """A copy of the headers. Raises TypeError unless they map str to bytes."""
+    if headers is None:
+        return None
+    for name, text in headers.items():
+        if not isinstance(name, str) or not isinstance(text, bytes):
+            raise TypeError(f"headers map str to bytes, got {name!r}: {text!r}")
+    return dict(headers)
+
+
+def timestamp_us(timestamp: datetime | int | None) -> int | None:
+    """Microseconds since 1970. Raises ValueError for a naive datetime."""
+    if timestamp is None or isinstance(timestamp, int):
+        return timestamp
+    if timestamp.tzinfo is None:
+        raise ValueError(f"timestamp {timestamp} has no time zone: give an aware datetime")
+    return (timestamp - EPOCH) // timedelta(microseconds=1)

@@ -1,0 +1,202 @@
+"""The client's end of a TCP connection to a broker, and the connections a client keeps open.
+
+One connection a broker carries any number of requests at once, answered in any order. A connection that breaks fails
+what is under way on it with `outcome = "unknown"`; whether that is asked again is for the caller to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import socket
+from typing import Any, cast
+
+import metamq
+from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout
+from metamq.wire import status
+from metamq.wire.commands import HelloReply
+from metamq.wire.connection import ClientConnection, Response
+from metamq.wire.frames import Buffer
+
+log = logging.getLogger("metamq.client")
+
+CONNECT_TIMEOUT_S = 5.0
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 2.0
+
+
+def client_name() -> str:
+    """How this process introduces itself to brokers."""
+    return f"metamq {metamq.__version__} python {platform.python_version()} {socket.gethostname()}:{os.getpid()}"
+
+
+class BrokerConnection(asyncio.BufferedProtocol):
+    """An open connection. Use within its loop only. Cancelling a request's wait does not take the request back."""
+
+    def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.address = address
+        self._loop = loop
+        self._connection = ClientConnection(address, client_name())
+        self._waiting: dict[int, asyncio.Future[Response]] = {}
+        self._opened: asyncio.Future[HelloReply] = loop.create_future()
+        self._transport: asyncio.Transport | None = None
+        self.closed = loop.create_future()
+        """Done, with the reason, once the connection is gone."""
+
+    @classmethod
+    async def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BrokerConnection:
+        """Connects and greets. Raises ConnectError, UnsupportedVersion."""
+        loop = asyncio.get_running_loop()
+        address = f"{host}:{port}"
+        connection = cls(address, loop)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.create_connection(lambda: connection, host, port)
+                await connection._opened
+        except TimeoutError:
+            connection.abort()
+            raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=_HINT) from None
+        except OSError as error:
+            raise ConnectError(address, error.strerror or str(error), hint=_HINT) from error
+        except BaseException:
+            connection.abort()
+            raise
+        return connection
+
+    @property
+    def greeting(self) -> HelloReply:
+        """What the broker said of itself."""
+        assert self._connection.greeting is not None
+        return self._connection.greeting
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be made."""
+        return self._transport is not None and not self._transport.is_closing() and not self.closed.done()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
+        self._transport = transport
+        transport.writelines(self._connection.hello())
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._connection.next_buffer()
+
+    def buffer_updated(self, count: int) -> None:
+        try:
+            for response in self._connection.received(count):
+                waiting = self._waiting.pop(response.opaque)
+                if not waiting.done():
+                    waiting.set_result(response)
+        except MetamqError as error:
+            self._fail(error)
+            return
+        if not self._opened.done() and self._connection.greeting is not None:
+            self._opened.set_result(self._connection.greeting)
+
+    def _fail(self, error: MetamqError) -> None:
+        if isinstance(error, ProtocolError):
+            log.warning("%s", error)
+        if not self._opened.done():
+            self._opened.set_exception(error)
+        self._lost(error)
+        self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        reason = str(exc) if exc else "the broker closed the connection"
+        self._lost(ConnectError(self.address, reason, outcome="unknown"))
+
+    def _lost(self, error: MetamqError) -> None:
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            self._opened.exception()  # open() may have timed out: nobody else looks at it then
+        if not self.closed.done():
+            self.closed.set_result(error)
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def send(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> asyncio.Future[Response]:
+        """Sends a request; the future gives its response, or fails with ConnectError. Raises ConnectError."""
+        if self._transport is None or not self.alive:
+            raise ConnectError(self.address, "the connection is closed")
+        opaque, buffers = self._connection.request(command, header, bodies)
+        future: asyncio.Future[Response] = self._loop.create_future()
+        self._waiting[opaque] = future
+        self._transport.writelines(buffers)
+        return future
+
+    async def request(self, command: int, header: Any, *, timeout_s: float) -> Any:
+        """Sends a request and returns its response's header. Raises the broker's error, ConnectError or Timeout."""
+        future = self.send(command, header)
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await future
+        except TimeoutError:
+            raise Timeout(f"the answer of {self.address}", timeout_s) from None
+        if response.status != status.OK:
+            raise status.decode_error(response.status, response.header)
+        return response.header
+
+    def abort(self) -> None:
+        """Closes at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def close(self) -> None:
+        """Closes after what is written has been sent, and waits for it for a second at most."""
+        if self._transport is not None:
+            self._transport.close()
+            await asyncio.wait([self.closed], timeout=1.0)
+            self.abort()
+
+
+_HINT = "Is the broker running? `metamq doctor` looks at every part."
+
+
+class Connections:
+    """One connection an address, opened on demand, opened anew with growing pauses after failures."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, BrokerConnection] = {}
+        self._opening: dict[str, asyncio.Task[BrokerConnection]] = {}
+        self._pause_s: dict[str, float] = {}
+
+    async def get(self, host: str, port: int) -> BrokerConnection:
+        """The connection to an address. Raises ConnectError; callers may ask again at once, the pause is in here."""
+        address = f"{host}:{port}"
+        connection = self._open.get(address)
+        if connection is not None and connection.alive:
+            return connection
+        task = self._opening.get(address)
+        if task is None:
+            task = asyncio.ensure_future(self._connect(address, host, port))
+            self._opening[address] = task
+            task.add_done_callback(lambda done: self._opened(address, done))
+        return await asyncio.shield(task)
+
+    async def _connect(self, address: str, host: str, port: int) -> BrokerConnection:
+        pause_s = self._pause_s.get(address, 0.0)
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        self._pause_s[address] = min(max(pause_s * 2, BACKOFF_FIRST_S), BACKOFF_MAX_S)
+        return await BrokerConnection.open(host, port)
+
+    def _opened(self, address: str, task: asyncio.Task[BrokerConnection]) -> None:
+        del self._opening[address]
+        if not task.cancelled() and task.exception() is None:
+            self._pause_s.pop(address, None)
+            self._open[address] = task.result()
+
+    async def close(self) -> None:
+        """Closes all of them."""
+        opening = list(self._opening.values())
+        for task in opening:
+            task.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
+        await asyncio.gather(*(connection.close() for connection in self._open.values()))
+        self._open.clear()
