@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,9 +56,10 @@ class BrokerAddress:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a replica says of itself. `folder` identifies the data folder on its host, and is unchanged by restarts:
+    """What a replica says of itself. `folder` identifies its data folder, and is unchanged by restarts.
 
-    a process that holds the folder's lock and finds a node with the same `folder` knows that its writer is dead.
+    A process that holds the folder's lock and finds a node of the same folder, written on the same machine, knows that
+    the node's writer is dead.
     """
 
     broker_id: int
@@ -155,7 +157,8 @@ def _is_ours(node: Node, session: Session, registration: Registration) -> bool:
     if node.ephemeral_owner == session.session_id:
         return True
     document = _master_document(registration.broker_id, node)
-    return (document["replica"], document["folder"]) == (registration.replica, registration.folder)
+    former = (document["replica"], document["folder"], document["machine"])
+    return former == (registration.replica, registration.folder, socket.gethostname())
 
 
 def _patience_s(node: Node, session: Session) -> float:
@@ -269,6 +272,7 @@ def _master_json(session: Session, registration: Registration) -> bytes:
         "host": registration.host,
         "port": registration.port,
         "version": registration.version,
+        "machine": socket.gethostname(),
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
     return json.dumps(document).encode()
@@ -277,7 +281,7 @@ def _master_json(session: Session, registration: Registration) -> bytes:
 def _master_document(broker_id: int, node: Node) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(node.data)
-        missing = {"replica", "folder", "host", "port", "version"} - document.keys()
+        missing = {"replica", "folder", "machine", "host", "port", "version"} - document.keys()
     except (ValueError, TypeError, AttributeError) as error:
         raise CorruptData(f"the master node of broker {broker_id} in ZooKeeper", f"{error!r}") from error
     if missing:
