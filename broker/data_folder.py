@@ -68,9 +68,8 @@ class DataFolder:
     def open(cls, path: Path, broker_id: int, *, boot_id: str | None = None) -> DataFolder:
         """Opens or makes the folder for a broker id, and finishes removals that were broken off.
 
-        `boot_id` names the host's boot; None asks the kernel. Raises ConfigError when another process uses the
-        folder, or when it belongs to another broker id or a newer release; CorruptData never: logs are opened apart.
-        Raises StorageError when the disk fails.
+        The logs in it are opened apart. `boot_id` names the host's boot; None asks the kernel. Raises ConfigError when
+        another process uses the folder, or when it belongs to another broker id or a newer release; StorageError.
         """
         path = Path(path).absolute()
         try:
@@ -226,6 +225,9 @@ def _lock(path: Path) -> int:
     return fd
 
 
+_META_HINT = "Restore the file from a backup: whose replica this is cannot be guessed from the logs."
+
+
 def _load(path: Path) -> _Meta | None:
     """meta.json, or None in a new folder. Raises ConfigError when it cannot be understood."""
     try:
@@ -246,12 +248,11 @@ def _load(path: Path) -> _Meta | None:
         raise ConfigError(f"{path / 'meta.json'} is not complete: {error}", hint=_META_HINT) from error
 
 
-_META_HINT = "Restore the file from a backup; what it says of the replica cannot be guessed from the logs."
-
-
 def _started(path: Path, meta: _Meta | None, broker_id: int, boot_id: str) -> _Meta:
     """The folder's meta data from this start on. Raises ConfigError when the folder is another broker's."""
     if meta is None:
+        if any((path / "topics").iterdir()):
+            raise ConfigError(f"{path} holds topics, but its meta.json is missing", hint=_META_HINT)
         return _Meta(broker_id, 0, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False)
     if meta.broker_id != broker_id:
         raise ConfigError(

@@ -40,7 +40,9 @@ class FileCache:
         self._write = write
         self._open: OrderedDict[str, int] = OrderedDict()
 
-    def __len__(self) -> int:
+    @property
+    def open_count(self) -> int:
+        """Descriptors that are open now."""
         return len(self._open)
 
     def descriptor(self, path: str) -> int:
