@@ -73,6 +73,7 @@ class Holdings:
         self._failed = failed
         self._held: _Some = {}
         self._doubts: set[TopicPartition] = set()
+        self._prepared: set[str] = set()
         self._commit_turn = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._reading: set[asyncio.Task[None]] = set()
@@ -142,6 +143,9 @@ class Holdings:
 
     async def _claim(self, partitions: Sequence[TopicPartition], topic_ids: Mapping[TopicPartition, str]) -> None:
         generation = self._session.generation
+        for topic in sorted({tp.topic for tp in partitions} - self._prepared):
+            await ownership.prepare(self._session, self._group, topic)
+            self._prepared.add(topic)
         outcomes = await asyncio.gather(
             *(self._claim_one(tp, topic_ids[tp]) for tp in partitions), return_exceptions=True
         )

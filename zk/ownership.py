@@ -114,7 +114,7 @@ async def claim(
         except (BadVersion, NodeExists, NoNode):
             left_behind = await session.get_or_none(owner_path)
             if left_behind is None:
-                await _ensure_parents(session, owner_path, offset_path)
+                await prepare(session, group, tp.topic)
             elif left_behind.ephemeral_owner != session.session_id:
                 if await session.exists(owner_path, watch=freed):
                     return NotYet(tp, left_behind.data.decode(errors="replace"))
@@ -124,9 +124,10 @@ async def claim(
         return Claim(group, tp, topic_id, consumer_id, record.generation, version, record.committed)
 
 
-async def _ensure_parents(session: Session, *paths: str) -> None:
-    for path in paths:
-        await session.ensure(path.rpartition("/")[0])
+async def prepare(session: Session, group: str, topic: str) -> None:
+    """Make the folders that claims of the topic's partitions need. `claim` does so too, once for each partition."""
+    await session.ensure(session.paths.owners(group, topic))
+    await session.ensure(session.paths.offsets(group, topic))
 
 
 def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
@@ -224,15 +225,21 @@ async def drop_owner(session: Session, group: str, tp: TopicPartition, consumer_
     The check of the offset node, read first, keeps this from deleting the node of an owner that came in between.
     """
     owner_path = session.paths.owner(group, *tp)
+    offset_path = session.paths.offset(group, *tp)
     while True:
-        offset = await session.get_or_none(session.paths.offset(group, *tp))
+        offset = await session.get_or_none(offset_path)
         owner = await session.get_or_none(owner_path)
-        if offset is None or owner is None or owner.data.decode(errors="replace") != consumer_id:
+        if owner is None or owner.data.decode(errors="replace") != consumer_id:
             return False
-        check = Check(session.paths.offset(group, *tp), offset.version)
+        unchanged: Op
+        if offset is not None:
+            unchanged = Check(offset_path, offset.version)
+        else:
+            await prepare(session, group, tp.topic)
+            unchanged = Create(offset_path, _to_json(_next_record(None, consumer_id="")))
         try:
-            await session.multi([check, Delete(owner_path, owner.version)])
-        except (BadVersion, NoNode):
+            await session.multi([unchanged, Delete(owner_path, owner.version)])
+        except (BadVersion, NodeExists, NoNode):
             continue
         return True
 
