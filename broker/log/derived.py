@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import checked_batches, damaged
 from metamq.broker.log.segments import Segment, SnapshotName
+from metamq.wire.batch import BatchHeader
 
 SNAPSHOTS_KEPT = 2
 
@@ -55,9 +57,7 @@ def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseI
 
 def extend_index(files: FileCache, segment: Segment, index: SparseIndex, interval: int) -> None:
     """Adds the batches from the index's end to the segment's. Raises CorruptData, OSError."""
-    for position, header, problem in checked_batches(files, segment, index.end_position):
-        if header is None or problem is not None:
-            raise damaged(segment.path, position, problem or "there is no header")
+    for position, header in _intact_batches(files, segment, index.end_position):
         if header.base_offset != index.end_offset:
             raise damaged(segment.path, position, f"offset {header.base_offset} where {index.end_offset} is due")
         index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
@@ -65,13 +65,23 @@ def extend_index(files: FileCache, segment: Segment, index: SparseIndex, interva
 
 def cut_index(files: FileCache, segment: Segment, index: SparseIndex, position: int, interval: int) -> None:
     """Takes the index back to the last batch boundary at or below `position`. Raises CorruptData, OSError."""
-    index.cut(position)
-    for at, header, problem in checked_batches(files, segment, index.end_position):
+    boundary = index.entry_at(position)
+    for at, header in _intact_batches(files, segment, boundary):
+        if at + header.size > position:
+            break
+        boundary = at + header.size
+    index.cut(boundary)
+    for at, header in _intact_batches(files, segment, index.end_position):
+        if at == boundary:
+            break
+        index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
+
+
+def _intact_batches(files: FileCache, segment: Segment, position: int) -> Iterator[tuple[int, BatchHeader]]:
+    for at, header, problem in checked_batches(files, segment, position):
         if header is None or problem is not None:
             raise damaged(segment.path, at, problem or "there is no header")
-        if at + header.size > position:
-            return
-        index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
+        yield at, header
 
 
 def rebuild_producers(
@@ -91,9 +101,7 @@ def rebuild_producers(
     for segment in segments:
         if segment.end_position <= position:
             continue
-        for at, header, problem in checked_batches(files, segment, max(position, segment.base_position)):
-            if header is None or problem is not None:
-                raise damaged(segment.path, at, problem or "there is no header")
+        for at, header in _intact_batches(files, segment, max(position, segment.base_position)):
             if at >= end_position:
                 return states
             if header.producer_id:

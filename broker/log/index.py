@@ -76,6 +76,11 @@ class SparseIndex:
         at = max(bisect_left(self._maxima, timestamp_us) - 1, 0)
         return self._positions[at]
 
+    def entry_at(self, position: int) -> int:
+        """The position of the last entry at or before `position`; the segment's start when there is none."""
+        at = bisect_right(self._positions, position) - 1
+        return self._positions[at] if at >= 0 else self.base_position
+
     def cut(self, position: int) -> None:
         """Forgets all from the last entry before `position` on; the caller adds what lies between again."""
         if position >= self.end_position:

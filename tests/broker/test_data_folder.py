@@ -1,0 +1,177 @@
+"""The data folder: one process, one broker id, and when a replica is a new incarnation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq.broker.data_folder import FORMAT, DataFolder
+from metamq.errors import ConfigError
+
+HOLDER = """
+import sys
+from pathlib import Path
+from metamq.broker.data_folder import DataFolder
+
+folder = DataFolder.open(Path(sys.argv[1]), 0)
+print("open", flush=True)
+sys.stdin.readline()
+folder.close(clean=True)
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "data")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_and_told_who_has_it(tmp_path: Path, other_process: subprocess.Popen[str]) -> None:
+    data = tmp_path / "data"
+    with pytest.raises(ConfigError, match=f"data folder {data} is in use by process {other_process.pid}") as caught:
+        DataFolder.open(data, 0)
+    assert caught.value.hint
+    other_process.kill()
+    other_process.wait(10)
+    DataFolder.open(data, 0).close(clean=True)
+
+
+def test_a_second_open_in_the_same_process_is_refused_too(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 0)
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        DataFolder.open(tmp_path, 0)
+    folder.close(clean=True)
+    folder.close(clean=True)
+    DataFolder.open(tmp_path, 0).close(clean=True)
+
+
+@pytest.mark.parametrize(
+    ("clean", "boot", "incarnation"),
+    [(True, "boot 1", 1), (True, "boot 2", 1), (False, "boot 1", 1), (False, "boot 2", 2), (False, "", 2)],
+)
+def test_incarnations(tmp_path: Path, clean: bool, boot: str, incarnation: int) -> None:
+    """Only a host that went down without a clean stop may have lost what was written."""
+    DataFolder.open(tmp_path, 0, boot_id="boot 1").close(clean=clean)
+    folder = DataFolder.open(tmp_path, 0, boot_id=boot)
+    assert folder.incarnation == incarnation
+    folder.close(clean=False)
+
+
+def test_a_clean_stop_counts_once(tmp_path: Path) -> None:
+    DataFolder.open(tmp_path, 0, boot_id="boot 1").close(clean=True)
+    DataFolder.open(tmp_path, 0, boot_id="boot 1").close(clean=False)
+    folder = DataFolder.open(tmp_path, 0, boot_id="boot 2")
+    assert folder.incarnation == 2
+    assert folder.raise_incarnation() == 3
+    folder.close(clean=True)
+    folder = DataFolder.open(tmp_path, 0)
+    assert folder.incarnation == 3
+    folder.close(clean=True)
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 7)
+    identity = folder.identity
+    assert (folder.broker_id, folder.replica) == (7, 0)
+    folder.assign_replica(2)
+    folder.close(clean=False)
+    folder = DataFolder.open(tmp_path, 7)
+    assert (folder.replica, folder.identity) == (2, identity)
+    folder.close(clean=True)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert (meta["broker_id"], meta["format"], meta["clean"]) == (7, FORMAT, True)
+
+
+def test_another_brokers_folder_is_refused(tmp_path: Path) -> None:
+    DataFolder.open(tmp_path, 7).close(clean=True)
+    before = (tmp_path / "meta.json").read_bytes()
+    with pytest.raises(ConfigError, match="belongs to broker 7, not 8"):
+        DataFolder.open(tmp_path, 8)
+    assert (tmp_path / "meta.json").read_bytes() == before
+    DataFolder.open(tmp_path, 7).close(clean=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format": FORMAT + 1}, f"format {FORMAT + 1}, this release knows formats up to {FORMAT}"),
+        ({"format": "x"}, "format x"),
+        ({"surprise": 1}, "is not complete"),
+        (None, "cannot be read"),
+    ],
+)
+def test_meta_data_that_cannot_be_understood(tmp_path: Path, change: dict[str, object] | None, match: str) -> None:
+    DataFolder.open(tmp_path, 7).close(clean=True)
+    path = tmp_path / "meta.json"
+    meta = json.loads(path.read_text())
+    path.write_text("half a fi" if change is None else json.dumps(meta | change))
+    with pytest.raises(ConfigError, match=match) as caught:
+        DataFolder.open(tmp_path, 7)
+    assert caught.value.hint
+
+
+def test_topics_without_meta_data_are_nobodys(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 7)
+    folder.partition_folder("flights", "t1", 0).mkdir()
+    folder.close(clean=True)
+    (tmp_path / "meta.json").unlink()
+    with pytest.raises(ConfigError, match=r"meta\.json is missing"):
+        DataFolder.open(tmp_path, 7)
+
+
+def test_topics_are_listed_and_removed(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 0)
+    for topic, topic_id, indexes in (
+        ("flights", "t1", (0, 2, 10)),
+        ("air.lines_2-x", "t2", (1,)),
+        ("gone", "t3", (0,)),
+    ):
+        for index in indexes:
+            folder.partition_folder(topic, topic_id, index).mkdir()
+    assert [(t.topic, t.topic_id, t.partitions) for t in folder.topics()] == [
+        ("air.lines_2-x", "t2", (1,)),
+        ("flights", "t1", (0, 2, 10)),
+        ("gone", "t3", (0,)),
+    ]
+    (tmp_path / "topics" / "gone@t3" / "0" / "file").write_bytes(b"x")
+    folder.remove_topic("gone", "t3")
+    folder.remove_topic("gone", "t3")
+    (removed,) = folder.remove_topics_except({("flights", "t1")})
+    assert removed.topic == "air.lines_2-x"
+    assert os.listdir(tmp_path / "topics") == ["flights@t1"]
+    folder.close(clean=True)
+
+
+def test_a_removal_broken_off_is_finished_at_the_next_open(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 0)
+    folder.partition_folder("flights", "t1", 0).mkdir()
+    folder.close(clean=True)
+    (tmp_path / "topics" / "flights@t1").rename(tmp_path / "topics" / ".removed-1-flights@t1")
+    folder = DataFolder.open(tmp_path, 0)
+    assert folder.topics() == []
+    assert os.listdir(tmp_path / "topics") == []
+    folder.close(clean=True)
+
+
+@pytest.mark.parametrize("topic", ["", "a/b", "..", ".hidden", "a@b", "a\0b"])
+def test_names_that_are_no_folders(tmp_path: Path, topic: str) -> None:
+    folder = DataFolder.open(tmp_path, 0)
+    with pytest.raises(ConfigError, match="cannot be the name of a folder"):
+        folder.partition_folder(topic, "t1", 0)
+    folder.close(clean=True)
+
+
+def test_free_bytes(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 0)
+    assert 0 < folder.free_bytes() < 1 << 60
+    folder.close(clean=True)
