@@ -1,0 +1,82 @@
+"""docs/log-format.md: its examples are the bytes that the broker writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.broker.log import LogConfig
+from metamq.broker.log.flushed import SLOT_BYTES
+from metamq.wire.batch import BROKER_PART, PRODUCER_PART, make_batch_id, read_header
+from metamq.wire.columns import decode
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "log-format.md"
+LINE = re.compile(r" *(\d+)  ((?:[0-9a-f]{2} ?)+)  +\S.*")
+SENT_US = 1357034400000000
+
+
+def example(name: str) -> bytes:
+    """The bytes of an example; each line must begin where the one before ends."""
+    block = re.search(rf"^```hexdump {name}\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    data = b""
+    for line in block[1].splitlines():
+        match = LINE.fullmatch(line)
+        assert match is not None, line
+        assert int(match[1]) == len(data), line
+        data += bytes.fromhex(match[2])
+    return data
+
+
+def write_the_example(shelf: Any) -> None:
+    log = shelf.open(LogConfig())
+    batch, header = shelf.batch([b"UA 1545", b"AA 1141"], base_timestamp_us=SENT_US, producer_id=7)
+    log.append(batch, header, epoch=3, batch_id=make_batch_id(3, 1), now_us=SENT_US + 250_000)
+    log.checkpoint()
+    log.close(clean=False)
+
+
+@pytest.mark.parametrize("suffix", ["log", "index", "producers"])
+def test_files(shelf: Any, suffix: str) -> None:
+    write_the_example(shelf)
+    (path,) = shelf.paths(suffix)
+    assert path.read_bytes().hex(" ") == example(suffix).hex(" ")
+
+
+def test_flushed(shelf: Any) -> None:
+    write_the_example(shelf)
+    data = (shelf.folder / "flushed").read_bytes()
+    slot = example("flushed")
+    assert data[: len(slot)].hex(" ") == slot.hex(" ")
+    assert len(data) == 2 * SLOT_BYTES
+    assert not any(data[len(slot) : SLOT_BYTES])
+
+
+def test_the_files_of_the_document_make_a_log(shelf: Any) -> None:
+    shelf.folder.mkdir()
+    stem = f"{0:020d}-{0:020d}"
+    (shelf.folder / f"{stem}.log").write_bytes(example("log"))
+    (shelf.folder / f"{stem}.index").write_bytes(example("index"))
+    (shelf.folder / f"{2:020d}-{120:020d}.producers").write_bytes(example("producers"))
+    (shelf.folder / "flushed").write_bytes(example("flushed"))
+    log = shelf.open()
+    assert log.recovery.scanned_bytes == 0
+    piece = log.read(1, 1000)
+    assert decode(memoryview(piece.data), read_header(piece.data)).values.tolist() == [b"UA 1545", b"AA 1141"]
+    assert log.offset_at_time(SENT_US) == (0, SENT_US)
+    log.close()
+
+
+def test_the_table_of_fields() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([ui])(\d+) \|", DOCUMENT.read_text(), re.MULTILINE)
+    at = 0
+    for byte, _sign, bits in rows:
+        assert int(byte) == at
+        at += int(bits) // 8
+    assert at == BROKER_PART.size + PRODUCER_PART.size + 8
+    letters = {("u", "8"): "B", ("u", "16"): "H", ("u", "32"): "I", ("u", "64"): "Q", ("i", "64"): "q"}
+    types = "".join(letters[sign, bits] for _byte, sign, bits in rows)
+    assert types == BROKER_PART.format[1:] + "I" + PRODUCER_PART.format[1:] + "I"
