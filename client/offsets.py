@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from metamq.errors import MetamqError
@@ -41,6 +41,10 @@ class CommitRequest:
     claim: Claim
     offset: int
     epoch: int
+
+    def with_known(self, committed: Committed | None) -> CommitRequest:
+        """The same commit, on the knowledge that `committed` is what the storage holds now."""
+        return replace(self, claim=replace(self.claim, committed=committed))
 
 
 class OffsetStorage(Protocol):

@@ -119,6 +119,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         for future in waiting.values():
             if not future.done():
                 future.set_exception(error)
+                future.exception()  # whoever asked may have gone: no warning about an error nobody fetched
 
     def send(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> asyncio.Future[Response]:
         """Sends a request; the future gives its response, or fails with ConnectError. Raises ConnectError."""

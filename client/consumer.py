@@ -1,0 +1,277 @@
+"""The blocking Consumer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+from metamq.client.background import background
+from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
+from metamq.client.consumer_face import ConsumerFace, Position, offsets_of, partitions_of
+from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.inbox import Hand
+from metamq.client.message_batch import MessageBatch
+from metamq.client.model import Message
+from metamq.client.offsets import OffsetStorage
+from metamq.client.offsets_database import Connection
+from metamq.client.settings import load, zookeeper_servers
+from metamq.errors import ClosedError, ConfigError, ForkedError
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.paths import DEFAULT_ROOT
+
+if TYPE_CHECKING:
+    from metamq.client.listener import Listener
+
+T = TypeVar("T")
+
+
+class Consumer(ConsumerFace[T]):
+    """Reads topics, alone or sharing their partitions with the other members of a group.
+
+    zookeeper:   "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    topics:      names of topics.
+    group:       members of a group share its topics' partitions, and the group's offsets are kept. Without a group the
+                 consumer reads every partition and keeps nothing.
+    start:       where to begin with a partition the group has no offset for: "earliest", "latest", an aware datetime.
+    decode:      makes a value of bytes; without it values are bytes.
+    filter:      messages for which `filter(message)` is false are skipped when iterating and in run().
+    auto_commit: commit what is done every `commit_interval_ms`; with False call commit().
+    idle_timeout_s: iteration ends when nothing came for so long; None waits for ever.
+    on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own; a revoked partition is
+                 given away after the callback has returned.
+    on_data_loss: when retention was faster than the group: go on at "earliest" or "latest", with a warning and a count
+                 in health(), or "fail" with OffsetOutOfRange.
+    strategy:    "range", "round_robin", "consistent_hash" or "sticky"; one for a group.
+    offsets:     where the group's offsets are kept; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
+    broadcast:   every member reads every message; needs offsets=FileOffsets(path).
+    settings:    commit_interval_ms, fetch_wait_ms, fetch_min_bytes, fetch_max_bytes, partition_fetch_max_bytes,
+                 prefetch_bytes, session_timeout_ms; see metamq.client.consumer_options.ConsumerOptions.
+
+    A message, or batch, is done when the next one is asked for, or when the `with` block ends without an exception.
+    Membership is the ZooKeeper session: a handler may take as long as it likes without losing its partitions.
+    One thread iterates; commit, seek, pause, resume, lag and health may be called from any.
+    Raises ConnectError, TopicNotFound, ConfigError.
+    """
+
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        topics: Collection[str] | str,
+        group: str | None = None,
+        start: Start = "earliest",
+        decode: Callable[[bytes], T] | None = None,
+        filter: Callable[[Message[T]], bool] | None = None,
+        auto_commit: bool = True,
+        idle_timeout_s: float | None = None,
+        on_assigned: Callable[[list[TopicPartition]], object] | None = None,
+        on_revoked: Callable[[list[TopicPartition]], object] | None = None,
+        on_data_loss: DataLoss = "earliest",
+        strategy: str = "range",
+        offsets: OffsetStorage | None = None,
+        broadcast: bool = False,
+        consumer_id: str | None = None,
+        config: str | None = None,
+        root: str = DEFAULT_ROOT,
+        **settings: Unpack[ConsumerSettings],
+    ) -> None:
+        plan = consumer_plan(
+            topics,
+            group,
+            consumer_id=consumer_id,
+            start=start,
+            strategy=strategy,
+            auto_commit=auto_commit,
+            on_data_loss=on_data_loss,
+            broadcast=broadcast,
+            offsets=offsets,
+            decode=decode,
+        )
+        options = load(ConsumerOptions, "consumer", file=config, arguments=settings)
+        self._filter = filter
+        self._idle_timeout_s = idle_timeout_s
+        self._hand: Hand | None = None
+        self._fields: Iterator[tuple[Any, ...]] | None = None
+        self._closed = False
+        self._background = background()
+        self._core = ConsumerCore(
+            plan,
+            options,
+            self._background.loop,
+            on_assigned=_in_thread(on_assigned),
+            on_revoked=_in_thread(on_revoked),
+        )
+        self._background.run(self._core.open(zookeeper_servers(zookeeper, config), root))
+        self._background.add(self)
+
+    def __iter__(self) -> Iterator[Message[T]]:
+        """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
+        while True:
+            if self._fields is None:
+                hand = self._take()
+                if hand is None:
+                    return
+                self._hand = hand
+                self._fields = hand.iterate()
+            messages = map(Message._make, self._fields)
+            yield from messages if self._filter is None else filter(self._filter, messages)
+            self._finish()
+
+    def batches(self) -> Iterator[MessageBatch[T]]:
+        """Batches as they are stored, without an object per message; ends as iteration does."""
+        if self._filter is not None:
+            raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
+        while True:
+            self._finish()
+            hand = self._take()
+            if hand is None:
+                return
+            self._hand = hand
+            yield hand.batch
+
+    def _take(self, timeout_s: float | None = None) -> Hand | None:
+        """Waits for a batch; None at the end."""
+        inbox = self._core.inbox
+        limit_s = self._idle_timeout_s if timeout_s is None else timeout_s
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        with inbox.lock:
+            while True:
+                if inbox.closed:
+                    return None
+                hand = inbox.take()
+                if hand is not None:
+                    return hand
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return None
+                inbox.filled.wait(left_s)
+
+    def _finish(self) -> None:
+        """What is in hand is done: the next is asked for."""
+        hand, self._hand, self._fields = self._hand, None, None
+        if hand is not None:
+            self._release(hand, in_hand=True)
+
+    def _release(self, hand: Hand, *, in_hand: bool) -> None:
+        self._core.inbox.finish(hand, in_hand=in_hand)
+        if self._core.wants_room():
+            self._background.call_soon(self._core.consumed)
+
+    def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
+        """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
+
+        connection: with offsets=DatabaseOffsets(...), writes the offsets into the transaction that this DB-API
+        connection is in, and leaves committing it to you: results and offsets are stored together or not at all, so
+        each message counts exactly once. Give a position, or everything that is done counts, without what is in hand.
+
+        Raises OwnershipLost when a partition has another owner now: roll back. Other errors may be retried.
+        """
+        self._check_usable()
+        if connection is not None:
+            self._commit_in(position, connection)
+            return
+        refused = self._background.run(self._core.commit(self._core.commit_requests(offsets_of(position))))
+        for error in refused.values():
+            raise error
+
+    def seek(self, partition: tuple[str, str], where: int | Start) -> None:
+        """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
+        self._check_usable()
+        self._background.run(self._core.seek_to(TopicPartition(*partition), where))
+
+    def pause(self, *partitions: tuple[str, str]) -> None:
+        """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""
+        self._in_loop(self._core.pause, partitions)
+
+    def resume(self, *partitions: tuple[str, str]) -> None:
+        """Goes on with paused partitions."""
+        self._in_loop(self._core.resume, partitions)
+
+    def _in_loop(self, call: Callable[[Iterable[TopicPartition]], None], partitions: tuple[tuple[str, str], ...]) -> None:
+        self._check_usable()
+
+        async def run() -> None:
+            call(partitions_of(partitions) or self._core.assignment())
+
+        self._background.run(run())
+
+    def lag(self) -> dict[TopicPartition, int]:
+        """Messages that are stored and not done, per assigned partition, as the brokers know now."""
+        self._check_usable()
+        return self._background.run(self._core.lag())
+
+    def run(
+        self,
+        listener: Listener[T],
+        *,
+        concurrency: int = 4,
+        max_attempts: int = 5,
+        retry_delay_s: float = 0.1,
+        dead_letter: bool = True,
+    ) -> None:
+        """Calls `listener(message)` for each message, until close(), `idle_timeout_s` or an error.
+
+        Partitions are handled side by side by `concurrency` threads, a partition's messages one after the other. A
+        message whose listener raises is given to it again after `retry_delay_s`, doubled each time; after
+        `max_attempts` it goes to the group's dead-letter topic, or with dead_letter=False the error ends run().
+        A listener that raises metamq.Rollback gets the message again, as often as it likes.
+        """
+        from metamq.client.listener import ListenerPool
+
+        self._check_usable()
+        pool = ListenerPool(
+            self, listener, self._filter,
+            concurrency=concurrency, max_attempts=max_attempts, retry_delay_s=retry_delay_s, dead_letter=dead_letter,
+        )  # fmt: skip
+        pool.run()
+
+    def close(self) -> None:
+        """Commits what is done, gives the partitions back, disconnects. Any thread; further calls do nothing.
+
+        What is in hand is not done. The loop over the consumer ends.
+        """
+        self._close(in_hand_done=False)
+
+    def _close(self, *, in_hand_done: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            self._check_usable()
+            self._background.run(self._core.close(in_hand_done=in_hand_done))
+
+    def _check_usable(self) -> None:
+        error = self._core.inbox.error
+        if isinstance(error, ForkedError):
+            raise error
+
+    def forked(self) -> None:
+        """Called in the child after a fork."""
+        self._core.forked(ForkedError("consumer"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(in_hand_done=kind is None)
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is None or self._closed or isinstance(core.inbox.error, ForkedError | ClosedError):
+            return
+        warnings.warn("a Consumer was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
+        loop = self._background.loop
+        loop.call_soon_threadsafe(lambda: loop.create_task(core.close(in_hand_done=False)))
+
+
+def _in_thread(callback: Callable[[list[TopicPartition]], object] | None) -> RebalanceCallback:
+    async def call(partitions: list[TopicPartition]) -> None:
+        if callback is not None and partitions:
+            await asyncio.to_thread(callback, partitions)
+
+    return call

@@ -1,0 +1,229 @@
+"""Between fetching and handling: what is fetched per partition, what is in hand, and what is done.
+
+Theory of operation
+-------------------
+The loop puts fetched batches in; a handler, which is the application's own thread, a pool of them or a task, takes
+one batch at a time. While a batch is in hand its partition gives no other one, so a partition's messages are handled
+in order, whoever handles them. Partitions take turns.
+
+A message is done when the next one is asked for. Nothing may be done per message, so nobody counts: a Hand holds the
+C iterator of its batch's offsets, whose length hint tells how many were handed out. And to take a batch back in the
+middle (a revoked partition, a seek, an ended lease) the Hand's gate is emptied, a list that the iterator asks first:
+the message in hand stays, the next is not handed out.
+
+    in the log   ...│ done          │ in hand │ buffered, or being fetched │ not fetched
+                    ^ committed     ^ done_offset                          ^ request.offset
+
+One lock guards all of it. The loop and the handlers hold it for moments only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from metamq.client.message_batch import MessageBatch
+from metamq.errors import MetamqError
+from metamq.zk.ownership import Claim
+from metamq.zk.partitions import TopicPartition
+
+
+class PartitionState:
+    """One partition that is being consumed. Guarded by the inbox's lock."""
+
+    __slots__ = (
+        "assumed_offset", "buffered", "claim", "closing", "committed_offset", "epoch", "hand", "next_offset", "paused",
+        "released", "stable_offset", "start_offset", "tp",
+    )  # fmt: skip
+
+    def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
+        self.tp = tp
+        self.claim = claim
+        self.next_offset = next_offset
+        """The next to be handed out, as long as nothing is in hand."""
+        self.committed_offset: int | None = None
+        self.assumed_offset: int | None = None
+        """What was committed in a transaction of the application's, which may or may not have ended well."""
+        self.epoch = 0
+        """The master's term that wrote the last message that is done."""
+        self.buffered: deque[MessageBatch[Any]] = deque()
+        self.hand: Hand | None = None
+        self.paused = False
+        self.closing = False
+        self.released: Callable[[], None] | None = None
+        """Called, in any thread, when the hand is empty; for who waits to give the partition away."""
+        self.start_offset = -1
+        self.stable_offset = -1
+
+    def done_offset(self, *, in_hand: bool = False) -> int:
+        """The offset after the last message that is done; `in_hand` counts the one in hand as done."""
+        return self.next_offset if self.hand is None else self.hand.done_offset(in_hand=in_hand)
+
+    def lag(self) -> int | None:
+        """Messages that are stored and not done; None before the first answer."""
+        return None if self.stable_offset < 0 else max(self.stable_offset - self.done_offset(), 0)
+
+
+class Hand:
+    """A batch that a handler has. As a whole, or message by message through `iterate()`."""
+
+    __slots__ = ("_gate", "_offsets", "batch", "state")
+
+    def __init__(self, state: PartitionState, batch: MessageBatch[Any]) -> None:
+        self.state = state
+        self.batch = batch
+        self._offsets: Iterator[int] | None = None
+        self._gate: list[str] = []
+
+    def iterate(self) -> Iterator[tuple[Any, ...]]:
+        """The messages' fields; ends early when the rest is taken back."""
+        batch = self.batch
+        gate = [batch.topic] * len(batch)
+        offsets = iter(batch.offsets)
+        fields = batch.fields(offsets, gate)
+        self._gate = gate
+        self._offsets = offsets  # last: from here on the gate is what counts
+        return fields
+
+    def take_back(self) -> None:
+        """No further message of this batch is handed out."""
+        self._gate.clear()
+
+    def handed_out(self) -> int:
+        """The offset after the last message that was handed out."""
+        if self._offsets is None:
+            return self.batch.end_offset
+        left: int = self._offsets.__length_hint__()  # type: ignore[attr-defined]
+        return self.batch.end_offset - left
+
+    def done_offset(self, *, in_hand: bool) -> int:
+        """The offset after the last message that is done."""
+        if self._offsets is None:
+            return self.batch.end_offset if in_hand else self.batch.offset
+        handed_out = self.handed_out()
+        return handed_out if in_hand or handed_out == self.batch.offset else handed_out - 1
+
+
+class Inbox:
+    """The fetched batches of all partitions. Thread-safe.
+
+    `may_deliver` is asked before a batch is given out: it is False while the lease is over. `notify` is called, under
+    the lock, when there may be something to take; `consumed(bytes)`, without it, when a handler is done with a batch.
+    """
+
+    def __init__(self, may_deliver: Callable[[], bool]) -> None:
+        self.lock = threading.Lock()
+        self.filled = threading.Condition(self.lock)
+        self.states: dict[TopicPartition, PartitionState] = {}
+        self.buffered_bytes = 0
+        self.error: BaseException | None = None
+        self.closed = False
+        self.notify: Callable[[], None] = self.filled.notify_all
+        self._may_deliver = may_deliver
+        self._ready: dict[PartitionState, None] = {}
+
+    def add(self, state: PartitionState) -> None:
+        """Starts to keep batches for a partition."""
+        with self.lock:
+            self.states[state.tp] = state
+
+    def put(self, state: PartitionState, batches: list[MessageBatch[Any]]) -> None:
+        """Fetched batches, in order."""
+        with self.lock:
+            state.buffered.extend(batches)
+            self.buffered_bytes += sum(batch.size_bytes for batch in batches)
+            if state.hand is None:
+                self._ready[state] = None
+                self.notify()
+
+    def take(self) -> Hand | None:
+        """A batch of the partition whose turn it is, or None. Under the lock. Raises the error set by fail()."""
+        if self.error is not None:
+            raise self.error
+        if not self._ready or not self._may_deliver():
+            return None
+        state = next(iter(self._ready))
+        del self._ready[state]
+        hand = Hand(state, state.buffered.popleft())
+        state.hand = hand
+        return hand
+
+    def finish(self, hand: Hand, *, in_hand: bool = True) -> int:
+        """The handler is done with its batch, or with as much of it as it was given. Returns the bytes that are free.
+
+        `in_hand`: whether the last message handed out counts as done.
+        """
+        state = hand.state
+        with self.lock:
+            if state.hand is not hand:
+                return 0
+            state.next_offset = hand.done_offset(in_hand=in_hand)
+            state.epoch = hand.batch.epoch
+            state.hand = None
+            self.buffered_bytes -= hand.batch.size_bytes
+            if state.buffered:
+                self._ready[state] = None
+                self.notify()
+            released, state.released = state.released, None
+        if released is not None:
+            released()
+        return hand.batch.size_bytes
+
+    def rewind(self, state: PartitionState, next_offset: int | None = None) -> int:
+        """Drops what is buffered and takes back what is not handed out; returns where to fetch from.
+
+        With `next_offset`, as for a seek, that is the place; it is the next to be handed out and what is committed.
+        """
+        with self.lock:
+            self.buffered_bytes -= sum(batch.size_bytes for batch in state.buffered)
+            state.buffered.clear()
+            self._ready.pop(state, None)
+            hand = state.hand
+            if hand is not None:
+                hand.take_back()
+                if next_offset is None:
+                    return hand.handed_out()
+                self.buffered_bytes -= hand.batch.size_bytes
+                state.hand = None  # what it reports when it is finished does not count any more
+            if next_offset is not None:
+                state.next_offset = next_offset
+            return state.next_offset
+
+    def remove(self, state: PartitionState) -> None:
+        """The partition is not ours any more; what is in hand does not count."""
+        self.rewind(state)
+        with self.lock:
+            self.states.pop(state.tp, None)
+            if state.hand is not None:
+                self.buffered_bytes -= state.hand.batch.size_bytes
+                state.hand = None
+            released, state.released = state.released, None
+        if released is not None:
+            released()
+
+    def when_released(self, state: PartitionState, released: Callable[[], None]) -> None:
+        """Calls `released`, in any thread, once nothing of the partition is in hand; at once when nothing is."""
+        with self.lock:
+            if state.hand is not None:
+                state.released = released
+                return
+        released()
+
+    def fail(self, error: MetamqError) -> None:
+        """Handlers get this error from now on."""
+        with self.lock:
+            self.error = error
+            self.notify()
+
+    def close(self) -> None:
+        """Handlers get nothing any more."""
+        with self.lock:
+            self.closed = True
+            self.notify()
+
+    def poke(self) -> None:
+        """Lets handlers look again, as when the lease is valid again."""
+        with self.lock:
+            self.notify()

@@ -1,0 +1,137 @@
+"""MessageBatch: a stored batch as `consumer.batches()` gives it, decoded column by column, on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import repeat
+from typing import Any, Generic, TypeVar
+
+from metamq.client.model import Message, TopicPartition
+from metamq.errors import ConfigError
+from metamq.wire import columns
+from metamq.wire.batch import BatchHeader
+from metamq.wire.columns import Columns
+
+T = TypeVar("T")
+
+_NO_HEADERS: Mapping[str, bytes] = {}
+
+
+class MessageBatch(Generic[T]):
+    """Messages of one partition with consecutive offsets, from `offset` on. No object per message until asked for.
+
+    Columns are decoded when first used and kept. Iterating gives Messages. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        tp: TopicPartition,
+        header: BatchHeader,
+        data: memoryview,
+        first_offset: int,
+        decode: Callable[[bytes], T] | None = None,
+    ) -> None:
+        """`data` is the stored batch; messages before `first_offset` are left out."""
+        self.topic = tp.topic
+        self.partition = tp.partition
+        self.offset = max(first_offset, header.base_offset)
+        self.epoch = header.epoch
+        self._header = header
+        self._data = data
+        self._skip = self.offset - header.base_offset
+        self._decode = decode
+
+    def __len__(self) -> int:
+        return self._header.count - self._skip
+
+    @property
+    def end_offset(self) -> int:
+        """The offset after the last message."""
+        return self._header.end_offset
+
+    @property
+    def offsets(self) -> range:
+        """The messages' offsets."""
+        return range(self.offset, self.end_offset)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the stored batch."""
+        return self._header.size
+
+    @cached_property
+    def _columns(self) -> Columns:
+        return columns.decode(self._data, self._header)
+
+    @cached_property
+    def _plain(self) -> list[Any]:
+        plain = self._columns.values.tolist()
+        return plain[self._skip :] if self._skip else plain
+
+    @cached_property
+    def values(self) -> Sequence[T]:
+        """The values, as bytes or as `decode=` makes them."""
+        return self._plain if self._decode is None else list(map(self._decode, self._plain))
+
+    @cached_property
+    def keys(self) -> Sequence[bytes | None]:
+        """The keys; None for a message without one."""
+        column = self._columns.keys
+        if column is None:
+            return [None] * len(self)
+        return column.tolist_with_nulls()[self._skip :]
+
+    @cached_property
+    def timestamps(self) -> Sequence[int]:
+        """Microseconds since 1970, UTC."""
+        column = self._columns.timestamps
+        if column is None:
+            return [self._header.base_timestamp_us] * len(self)
+        return column.tolist()[self._skip :]
+
+    @cached_property
+    def headers(self) -> Sequence[Mapping[str, bytes]]:
+        """Each message's headers, empty for none."""
+        column = self._columns.headers
+        if column is None:
+            return [_NO_HEADERS] * len(self)
+        return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
+
+    def fields(self, offsets: Iterator[int], gate: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Tuples in the order of Message's fields, made at C speed.
+
+        `gate` has the topic once a message, and is asked first: emptying it ends the iteration before `offsets`
+        moves, from whatever thread. So `offsets` always tells how many messages were handed out. An error of
+        `decode=` comes at its message, which counts as handed out.
+        """
+        has_keys = self._columns.keys is not None
+        has_headers = self._columns.headers is not None
+        has_timestamps = self._columns.timestamps is not None
+        return zip(  # noqa: B905  # the gate may be shorter by then
+            gate,
+            repeat(self.partition),
+            offsets,
+            self.keys if has_keys else repeat(None),
+            self._plain if self._decode is None else map(self._decode, self._plain),
+            self.headers if has_headers else repeat(_NO_HEADERS),
+            self.timestamps if has_timestamps else repeat(self._header.base_timestamp_us),
+        )
+
+    def __iter__(self) -> Iterator[Message[T]]:
+        return map(Message._make, self.fields(iter(self.offsets), [self.topic] * len(self)))
+
+    def to_arrow(self) -> Any:
+        """A pyarrow.RecordBatch: offset, key, value, timestamp, headers; topic and partition in the schema's metadata.
+
+        Keys and values wrap the received bytes without a copy; `decode=` is not applied. Raises ConfigError without
+        pyarrow.
+        """
+        try:
+            from metamq.client.arrow import record_batch
+        except ImportError:
+            raise ConfigError("to_arrow() needs pyarrow", hint="Install it with: pip install 'metamq[arrow]'") from None
+        return record_batch(self._columns, self._header, self.topic, self.partition, self._skip)
+
+    def __repr__(self) -> str:
+        return f"<MessageBatch {self.topic}/{self.partition} offsets {self.offset} to {self.end_offset - 1}>"

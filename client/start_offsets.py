@@ -1,0 +1,79 @@
+"""Where to begin: the committed offset, or where the consumer's `start` says; asked of the partition's broker."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import datetime
+
+from metamq.client.assignment import AssignedPartition
+from metamq.client.cluster import Cluster
+from metamq.client.consumer_options import Start
+from metamq.client.producer_face import timestamp_us
+from metamq.wire import status
+from metamq.wire.commands import EARLIEST, LATEST, Command, OffsetsEntry, OffsetsResult, unpack_list
+from metamq.zk.names import parse_partition
+from metamq.zk.partitions import TopicPartition
+
+log = logging.getLogger("metamq.client")
+
+REQUEST_TIMEOUT_S = 10.0
+
+
+class OffsetFinder:
+    """Finds offsets; `start` is for partitions without a committed one."""
+
+    def __init__(self, cluster: Cluster, start: Start) -> None:
+        self._cluster = cluster
+        self._start = start
+
+    def committed_offset(self, assigned: AssignedPartition) -> int | None:
+        """What is committed for the topic that is there now, None when nothing is."""
+        committed = assigned.committed
+        if committed is None or committed.topic_id != assigned.claim.topic_id:
+            return None
+        return committed.offset
+
+    async def first_offset(self, assigned: AssignedPartition) -> int:
+        """Where to begin with a partition. Raises the broker's error, or ConnectError."""
+        committed = self.committed_offset(assigned)
+        if committed is not None:
+            return committed
+        if assigned.committed is not None:
+            log.warning(
+                "%s was deleted and made anew since offset %d was committed: beginning at %s",
+                assigned.tp, assigned.committed.offset, self._start,
+            )  # fmt: skip
+        return await self.find(assigned.tp, assigned.claim.topic_id, self._start)
+
+    async def find(self, tp: TopicPartition, topic_id: str, where: Start) -> int:
+        """The offset of "earliest", "latest", or of the first message at a time; the end when there is none."""
+        if isinstance(where, datetime):
+            asked = timestamp_us(where)
+            assert asked is not None
+        else:
+            asked = EARLIEST if where == "earliest" else LATEST
+        return (await self.ask({tp: topic_id}, max(asked, 0) if isinstance(where, datetime) else asked))[tp].offset
+
+    async def ends(self, topic_ids: Mapping[TopicPartition, str]) -> dict[TopicPartition, int]:
+        """The ends of what can be read."""
+        return {tp: result.offset for tp, result in (await self.ask(topic_ids, LATEST)).items()}
+
+    async def ask(self, topic_ids: Mapping[TopicPartition, str], what: int) -> dict[TopicPartition, OffsetsResult]:
+        """One OFFSETS request a broker. Raises the first error."""
+        by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
+        for tp in topic_ids:
+            by_broker[parse_partition(tp.partition)[0]].append(tp)
+        found: dict[TopicPartition, OffsetsResult] = {}
+        for broker_id, partitions in by_broker.items():
+            entries = [
+                OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions
+            ]
+            connection = await self._cluster.connection(broker_id)
+            header = await connection.request(Command.OFFSETS, entries, timeout_s=REQUEST_TIMEOUT_S)
+            for tp, result in zip(partitions, unpack_list(OffsetsResult, header), strict=True):
+                if result.status != status.OK:
+                    raise status.decode_error(result.status, result.error)
+                found[tp] = result
+        return found
