@@ -139,6 +139,11 @@ class Broker:
             return self.config.advertise
         return socket.gethostname() if self.config.host in ("0.0.0.0", "::") else self.config.host
 
+    @property
+    def http_port(self) -> int:
+        """The port of /metrics, -1 when it is not served."""
+        return self._status.port if self._status is not None else -1
+
     async def _become_master(self) -> None:
         self.mastership: Mastership = await become_master(
             self._session,

@@ -1,0 +1,36 @@
+"""`python -m metamq.broker`: one broker, its settings from METAMQ_… variables and the file in $METAMQ_CONFIG.
+
+Prints one line, "ready <port> <http port>", on standard output once it serves. People use `metamq broker`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.run import run_broker
+from metamq.broker.server import Broker
+from metamq.client.settings import load, zookeeper_servers
+from metamq.errors import ConnectError, MetamqError
+
+
+def _ready(broker: Broker) -> None:
+    print("ready", broker.port, broker.http_port, flush=True)
+
+
+def main() -> int:
+    """Runs until SIGTERM. The exit status is that of the command line: 2 usage, 3 unreachable, 1 failed."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return run_broker(load(BrokerConfig, "broker", arguments={}), zookeeper_servers(None), ready=_ready)
+    except ConnectError as error:
+        print(error, file=sys.stderr)
+        return 3
+    except MetamqError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Runs a broker on the fastest event loop there is."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.server import Broker, serve
+from metamq.zk.paths import DEFAULT_ROOT
+
+
+def run_broker(
+    config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
+) -> int:
+    """Blocks until SIGTERM or SIGINT; returns the exit status. Raises what a start can fail with."""
+    work = serve(config, zookeeper, root=root, ready=ready)
+    if sys.platform == "win32":
+        return asyncio.run(work)
+    import uvloop
+
+    return uvloop.run(work)

@@ -1,0 +1,233 @@
+"""Real parts for tests: an embedded ZooKeeper and broker processes, started for a test and gone after it.
+
+    def test_orders(metamq_cluster):                       # the pytest fixture: one cluster a session
+        metamq_cluster.create_topic("orders")
+        with metamq_cluster.producer() as producer:
+            producer.send("orders", b"1").result()
+
+    with cluster() as running:                             # without pytest
+        ...
+
+Nothing is faked: what passes here passes against a cluster of one's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metamq.errors import MetamqError
+from metamq.zk.embedded import EmbeddedZooKeeper
+
+if TYPE_CHECKING:
+    from metamq import Admin, Consumer, Producer
+
+__all__ = ["BrokerProcess", "Cluster", "cluster", "metamq_cluster"]
+
+STOP_TIMEOUT_S = 20.0
+
+
+class BrokerProcess:
+    """One broker as a process of its own, on a port that it keeps over restarts."""
+
+    def __init__(self, zookeeper: str, data: Path, broker_id: int = 0, **settings: object) -> None:
+        """`settings` are those of metamq.broker.config.BrokerConfig."""
+        self.broker_id = broker_id
+        self.data = data
+        self.port = 0
+        self.http_port = 0
+        self.log_path = data.with_name(f"{data.name}.log")
+        self._zookeeper = zookeeper
+        self._settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, *, wait: bool = True) -> None:
+        """Starts the process and waits until it serves. Raises MetamqError with the end of its log when it does not."""
+        assert self._process is None
+        settings = {**self._settings, "id": self.broker_id, "data": self.data, "port": self.port}
+        environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
+        environment["METAMQ_ZOOKEEPER"] = self._zookeeper
+        with self.log_path.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "metamq.broker"],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Waits until a started process serves."""
+        assert self._process is not None and self._process.stdout is not None
+        words = self._process.stdout.readline().split()
+        if not words:
+            status = self._process.wait()
+            self._closed()
+            end = self.log_path.read_text()[-2000:]
+            raise MetamqError(f"broker {self.broker_id} ended with status {status} instead of serving:\n{end}")
+        self.port, self.http_port = int(words[1]), int(words[2])
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process, frozen or not."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> int:
+        """SIGTERM: the graceful stop. Returns the exit status; 0 when it was not running."""
+        return self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        self._end(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Waits for a process that ends by itself; returns its exit status."""
+        assert self._process is not None
+        status = self._process.wait(timeout_s)
+        self._closed()
+        return status
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def restart(self) -> None:
+        """A graceful stop, and a start on the same port and data."""
+        self.stop()
+        self.start()
+
+    def _end(self, number: signal.Signals) -> int:
+        process = self._process
+        if process is None:
+            return 0
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            process.send_signal(signal.SIGCONT)
+        try:
+            status = process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            self._closed()
+            raise MetamqError(f"broker {self.broker_id} did not stop within {STOP_TIMEOUT_S:g} s") from None
+        self._closed()
+        return status
+
+    def _closed(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
+
+
+class Cluster:
+    """A running ZooKeeper and its brokers. `zookeeper` is the address that clients take."""
+
+    def __init__(self, zookeeper: EmbeddedZooKeeper, folder: Path) -> None:
+        self.zookeeper_server = zookeeper
+        self.folder = folder
+        self.brokers: list[BrokerProcess] = []
+
+    @property
+    def zookeeper(self) -> str:
+        """ "host:port" of the ZooKeeper server."""
+        return self.zookeeper_server.address
+
+    @property
+    def broker(self) -> BrokerProcess:
+        """The first broker."""
+        return self.brokers[0]
+
+    def add_broker(self, **settings: object) -> BrokerProcess:
+        """Starts one more broker, with the next broker id."""
+        broker_id = len(self.brokers)
+        broker = BrokerProcess(self.zookeeper, self.folder / f"broker-{broker_id}", broker_id, **settings)
+        broker.start()
+        self.brokers.append(broker)
+        return broker
+
+    def producer(self, **settings: Any) -> Producer[Any]:
+        """A Producer for this cluster."""
+        from metamq import Producer
+
+        return Producer(self.zookeeper, **settings)
+
+    def consumer(self, **settings: Any) -> Consumer[Any]:
+        """A Consumer for this cluster."""
+        from metamq import Consumer
+
+        return Consumer(self.zookeeper, **settings)
+
+    def admin(self) -> Admin:
+        """An Admin for this cluster."""
+        from metamq import Admin
+
+        return Admin(self.zookeeper)
+
+    def create_topic(self, topic: str, partitions: int = 4, **settings: Any) -> None:
+        """Creates a topic and waits until it can be written to."""
+        with self.admin() as admin:
+            admin.create_topic(topic, partitions=partitions, **settings)
+
+
+@contextlib.contextmanager
+def cluster(*, brokers: int = 1, folder: Path | None = None, **settings: object) -> Iterator[Cluster]:
+    """A cluster for the length of a `with` block. `folder` keeps its data; by default it is removed at the end.
+
+    `settings` are those of metamq.broker.config.BrokerConfig, for all brokers.
+    """
+    own = Path(tempfile.mkdtemp(prefix="metamq-")) if folder is None else None
+    place = own or folder
+    assert place is not None
+    try:
+        with EmbeddedZooKeeper(place / "zookeeper") as zookeeper:
+            running = Cluster(zookeeper, place)
+            try:
+                for _ in range(brokers):
+                    running.add_broker(**settings)
+                yield running
+            finally:
+                for broker in running.brokers:
+                    if broker.running:
+                        broker.kill()
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def _fixture() -> Any:
+    try:
+        import pytest
+    except ImportError:  # the cluster is of use without pytest
+        return None
+
+    @pytest.fixture(scope="session", name="metamq_cluster")
+    def running_cluster() -> Iterator[Cluster]:
+        """A ZooKeeper and one broker, for the test session."""
+        with cluster() as running:
+            yield running
+
+    return running_cluster
+
+
+metamq_cluster = _fixture()
