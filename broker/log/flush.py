@@ -24,12 +24,15 @@ class FlushTicket:
         name: str,
         files: FileCache,
         paths: list[str],
-        folder: str | None,
+        others: list[str],
         end_offset: int,
         end_position: int,
         failed: Callable[[StorageError], None],
     ) -> None:
-        """`failed` is called in the syncing thread, so that no append comes after the failure of an fsync."""
+        """`paths` are files of the cache, `others` files or folders outside of it.
+
+        `failed` is called in the syncing thread, so that no append comes after the failure of an fsync. Raises OSError.
+        """
         self.end_offset = end_offset
         self.end_position = end_position
         self.error: StorageError | None = None
@@ -43,8 +46,8 @@ class FlushTicket:
         try:
             for path in paths:
                 self._descriptors.append(files.duplicate(path))
-            if folder is not None:
-                self._descriptors.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+            for path in others:
+                self._descriptors.append(os.open(path, os.O_RDONLY))
         except OSError:
             self._close()
             raise

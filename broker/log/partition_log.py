@@ -62,13 +62,13 @@ class PartitionLog:
         "_files",
         "_flush_file",
         "_folder",
-        "_folder_changed",
         "_point",
         "_producers",
         "_refusal",
         "_slot_unsynced",
         "_store",
         "_ticket",
+        "_unsynced",
         "_writing",
         "end_offset",
         "end_position",
@@ -105,10 +105,12 @@ class PartitionLog:
         self._checkpoint_position = recovered.snapshots[-1].position if recovered.snapshots else -1
         self._expired_us = now_us
         self._writing = False
-        self._folder_changed = False
         self._slot_unsynced = False
+        self._unsynced: set[str] = set()
+        """Snapshots, and the folder, that the next flush is to make durable."""
         self._ticket: FlushTicket | None = None
         self._refusal: MetamqError | None = None
+        self._expire_producers(now_us)
         self._advance_stable()
 
     @classmethod
@@ -205,16 +207,19 @@ class PartitionLog:
         if self._point.clean:
             self._store_point()
         self._writing = True
+        if self._refusal is not None:  # by the thread of a flush, just now
+            self._writing = False
+            self._check_writable()
 
     def _roll(self) -> Segment:
         """Seals the active segment and starts the next."""
         assert self._producers is not None
         try:
             segment = self._store.roll(self.end_offset, self.end_position)
-            self._store.save_producers(self._producers, self.end_offset, self.end_position, sync=False)
+            self._save_producers(self._producers)
         except OSError as error:
             raise self._fail("starting a segment", error) from error
-        self._folder_changed = self._slot_unsynced = True
+        self._slot_unsynced = True
         return segment
 
     def _load_producers(self) -> ProducerStates:
@@ -222,9 +227,19 @@ class PartitionLog:
             states = self._store.load_producers(self.end_position)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
-        states.expire(self._expired_us - 1000 * self._config.producer_expiry_ms)
         self._producers = states
+        self._expire_producers(self._expired_us)
         return states
+
+    def _save_producers(self, states: ProducerStates) -> None:
+        """Saves the states as of the end; the next flush makes them durable. Raises OSError."""
+        path = self._store.save_producers(states, self.end_offset, self.end_position)
+        self._unsynced.update((path, self._folder))
+
+    def _expire_producers(self, now_us: int) -> None:
+        self._expired_us = now_us
+        if self._producers is not None:
+            self._producers.expire(now_us - 1000 * self._config.producer_expiry_ms)
 
     def _advance_stable(self) -> None:
         """Moves the stable mark up to where the topic's promise holds."""
@@ -306,19 +321,21 @@ class PartitionLog:
         Call its sync() in any thread, then finish_flush() in this one. Raises StorageError, ClosedError.
         """
         self._check_writable()
-        if self._ticket is not None or (self.flushed_position == self.end_position and not self._slot_unsynced):
+        settled = self.flushed_position == self.end_position and not self._slot_unsynced and not self._unsynced
+        if self._ticket is not None or settled:
             return None
         paths = [s.path for s in self._store.segments if s.size_bytes and s.end_position > self.flushed_position]
         if self._slot_unsynced:
             paths.append(self._flush_file.path)
-        folder = self._folder if self._folder_changed else None
+        others = [path for path in sorted(self._unsynced) if os.path.exists(path)]
         try:
             ticket = FlushTicket(
-                self.name, self._files, paths, folder, self.end_offset, self.end_position, self._refuse
+                self.name, self._files, paths, others, self.end_offset, self.end_position, self._refuse
             )
         except OSError as error:
             raise self._fail("opening the log for a flush", error) from error
-        self._folder_changed = self._slot_unsynced = False
+        self._slot_unsynced = False
+        self._unsynced.clear()
         self._ticket = ticket
         return ticket
 
@@ -371,19 +388,18 @@ class PartitionLog:
         Runs fsyncs in this thread; short when a flush has just been finished. Raises StorageError, ClosedError.
         """
         self._check_writable()
-        if self._checkpoint_position == self.end_position == self.flushed_position:
-            return
-        self._save_checkpoint(clean=False)
+        done = self._checkpoint_position == self.end_position == self.flushed_position
+        if not done or self._slot_unsynced:
+            self._save_checkpoint(clean=False)
 
     def _save_checkpoint(self, *, clean: bool) -> None:
         self._flush_now()
         states = self._producers if self._producers is not None else self._load_producers()
         try:
             self._store.save_active_index()
-            self._store.save_producers(states, self.end_offset, self.end_position, sync=True)
+            self._save_producers(states)
             self._store_point(clean=clean)
             self._flush_file.sync()
-            self._files.sync_folder(self._folder)
         except OSError as error:
             raise self._fail("a checkpoint", error) from error
         self._slot_unsynced = False
@@ -406,9 +422,7 @@ class PartitionLog:
         StorageError, ClosedError.
         """
         self._check_writable()
-        self._expired_us = now_us
-        if self._producers is not None:
-            self._producers.expire(now_us - 1000 * self._config.producer_expiry_ms)
+        self._expire_producers(now_us)
         try:
             going = self._expired_segments(now_us)
         except OSError as error:
@@ -417,6 +431,7 @@ class PartitionLog:
             return []
         removed = self.segments()[: len(going)]
         self.checkpoint()
+        self._flush_now()  # the snapshot too: it is all that stays of the producers' batches that go now
         first = self._store.segments[len(going)]
         self.start_offset, self.start_position = first.base_offset, first.base_position
         self._store_point()

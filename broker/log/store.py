@@ -145,13 +145,17 @@ class SegmentStore:
         """The producer states as of the end."""
         return rebuild_producers(self._files, self.segments, self._snapshots, end_position)
 
-    def save_producers(self, states: ProducerStates, offset: int, position: int, *, sync: bool) -> None:
-        """Saves the producer states as of (offset, position), the end; drops snapshots nobody needs any more."""
+    def save_producers(self, states: ProducerStates, offset: int, position: int) -> str:
+        """Saves the producer states as of (offset, position), the end; drops snapshots nobody needs any more.
+
+        Returns the file's path. It is not fsynced: until it is, the one before it serves.
+        """
         snapshot = SnapshotName(position, offset, file_path(self._folder, offset, position, "producers"))
-        self._files.replace(snapshot.path, states.to_bytes(offset, position), sync=sync)
+        self._files.replace(snapshot.path, states.to_bytes(offset, position), sync=False)
         if snapshot not in self._snapshots:
             self._snapshots.append(snapshot)
         self._drop_snapshots(superfluous(self._snapshots, self.segments))
+        return snapshot.path
 
     def drop_oldest(self, count: int) -> None:
         """Removes the oldest segments, in their order."""

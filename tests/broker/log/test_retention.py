@@ -176,6 +176,28 @@ def test_segments_that_a_crash_left_before_the_start_go_at_the_next_open(shelf: 
     log.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names descriptors by /proc")
+def test_nothing_goes_before_what_replaces_it_is_durable(shelf: Any) -> None:
+    """The new segment's name, the producers' states, then the new start; only then the first removal."""
+    log = shelf.open(config(retention_ms=1000))
+    fill(shelf, log)
+    log.checkpoint()
+    shelf.flush(log)
+    first = Path(log.segments()[0].path)
+    synced: list[str] = []
+
+    def sync(fd: int) -> None:
+        assert first.exists()
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+    shelf.files.sync = sync
+    assert len(log.apply_retention(10**12)) == 6
+    (snapshot,) = shelf.paths("producers")
+    assert {snapshot.name, "0"} <= set(synced[:-1])
+    assert synced[-1] == "flushed"
+    log.close(clean=False)
+
+
 def test_a_failure_at_any_step_of_retention(make_shelf: Any, disk: Any) -> None:
     for fail_at in range(20):
         shelf = make_shelf()
