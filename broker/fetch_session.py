@@ -37,7 +37,9 @@ class _Place:
 
     __slots__ = ("available_bytes", "error", "handle", "offset", "partition", "session")
 
-    def __init__(self, session: FetchSession, handle: int, partition: Partition | None, error: MetamqError | None) -> None:
+    def __init__(
+        self, session: FetchSession, handle: int, partition: Partition | None, error: MetamqError | None
+    ) -> None:
         self.session = session
         self.handle = handle
         self.partition = partition
@@ -53,7 +55,9 @@ class _Place:
 class FetchSession:
     """Serves the GETs of one connection. `answer` sends a response; `writable` tells whether one may be sent now."""
 
-    def __init__(self, find: Find, answer: Answer, writable: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, find: Find, answer: Answer, writable: Callable[[], bool], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._find = find
         self._answer = answer
         self._writable = writable
@@ -182,7 +186,8 @@ class FetchSession:
         if partition is not None:
             partition.readers.discard(place)
         if error is None:
-            assert partition is not None and offset is not None
+            assert partition is not None
+            assert offset is not None
             log = partition.log
             try:
                 data = log.read(offset, bytes_max).data

@@ -52,7 +52,8 @@ class StatusServer:
     def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if path == "/metrics":
-            return self._metrics(environ, start_response)
+            metrics: Iterable[bytes] = self._metrics(environ, start_response)
+            return metrics
         checks = {"/healthz": self._broker.health, "/readyz": self._broker.readiness}
         if path not in checks:
             start_response("404 Not Found", [("Content-Type", "text/plain")])

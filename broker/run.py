@@ -20,4 +20,5 @@ def run_broker(
         return asyncio.run(work)
     import uvloop
 
-    return uvloop.run(work)
+    status: int = uvloop.run(work)
+    return status

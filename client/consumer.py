@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from metamq.client.background import background
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, offsets_of, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.inbox import Hand
+from metamq.client.listener import DeadLetters, Listener, ListenerPool
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets import OffsetStorage
@@ -23,9 +24,6 @@ from metamq.client.settings import load, zookeeper_servers
 from metamq.errors import ClosedError, ConfigError, ForkedError
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import DEFAULT_ROOT
-
-if TYPE_CHECKING:
-    from metamq.client.listener import Listener
 
 T = TypeVar("T")
 
@@ -106,19 +104,21 @@ class Consumer(ConsumerFace[T]):
             on_assigned=_in_thread(on_assigned),
             on_revoked=_in_thread(on_revoked),
         )
-        self._background.run(self._core.open(zookeeper_servers(zookeeper, config), root))
+        self._servers = zookeeper_servers(zookeeper, config)
+        self._root = root
+        self._background.run(self._core.open(self._servers, root))
         self._background.add(self)
 
     def __iter__(self) -> Iterator[Message[T]]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
         while True:
             if self._fields is None:
-                hand = self._take()
+                hand = self.take_hand()
                 if hand is None:
                     return
                 self._hand = hand
                 self._fields = hand.iterate()
-            messages = map(Message._make, self._fields)
+            messages: Iterator[Message[T]] = map(Message._make, self._fields)
             yield from messages if self._filter is None else filter(self._filter, messages)
             self._finish()
 
@@ -128,21 +128,18 @@ class Consumer(ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         while True:
             self._finish()
-            hand = self._take()
+            hand = self.take_hand()
             if hand is None:
                 return
             self._hand = hand
             yield hand.batch
 
-    def _take(self, timeout_s: float | None = None) -> Hand | None:
-        """Waits for a batch; None at the end."""
+    def take_hand(self, stop: threading.Event | None = None) -> Hand | None:
+        """Waits for a batch to handle; None at the end, or when `stop` is set. For run(); any thread."""
         inbox = self._core.inbox
-        limit_s = self._idle_timeout_s if timeout_s is None else timeout_s
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
         with inbox.lock:
-            while True:
-                if inbox.closed:
-                    return None
+            while not inbox.closed and not (stop is not None and stop.is_set()):
                 hand = inbox.take()
                 if hand is not None:
                     return hand
@@ -150,17 +147,27 @@ class Consumer(ConsumerFace[T]):
                 if left_s is not None and left_s <= 0:
                     return None
                 inbox.filled.wait(left_s)
+        return None
+
+    def release_hand(self, hand: Hand, *, in_hand: bool) -> None:
+        """A handler has finished a batch; `in_hand`: the last message it was given is done. For run(); any thread."""
+        self._core.inbox.finish(hand, in_hand=in_hand)
+        if self._core.wants_room():
+            self._background.call_soon(self._core.consumed)
+
+    def poke(self) -> None:
+        """Lets waiting threads look at their stop events."""
+        self._core.inbox.poke()
+
+    def dead_letters(self) -> DeadLetters:
+        """Where run() sends what it gives up. Raises ConfigError without a group."""
+        return DeadLetters(self._servers, self._root, self._core.plan.group)
 
     def _finish(self) -> None:
         """What is in hand is done: the next is asked for."""
         hand, self._hand, self._fields = self._hand, None, None
         if hand is not None:
-            self._release(hand, in_hand=True)
-
-    def _release(self, hand: Hand, *, in_hand: bool) -> None:
-        self._core.inbox.finish(hand, in_hand=in_hand)
-        if self._core.wants_room():
-            self._background.call_soon(self._core.consumed)
+            self.release_hand(hand, in_hand=True)
 
     def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
         """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
@@ -192,7 +199,9 @@ class Consumer(ConsumerFace[T]):
         """Goes on with paused partitions."""
         self._in_loop(self._core.resume, partitions)
 
-    def _in_loop(self, call: Callable[[Iterable[TopicPartition]], None], partitions: tuple[tuple[str, str], ...]) -> None:
+    def _in_loop(
+        self, call: Callable[[Iterable[TopicPartition]], None], partitions: tuple[tuple[str, str], ...]
+    ) -> None:
         self._check_usable()
 
         async def run() -> None:
@@ -221,14 +230,11 @@ class Consumer(ConsumerFace[T]):
         `max_attempts` it goes to the group's dead-letter topic, or with dead_letter=False the error ends run().
         A listener that raises metamq.Rollback gets the message again, as often as it likes.
         """
-        from metamq.client.listener import ListenerPool
-
         self._check_usable()
-        pool = ListenerPool(
+        ListenerPool(
             self, listener, self._filter,
             concurrency=concurrency, max_attempts=max_attempts, retry_delay_s=retry_delay_s, dead_letter=dead_letter,
-        )  # fmt: skip
-        pool.run()
+        ).run()  # fmt: skip
 
     def close(self) -> None:
         """Commits what is done, gives the partitions back, disconnects. Any thread; further calls do nothing.

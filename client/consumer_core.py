@@ -23,7 +23,7 @@ from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.rebalance import ZKLoadRebalanceListener
 from metamq.client.start_offsets import OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
-from metamq.errors import ClosedError, CorruptData, MetamqError, OffsetOutOfRange, OwnershipLost
+from metamq.errors import CorruptData, MetamqError, OffsetOutOfRange, OwnershipLost
 from metamq.wire.batch import walk
 from metamq.wire.commands import GetResult
 from metamq.zk.lease import Lease
@@ -39,7 +39,7 @@ RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
 
 class ConsumerCore:
-    """One consumer's engine. Implements AssignmentHandler and FetchSink. Its methods are the loop's, but for the inbox."""
+    """One consumer's engine: an AssignmentHandler and a FetchSink. Its methods are the loop's, but for the inbox."""
 
     def __init__(
         self,
@@ -153,8 +153,12 @@ class ConsumerCore:
     async def _until_released(self, state: PartitionState) -> None:
         released: asyncio.Future[None] = self.loop.create_future()
 
+        def settle() -> None:
+            if not released.done():
+                released.set_result(None)
+
         def tell() -> None:
-            self.loop.call_soon_threadsafe(lambda: released.done() or released.set_result(None))
+            self.loop.call_soon_threadsafe(settle)
 
         self.inbox.when_released(state, tell)
         await released
@@ -454,6 +458,3 @@ class ConsumerCore:
         self.inbox = Inbox(lambda: False)
         self.inbox.error = error
         self._session = None
-
-
-CLOSED = ClosedError("consumer")

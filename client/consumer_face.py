@@ -50,7 +50,8 @@ class ConsumerFace(Generic[T]):
         storage = self._core.plan.offsets
         if not isinstance(storage, DatabaseOffsets):
             raise ConfigError(
-                "commit(connection=...) needs offsets in a database", hint="Give Consumer(offsets=DatabaseOffsets(...))."
+                "commit(connection=...) needs offsets in a database",
+                hint="Give Consumer(offsets=DatabaseOffsets(...)).",
             )
         for request in self._core.commit_requests(offsets_of(position)):
             self._commit_one_in(storage, connection, request)
@@ -61,7 +62,7 @@ class ConsumerFace(Generic[T]):
         if state is None:
             raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
         stored = request.claim.committed
-        known = [state.assumed_offset] if state.assumed_offset is not None else []
+        known: list[int | None] = [state.assumed_offset] if state.assumed_offset is not None else []
         known += [state.committed_offset, stored.offset if stored else None]
         for number, offset in enumerate(dict.fromkeys(known)):
             committed = None if offset is None else Committed(offset, request.epoch, request.claim.topic_id)
@@ -79,5 +80,5 @@ class ConsumerFace(Generic[T]):
 def partitions_of(partitions: Iterable[tuple[str, str]] | tuple[str, str]) -> list[TopicPartition]:
     """TopicPartitions of what pause() and resume() were given: one, or several."""
     if isinstance(partitions, tuple) and len(partitions) == 2 and isinstance(partitions[0], str):
-        return [TopicPartition(*partitions)]  # type: ignore[arg-type]
-    return [TopicPartition(*tp) for tp in partitions]  # type: ignore[misc]
+        return [TopicPartition(*partitions)]
+    return [TopicPartition(*tp) for tp in partitions]

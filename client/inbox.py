@@ -69,13 +69,15 @@ class PartitionState:
 class Hand:
     """A batch that a handler has. As a whole, or message by message through `iterate()`."""
 
-    __slots__ = ("_gate", "_offsets", "batch", "state")
+    __slots__ = ("_gate", "_offsets", "batch", "state", "taken_back")
 
     def __init__(self, state: PartitionState, batch: MessageBatch[Any]) -> None:
         self.state = state
         self.batch = batch
         self._offsets: Iterator[int] | None = None
         self._gate: list[str] = []
+        self.taken_back = False
+        """The rest is not to be handed out: it goes to another owner, or comes again."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
         """The messages' fields; ends early when the rest is taken back."""
@@ -84,11 +86,14 @@ class Hand:
         offsets = iter(batch.offsets)
         fields = batch.fields(offsets, gate)
         self._gate = gate
-        self._offsets = offsets  # last: from here on the gate is what counts
+        self._offsets = offsets
+        if self.taken_back:  # since it was taken: the gate that take_back() emptied was not this one
+            gate.clear()
         return fields
 
     def take_back(self) -> None:
         """No further message of this batch is handed out."""
+        self.taken_back = True
         self._gate.clear()
 
     def handed_out(self) -> int:

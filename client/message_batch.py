@@ -74,6 +74,11 @@ class MessageBatch(Generic[T]):
         """The values, as bytes or as `decode=` makes them."""
         return self._plain if self._decode is None else list(map(self._decode, self._plain))
 
+    def plain_value(self, offset: int) -> bytes:
+        """One message's value as it is stored."""
+        value: bytes = self._plain[offset - self.offset]
+        return value
+
     @cached_property
     def keys(self) -> Sequence[bytes | None]:
         """The keys; None for a message without one."""
@@ -108,7 +113,7 @@ class MessageBatch(Generic[T]):
         has_keys = self._columns.keys is not None
         has_headers = self._columns.headers is not None
         has_timestamps = self._columns.timestamps is not None
-        return zip(  # noqa: B905  # the gate may be shorter by then
+        return zip(  # the gate may be shorter by then
             gate,
             repeat(self.partition),
             offsets,

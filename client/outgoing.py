@@ -31,7 +31,8 @@ class OutgoingBatch:
 
     __slots__ = (
         "attempts", "base_offset", "broker_id", "callbacks", "created_ns", "done", "encoded", "error", "event",
-        "gapped", "headers", "keys", "partition", "seen", "sequence", "size", "timestamp_us", "timestamps", "topic", "values",
+        "gapped", "headers", "keys", "partition", "seen", "sequence",
+        "size", "timestamp_us", "timestamps", "topic", "values",
     )  # fmt: skip
 
     def __init__(self, topic: str) -> None:

@@ -26,7 +26,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,7 +224,7 @@ class BrokerSender:
             self._each(sent, unpack_list(PutResult, response.header))
         self._sender.on_answer()
 
-    def _each(self, sent: _Sent, results: list[PutResult] | list[MetamqError]) -> None:
+    def _each(self, sent: _Sent, results: Sequence[PutResult | MetamqError]) -> None:
         for (queue, batch), result in zip(sent.batches, results, strict=True):
             if isinstance(result, MetamqError):
                 self._sender.failed(queue, batch, result)

@@ -16,32 +16,41 @@ if TYPE_CHECKING:
     from metamq import errors as errors
     from metamq.client.admin import Admin as Admin
     from metamq.client.consumer import Consumer as Consumer
+    from metamq.client.message_batch import MessageBatch as MessageBatch
     from metamq.client.model import Message as Message
-    from metamq.client.model import MessageBatch as MessageBatch
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
     from metamq.client.model import TopicPartition as TopicPartition
+    from metamq.client.offsets_database import DatabaseOffsets as DatabaseOffsets
+    from metamq.client.offsets_file import FileOffsets as FileOffsets
     from metamq.client.producer import Producer as Producer
+    from metamq.client.retrying import Rollback as Rollback
 
 _HOME = {
     "Admin": "metamq.client.admin",
     "Consumer": "metamq.client.consumer",
+    "DatabaseOffsets": "metamq.client.offsets_database",
+    "FileOffsets": "metamq.client.offsets_file",
     "Message": "metamq.client.model",
-    "MessageBatch": "metamq.client.model",
+    "MessageBatch": "metamq.client.message_batch",
     "Producer": "metamq.client.producer",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
+    "Rollback": "metamq.client.retrying",
     "TopicPartition": "metamq.client.model",
 }
 
 __all__ = [
     "Admin",
     "Consumer",
+    "DatabaseOffsets",
+    "FileOffsets",
     "Message",
     "MessageBatch",
     "Producer",
     "Receipt",
     "ReceiptRange",
+    "Rollback",
     "TopicPartition",
     "__version__",
     "aio",

@@ -69,7 +69,8 @@ class BrokerProcess:
 
     def wait_ready(self) -> None:
         """Waits until a started process serves."""
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         words = self._process.stdout.readline().split()
         if not words:
             status = self._process.wait()
@@ -135,7 +136,8 @@ class BrokerProcess:
         return status
 
     def _closed(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         self._process.stdout.close()
         self._process = None
 

@@ -7,7 +7,7 @@ once; the broker checks it, writes its own part of the header in place, and appe
 same bytes. Nobody ever encodes a batch again.
 
     broker part,   40 bytes   size, epoch, base offset, batch id, append time, unflushed distance, CRC of these
-    producer part, 48 bytes   magic, codec, flags, count, producer id, sequence, sizes, timestamps, CRC of these and the body
+    producer part, 48 bytes   magic, codec, flags, count, producer id, sequence, sizes, times, CRC of these and the body
     body                      the columns (metamq.wire.columns), compressed or not, padded with zeros to 8 bytes
 
 The two parts have a CRC each because they have an author each. The producer's covers all that the producer made, so

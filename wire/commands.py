@@ -161,7 +161,7 @@ def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...
 
 def unpack(cls: type[T], header: Any) -> T:
     """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
-    fields = _fields(cls)
+    fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
     if not isinstance(header, list) or len(header) < len(fields):
         raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {header!r:.200}")
     for value, (name, kind, check) in zip(header, fields, strict=False):

@@ -1,0 +1,65 @@
+"""What becomes of a message whose listener failed: again, and when; or given up. Decisions only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from metamq.client.model import Message
+from metamq.errors import ConfigError
+
+DEAD_LETTER_SUFFIX = ".dead-letter"
+RETRY_DELAY_MAX_S = 30.0
+ROLLBACK_DELAY_S = 0.1
+
+
+class Rollback(Exception):
+    """Raised by a listener to get the message again after `delay_s`; it does not count as a failed attempt."""
+
+    def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
+        super().__init__(f"rolled back, again in {delay_s:g} s")
+        self.delay_s = delay_s
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often a message is tried, and with which pauses."""
+
+    max_attempts: int
+    retry_delay_s: float
+    dead_letter: bool
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.retry_delay_s < 0:
+            raise ConfigError(
+                f"max_attempts is {self.max_attempts}, retry_delay_s is {self.retry_delay_s}",
+                hint="A message is tried at least once, and the pause is not negative.",
+            )
+
+    def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
+        """Seconds until the next attempt, None to give up. `failed_attempts` counts this one, unless a Rollback."""
+        if isinstance(error, Rollback):
+            return error.delay_s
+        if failed_attempts >= self.max_attempts:
+            return None
+        return min(self.retry_delay_s * 2.0 ** (failed_attempts - 1), RETRY_DELAY_MAX_S)
+
+
+def dead_letter_topic(group: str | None) -> str:
+    """Where a group's given-up messages go. Raises ConfigError without a group."""
+    if group is None:
+        raise ConfigError("a dead-letter topic belongs to a group", hint="Give group=, or dead_letter=False.")
+    return group + DEAD_LETTER_SUFFIX
+
+
+def dead_letter_headers(message: Message[Any], error: Exception, attempts: int) -> dict[str, bytes]:
+    """The message's own headers, and where it comes from and why it is here."""
+    return {
+        **message.headers,
+        "metamq-topic": message.topic.encode(),
+        "metamq-partition": message.partition.encode(),
+        "metamq-offset": str(message.offset).encode(),
+        "metamq-timestamp": str(message.timestamp).encode(),
+        "metamq-attempts": str(attempts).encode(),
+        "metamq-error": f"{type(error).__name__}: {error}"[:1000].encode(),
+    }

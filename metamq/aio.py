@@ -1,0 +1,20 @@
+"""The asyncio API: the same names as `metamq`, on any asyncio loop."""
+
+from metamq.client.aio_admin import Admin
+from metamq.client.aio_consumer import Consumer
+from metamq.client.aio_producer import Producer
+from metamq.client.message_batch import MessageBatch
+from metamq.client.model import Message, Receipt, ReceiptRange, TopicPartition
+from metamq.client.retrying import Rollback
+
+__all__ = [
+    "Admin",
+    "Consumer",
+    "Message",
+    "MessageBatch",
+    "Producer",
+    "Receipt",
+    "ReceiptRange",
+    "Rollback",
+    "TopicPartition",
+]
