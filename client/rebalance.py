@@ -132,8 +132,8 @@ class ZKLoadRebalanceListener:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Leave the group: wait for what is in hand, commit it, release everything. May be repeated.
 
-        `timeout_s` bounds what is to be written to ZooKeeper and the storage, not the handler; what could not be
-        written in time goes to the next owner, uncommitted, when the session ends.
+        `timeout_s` bounds what is to be written to ZooKeeper and the storage, not the handler. What could not be
+        written in time goes to the next owner, uncommitted, when the session ends: close it.
         """
         if self._task is None:
             return
@@ -142,29 +142,31 @@ class ZKLoadRebalanceListener:
         await self._task
         self._task = None
         # First of all, so that the others plan while we drain: they wait for each partition all the same.
-        leaving = asyncio.create_task(self._within(timeout_s, members.leave(self._session, self._group, self._id)))
+        leaving = asyncio.create_task(self._within(timeout_s, self._leave))
         await self._holdings.drain()
         await leaving
-        await self._within(timeout_s, self._release_all())
+        await self._within(timeout_s, self._holdings.release_all)
         self._remove_state_listener()
         self._holdings.lose_all()
 
-    async def _within(self, timeout_s: float, work: Awaitable[None]) -> None:
-        try:
-            await asyncio.wait_for(work, timeout_s)
-        except (MetamqError, TimeoutError) as error:
-            log.warning("group %s: %s leaves to its session's end: %s", self._group, self._id, error or "no time left")
+    async def _leave(self) -> None:
+        await members.leave(self._session, self._group, self._id)
 
-    async def _release_all(self) -> None:
+    async def _within(self, timeout_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Repeat `work` until it is done or the time is over."""
+        error: MetamqError | None = None
         failures = 0
-        while True:
-            try:
-                return await self._holdings.release_all()
-            except ClosedError:
-                raise
-            except MetamqError:
-                failures += 1
-                await asyncio.sleep(_pause_s(failures))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not isinstance(error, ClosedError):
+                    try:
+                        return await work()
+                    except MetamqError as trouble:
+                        error = trouble
+                    failures += 1
+                    await asyncio.sleep(_pause_s(failures))
+        reason = error or "no answer in time"
+        log.warning("group %s: %s is gone for the others only when its session ends: %s", self._group, self._id, reason)
 
     # What the consumer calls
 
@@ -277,8 +279,8 @@ class ZKLoadRebalanceListener:
         try:
             await self._holdings.drop_all()
             await members.leave(self._session, self._group, self._id)
-        except MetamqError as trouble:
-            log.warning("group %s: %s leaves to its session's end: %s", self._group, self._id, trouble)
+        except MetamqError as late:
+            log.warning("group %s: %s keeps its nodes until its session ends: %s", self._group, self._id, late)
         self._handler.failed(error)
 
     def _tell_if_idle(self, plan: Plan) -> None:

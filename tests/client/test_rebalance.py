@@ -1,0 +1,585 @@
+"""Groups of real members on a real ZooKeeper: they settle, each partition has one owner throughout, nothing is stuck.
+
+The referee sees every assignment and every end of one the moment it happens, and fails at the first partition that two
+members consume; a sampler compares what members consume with the owner nodes in ZooKeeper all the while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from kazoo.client import KazooClient
+
+from metamq.client.offsets import CommitRequest, Committed, ZooKeeperOffsets
+from metamq.client.rebalance import AssignedPartition, ZKLoadRebalanceListener
+from metamq.errors import ConfigError, MetamqError, OwnershipLost, TopicNotFound
+from metamq.zk import ownership
+from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.lease import Lease
+from metamq.zk.members import evict, owned_partitions, read_members
+from metamq.zk.ownership import read_offset
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.plans import read_plan
+from metamq.zk.session import Session, State
+from metamq.zk.topics import TopicConfig, TopicStore
+
+GROUP = "etl"
+
+
+class Referee:
+    """Who consumes what at this moment, over all members of a test."""
+
+    def __init__(self) -> None:
+        self.owners: dict[TopicPartition, Member] = {}
+        self.beginnings: Counter[TopicPartition] = Counter()
+        self.samples = 0
+
+    def begins(self, member: Member, tp: TopicPartition) -> None:
+        assert tp not in self.owners, f"{tp} is consumed by {self.owners[tp].name} and {member.name}"
+        self.owners[tp] = member
+        self.beginnings[tp] += 1
+
+    def ends(self, member: Member, tp: TopicPartition) -> None:
+        if self.owners.get(tp) is member:
+            del self.owners[tp]
+
+    async def sample(self, session: Session) -> None:
+        """Whoever consumes a partition for as long as a look at the owner nodes takes, is its owner there."""
+        while True:
+            before, beginnings = dict(self.owners), Counter(self.beginnings)
+            try:
+                nodes = await owned_partitions(session, GROUP)
+            except ConnectionLost:
+                await session.connected()
+                continue
+            for tp, member in before.items():
+                if self.owners.get(tp) is member and self.beginnings[tp] == beginnings[tp]:
+                    assert nodes.get(tp) == member.name, (tp, member.name, nodes.get(tp))
+            self.samples += 1
+            await asyncio.sleep(0.005)
+
+
+class Member:
+    """A consumer as the listener sees it: counts one message up each time it is asked to revoke."""
+
+    def __init__(self, name: str, session: Session, referee: Referee, topics: Sequence[str], strategy: str) -> None:
+        self.name = name
+        self.session = session
+        self.referee = referee
+        self.consuming: dict[TopicPartition, AssignedPartition] = {}
+        self.events: list[str] = []
+        self.failure: MetamqError | None = None
+        self.is_paused = False
+        self.lets_go = asyncio.Event()
+        self.lets_go.set()
+        self.lease = Lease(session)
+        self.listener = ZKLoadRebalanceListener(
+            session, GROUP, name, topics, strategy, ZooKeeperOffsets(session), self, self.lease
+        )
+
+    async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
+        for assigned in partitions:
+            if not self.is_paused:
+                self.referee.begins(self, assigned.tp)
+            self.consuming[assigned.tp] = assigned
+        self.events.append(f"assigned {len(partitions)}")
+
+    async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
+        self.events.append(f"revoke {len(partitions)}")
+        await self.lets_go.wait()
+        finals = {}
+        for tp in partitions:
+            if tp in self.consuming:
+                finals[tp] = (self.next_offset(tp), 1)
+                self.stop_consuming(tp)
+        return finals
+
+    def next_offset(self, tp: TopicPartition) -> int:
+        committed = self.consuming[tp].committed
+        return committed.offset + 1 if committed else 1
+
+    def stop_consuming(self, tp: TopicPartition) -> None:
+        del self.consuming[tp]
+        self.referee.ends(self, tp)
+
+    def lost(self, partitions: Sequence[TopicPartition]) -> None:
+        self.events.append(f"lost {len(partitions)}")
+        for tp in partitions:
+            self.stop_consuming(tp)
+
+    def failed(self, error: MetamqError) -> None:
+        self.failure = error
+
+    def pause(self) -> None:
+        """What a consumer does when its lease ends: it holds its partitions, but delivers nothing."""
+        self.is_paused = True
+        for tp in self.consuming:
+            self.referee.ends(self, tp)
+
+    def die(self) -> None:
+        """The process is gone: whatever it held, it consumes no more."""
+        for tp in list(self.consuming):
+            self.stop_consuming(tp)
+
+
+class Group:
+    """The members of one test."""
+
+    def __init__(self, servers: str, session: Session) -> None:
+        self.servers = servers
+        self.session = session
+        self.topics = TopicStore(session)
+        self.referee = Referee()
+        self.members: list[Member] = []
+        self._sampler = asyncio.create_task(self.referee.sample(session))
+
+    async def member(
+        self, name: str, topics: Sequence[str] = ("t",), strategy: str = "range", timeout_ms: int = 10_000
+    ) -> Member:
+        """A member that is not started yet, in a session of its own."""
+        session = await Session.open(self.servers, timeout_ms=timeout_ms)
+        member = Member(name, session, self.referee, topics, strategy)
+        self.members.append(member)
+        return member
+
+    async def join(self, name: str, topics: Sequence[str] = ("t",), strategy: str = "range") -> Member:
+        member = await self.member(name, topics, strategy)
+        await member.listener.start()
+        return member
+
+    async def settled(self, partitions: int, *members: Member, limit_s: float = 15.0) -> None:
+        """Until the plan is one for these members, and all partitions are consumed as it says."""
+        deadline = time.monotonic() + limit_s
+        names = {member.name for member in members}
+        while True:
+            await self.until(lambda: len(self.referee.owners) == partitions, limit_s)
+            stored = await read_plan(self.session, GROUP)
+            owners = {tp: member.name for tp, member in self.referee.owners.items()}
+            if stored and set(stored.plan.inputs.members) == names and stored.plan.assignment == owners:
+                return
+            assert time.monotonic() < deadline, self.report()
+            await asyncio.sleep(0.002)
+
+    async def until(self, condition: Callable[[], object], limit_s: float = 15.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, self.report()
+            if self._sampler.done():
+                self._sampler.result()
+            await asyncio.sleep(0.002)
+
+    def report(self) -> str:
+        lines = [f"{member.name}: {len(member.consuming)} {member.events}" for member in self.members]
+        return "\n".join([*lines, *(str(member.listener.health()) for member in self.members)])
+
+    async def close(self) -> None:
+        if self._sampler.done():
+            self._sampler.result()
+        self._sampler.cancel()
+        for member in self.members:
+            member.lets_go.set()
+        await asyncio.gather(*(member.listener.stop() for member in self.members))
+        await asyncio.gather(*(member.session.close() for member in self.members))
+
+
+@contextlib.asynccontextmanager
+async def group_with(servers: str, *topics: TopicConfig) -> AsyncIterator[Group]:
+    async with await Session.open(servers) as session:
+        group = Group(servers, session)
+        for config in topics:
+            await group.topics.create(config)
+        try:
+            yield group
+        finally:
+            await group.close()
+
+
+async def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        await asyncio.sleep(0.002)
+
+
+async def expire(member: Member) -> None:
+    """End a member's session as the server does when it hears nothing of it for too long: after the lease's end."""
+    session = member.session
+
+    def end() -> None:
+        client = KazooClient(session.servers.partition("/")[0], client_id=session._link._client.client_id)
+        client.start()
+        client.stop()
+        client.close()
+
+    generation = session.generation
+    member.pause()
+    while session.generation == generation:
+        # One that is just reconnecting takes its session back, and then it is not ended.
+        await session.connected()
+        await asyncio.to_thread(end)
+        with contextlib.suppress(AssertionError):
+            await until(lambda: session.generation > generation, limit_s=1)
+    await session.connected()
+    member.is_paused = False
+
+
+def test_ten_members_and_a_hundred_partitions_settle_after_every_change(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 60, 1: 40})) as group:
+            members = [await group.member(f"c{index}", strategy="sticky") for index in range(11)]
+            took: dict[str, float] = {}
+
+            async def measured(what: str, change: Callable[[], object], *present: Member) -> None:
+                start = time.perf_counter()
+                await change()  # type: ignore[misc]
+                await group.settled(100, *present)
+                took[what] = time.perf_counter() - start
+
+            await measured(
+                "10 start", lambda: asyncio.gather(*(m.listener.start() for m in members[:10])), *members[:10]
+            )
+            assert sorted(len(member.consuming) for member in members[:10]) == [10] * 10
+            await measured("1 joins", members[10].listener.start, *members)
+            await measured("1 leaves", members[3].listener.stop, *members[:3], *members[4:])
+            rest = [*members[:3], *members[4:]]
+            await measured("1 more leaves", rest[0].listener.stop, *rest[1:])
+            # Its process is killed: the server closes its session.
+            killed = rest[5]
+            killed.die()
+            await measured("1 is killed", killed.session.close, *(m for m in rest[1:] if m is not killed))
+            print(
+                {what: f"{seconds * 1000:.0f} ms" for what, seconds in took.items()}, group.referee.samples, "samples"
+            )
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("strategy", ["range", "round_robin", "consistent_hash", "sticky"])
+def test_members_that_come_and_go_at_random_never_share_a_partition(servers: str, strategy: str) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 12}), TopicConfig("u", {0: 5, 3: 3})) as group:
+            present: list[Member] = [await group.join("first", ("t", "u"), strategy)]
+            for number in range(15):
+                if len(present) > 1 and chance.random() < 0.4:
+                    leaver = present.pop(chance.randrange(1, len(present)))
+                    if chance.random() < 0.5:
+                        await leaver.listener.stop()
+                    leaver.die()
+                    await leaver.session.close()
+                elif chance.random() < 0.3:
+                    await expire(chance.choice(present))
+                elif chance.random() < 0.5:
+                    # The session survives; answers that were under way do not.
+                    for member in present:
+                        member.session._link.drop()
+                    await asyncio.sleep(chance.random() * 0.02)
+                    await asyncio.gather(*(member.session.connected() for member in present))
+                else:
+                    topics = chance.choice([("t", "u"), ("t",), ("u",)])
+                    present.append(await group.join(f"c{number}", topics, strategy))
+                await asyncio.sleep(chance.random() * 0.1)
+            await group.settled(20, *present)
+
+    asyncio.run(scenario())
+
+
+def test_offsets_are_handed_on_with_the_partition(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 2})) as group:
+            one = await group.join("one")
+            await group.settled(2, one)
+            tp = TopicPartition("t", "0-1")
+            request = CommitRequest(one.consuming[tp].claim, 41, 1)
+            assert await one.listener.commit([request]) == {}
+            # The claim may be the one that was assigned, however many commits ago.
+            assert await one.listener.commit([replace(request, offset=42)]) == {}
+            assert await one.listener.refresh([tp]) == {tp: Committed(42, 1, request.claim.topic_id)}
+            two = await group.join("two")
+            await group.settled(2, one, two)
+            # What the former owner had in hand when it was asked to revoke was committed with the release.
+            assert two.consuming[tp].committed == Committed(1, 1, request.claim.topic_id)
+            assert one.events == ["assigned 2", "revoke 1"]
+            refused = await one.listener.commit([replace(request, offset=99)])
+            assert isinstance(refused[tp], OwnershipLost)
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_member_keeps_its_partition_until_it_is_done_and_holds_up_nothing_else(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 2}), TopicConfig("u", {0: 2})) as group:
+            slow = await group.join("slow", ("t",))
+            await group.settled(2, slow)
+            slow.lets_go.clear()
+            other = await group.join("zoe", ("t", "u"))
+            await group.until(lambda: len(other.consuming) == 2)
+            await group.until(lambda: other.listener.health().waiting == {TopicPartition("t", "0-1"): "slow"})
+            assert slow.listener.health().revoking == (TopicPartition("t", "0-1"),)
+            # While it is busy, its own new partitions come all the same.
+            await group.topics.alter("t", lambda config: replace(config, partitions={0: 2, 1: 2}))
+            await group.until(lambda: TopicPartition("t", "0-0") in slow.consuming and len(other.consuming) == 4)
+            assert TopicPartition("t", "0-1") in slow.consuming
+            slow.lets_go.set()
+            await group.settled(6, slow, other)
+
+    asyncio.run(scenario())
+
+
+def test_an_expired_session_is_told_at_once_and_followed_by_a_new_one(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 4})) as group:
+            one, two = await group.join("one"), await group.join("two")
+            await group.settled(4, one, two)
+            tp = next(iter(one.consuming))
+            before = one.consuming[tp].claim
+            await expire(one)
+            assert "lost 2" in one.events
+            await group.settled(4, one, two)
+            assert len(one.consuming) == len(two.consuming) == 2
+            # A commit under the claim of before, from this process or a frozen one, gets through nowhere.
+            refused = await one.listener.commit([CommitRequest(before, 77, 1)])
+            assert isinstance(refused[tp], OwnershipLost)
+            with pytest.raises(OwnershipLost):
+                await ownership.commit(one.session, before, 77, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_member_goes_on_through_a_restart_of_zookeeper() -> None:
+    async def scenario(server: EmbeddedZooKeeper) -> None:
+        async with group_with(server.address, TopicConfig("t", {0: 4})) as group:
+            one, two = await group.join("one"), await group.join("two")
+            await group.settled(4, one, two)
+            held = dict(one.consuming)
+            await asyncio.to_thread(server.kill)
+            await group.until(lambda: one.session.state is State.SUSPENDED)
+            # Cut off, nothing is given up; the lease decides how long to go on.
+            assert one.listener.health().state == "cut off from ZooKeeper"
+            tp = next(iter(held))
+            refused = await one.listener.commit([CommitRequest(held[tp].claim, 5, 1)])
+            assert refused[tp].retriable
+            assert one.consuming == held
+            await asyncio.to_thread(server.restart)
+            await one.session.connected()
+            await group.until(lambda: one.listener.health().state == "member")
+            await asyncio.gather(two.session.connected(), group.session.connected())
+            assert await one.listener.commit([CommitRequest(held[tp].claim, 5, 1)]) == {}
+            assert one.consuming == held
+            await two.listener.stop()
+            await group.settled(4, one)
+
+    with EmbeddedZooKeeper() as server:
+        asyncio.run(scenario(server))
+
+
+def test_stop_takes_bounded_time_when_zookeeper_is_away() -> None:
+    async def scenario(server: EmbeddedZooKeeper) -> None:
+        async with await Session.open(server.address) as session:
+            await TopicStore(session).create(TopicConfig("t", {0: 4}))
+            member = Member("one", session, Referee(), ["t"], "range")
+            await member.listener.start()
+            await until(lambda: len(member.consuming) == 4)
+            await asyncio.to_thread(server.kill)
+            await until(lambda: session.state is not State.CONNECTED)
+            start = time.monotonic()
+            await member.listener.stop(timeout_s=0.5)
+            assert time.monotonic() - start < 2
+            assert member.consuming == {}
+
+    with EmbeddedZooKeeper() as server:
+        asyncio.run(scenario(server))
+
+
+def test_after_stop_nothing_is_left_and_everything_is_committed(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 3})) as group:
+            one = await group.join("one")
+            await group.settled(3, one)
+            await one.listener.stop()
+            await one.listener.stop()
+            assert await owned_partitions(group.session, GROUP) == {}
+            assert await read_members(group.session, GROUP) == {}
+            for index in range(3):
+                stored = await read_offset(group.session, GROUP, TopicPartition("t", f"0-{index}"))
+                assert stored is not None
+                assert stored[0].committed is not None
+                assert stored[0].committed.offset == 1
+            assert one.listener.health().state == "stopped"
+
+    asyncio.run(scenario())
+
+
+def test_members_of_one_group_use_one_strategy(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 4})) as group:
+            one = await group.join("one", strategy="sticky")
+            await group.settled(4, one)
+            other = await group.member("other", strategy="range")
+            with pytest.raises(ConfigError, match="'etl' uses strategy 'sticky', consumer 'other' asks for 'range'"):
+                await other.listener.start()
+            assert set(await read_members(group.session, GROUP)) == {"one"}
+            await one.listener.stop()
+            await other.listener.start()
+            await group.settled(4, other)
+
+    asyncio.run(scenario())
+
+
+def test_of_strategies_that_start_together_one_wins(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 4})) as group:
+            members = [await group.member("a", strategy="sticky"), await group.member("b", strategy="range")]
+            outcomes = await asyncio.gather(*(m.listener.start() for m in members), return_exceptions=True)
+            refused = [outcome for outcome in outcomes if outcome is not None]
+            # The later one learns it when it joins, or when it looks at the plan.
+            await group.until(lambda: refused or any(member.failure for member in members))
+            errors = [*refused, *(member.failure for member in members if member.failure)]
+            assert [type(error) for error in errors] == [ConfigError]
+            winner = next(m for m, outcome in zip(members, outcomes, strict=True) if outcome is None and not m.failure)
+            await group.settled(4, winner)
+
+    asyncio.run(scenario())
+
+
+def test_a_topic_that_does_not_exist_is_refused_at_the_start(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("flights", {0: 4})) as group:
+            member = await group.member("one", topics=("flights", "flihgts"))
+            with pytest.raises(TopicNotFound, match="Did you mean 'flights'"):
+                await member.listener.start()
+            assert await read_members(group.session, GROUP) == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_topic_is_deleted_made_anew_and_grows(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 2}), TopicConfig("u", {0: 1})) as group:
+            one, two = await group.join("one", ("t", "u")), await group.join("two", ("t", "u"))
+            await group.settled(3, one, two)
+            old_id = one.consuming[TopicPartition("t", "0-0")].claim.topic_id
+            await group.topics.delete("t")
+            await group.settled(1, one, two)
+            await group.topics.create(TopicConfig("t", {0: 2}))
+            await group.settled(3, one, two)
+            again = one.consuming[TopicPartition("t", "0-0")]
+            # What is committed belongs to the topic of before, and says so.
+            assert again.claim.topic_id != old_id
+            assert again.committed is not None
+            assert again.committed.topic_id == old_id
+            await group.topics.alter("t", lambda config: replace(config, partitions={0: 2, 1: 3}))
+            await group.settled(6, one, two)
+            # Deleted and made anew at once: nobody may go on with the old one.
+            await group.topics.delete("t")
+            config = await group.topics.create(TopicConfig("t", {0: 2}))
+
+            def all_new() -> bool:
+                items = [*one.consuming.values(), *two.consuming.values()]
+                ids = [assigned.claim.topic_id for assigned in items if assigned.tp.topic == "t"]
+                return ids == [config.id] * 2
+
+            await group.until(all_new)
+            await group.settled(3, one, two)
+
+    asyncio.run(scenario())
+
+
+def test_an_evicted_member_stops_and_the_others_take_over(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 4})) as group:
+            one, two = await group.join("one"), await group.join("two")
+            await group.settled(4, one, two)
+            # A stuck one would not notice; this one does, and the referee lets no one be early.
+            await evict(group.session, GROUP, "one")
+            await group.until(lambda: one.failure)
+            assert "evicted from group 'etl'" in str(one.failure)
+            assert one.events[-1] == "lost 2"
+            assert one.listener.health().state == "failed"
+            await group.settled(4, two)
+
+    asyncio.run(scenario())
+
+
+def test_a_reset_of_a_live_groups_offset_makes_its_owner_start_there(servers: str) -> None:
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 1})) as group:
+            one = await group.join("one")
+            await group.settled(1, one)
+            tp = TopicPartition("t", "0-0")
+            claim = one.consuming[tp].claim
+            await ownership.reset_offset(group.session, GROUP, tp, Committed(500, 1, claim.topic_id))
+            refused = await one.listener.commit([CommitRequest(claim, 7, 1)])
+            assert isinstance(refused[tp], OwnershipLost)
+            await group.settled(1, one)
+            assert one.consuming[tp].committed == Committed(500, 1, claim.topic_id)
+
+    asyncio.run(scenario())
+
+
+def test_more_members_than_partitions(servers: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="metamq.client")
+
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 1})) as group:
+            one, two = await group.join("one"), await group.join("two")
+            await group.settled(1, one, two)
+            await group.until(lambda: two.listener.health().idle_reason)
+            assert two.listener.health().idle_reason == "2 members share 1 partitions by strategy range"
+            assert one.listener.health().idle_reason == ""
+            lines = [record.message for record in caplog.records if "has no partition" in record.message]
+            assert lines == ["group etl: two has no partition: 2 members share 1 partitions by strategy range"]
+
+    asyncio.run(scenario())
+
+
+def test_a_consumer_id_is_used_once(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metamq.client.rebalance.EXPIRY_MARGIN_MS", 0)
+
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 2})) as group:
+            one = await group.member("same", timeout_ms=1_000)
+            await one.listener.start()
+            await group.settled(2, one)
+            twin = await group.member("same")
+            with pytest.raises(ConfigError, match="consumer id 'same' in group 'etl' is in use by process"):
+                await twin.listener.start()
+            # Its process ends while another start waits for that.
+            waiting = asyncio.create_task(twin.listener.start())
+            await asyncio.wait({waiting}, timeout=0.1)
+            one.die()
+            await one.session.close()
+            await waiting
+            await group.settled(2, twin)
+
+    asyncio.run(scenario())
+
+
+def test_members_tell_how_they_are_doing(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metamq.client.rebalance.BEAT_S", 0.05)
+
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 2})) as group:
+            one = await group.join("one")
+            await group.settled(2, one)
+            joined = (await read_members(group.session, GROUP))["one"]
+            one.listener.note_progress()
+            while True:
+                told = (await read_members(group.session, GROUP))["one"]
+                if told.assigned == 2 and told.progress_ms > joined.since_ms:
+                    break
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())

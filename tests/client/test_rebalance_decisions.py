@@ -1,0 +1,163 @@
+"""What a member decides, by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metamq.client.rebalance_decisions import (
+    ACTIONS,
+    TRANSITIONS,
+    Decision,
+    Held,
+    Phase,
+    decide,
+    group_strategy,
+    next_plan,
+    plan_inputs,
+    why_idle,
+)
+from metamq.errors import CorruptData
+from metamq.zk import plans
+from metamq.zk.members import Member
+from metamq.zk.partitions import TopicPartition, configured_partitions
+from metamq.zk.plans import Plan, PlanInputs, TopicInput
+from metamq.zk.topics import TopicConfig
+
+ID = "a" * 16
+NEW_ID = "b" * 16
+
+
+def tp(index: int) -> TopicPartition:
+    return TopicPartition("t", f"0-{index}")
+
+
+def plan_with(assignment: Mapping[TopicPartition, str], topic_id: str = ID) -> Plan:
+    inputs = PlanInputs({"me": ("t",), "other": ("t",)}, {"t": TopicInput(topic_id, {0: 20})})
+    return Plan(1, "range", inputs, assignment)
+
+
+def member(consumer_id: str, strategy: str = "range", joined: int = 1, topics: tuple[str, ...] = ("t",)) -> Member:
+    return Member(consumer_id, topics, strategy, "here", 1, 0, 0, 0, "0", 10_000, joined)
+
+
+def test_every_phase_has_an_action_and_every_transition_leads_to_release() -> None:
+    assert set(ACTIONS) == {(phase, wanted) for phase in Phase for wanted in (True, False)}
+    assert set(TRANSITIONS) == set(Phase)
+    for phase in Phase:
+        assert phase is Phase.RELEASING or Phase.RELEASING in TRANSITIONS[phase]
+
+
+def test_nothing_is_done_without_a_plan_but_to_give_up_what_is_held() -> None:
+    assert decide("me", None, {}, ()) == Decision([], [], [], [], [])
+    assert decide("me", None, {tp(0): Held(Phase.CONSUMING, ID)}, ()).revoke == [tp(0)]
+
+
+def test_only_what_changes_hands_is_touched() -> None:
+    plan = plan_with({tp(0): "me", tp(1): "other", tp(2): "me", tp(10): "me", tp(3): "me"})
+    held = {tp(0): Held(Phase.CONSUMING, ID), tp(1): Held(Phase.CONSUMING, ID)}
+    assert decide("me", plan, held, waiting={tp(3)}) == Decision(
+        start=[], revoke=[tp(1)], release=[], claim=[tp(2), tp(10)], wait=[tp(3)]
+    )
+
+
+def test_a_topic_made_anew_is_given_up_before_it_is_claimed() -> None:
+    plan = plan_with({tp(0): "me"}, NEW_ID)
+    assert decide("me", plan, {tp(0): Held(Phase.CONSUMING, ID)}, ()) == Decision([], [tp(0)], [], [], [])
+    assert decide("me", plan, {tp(0): Held(Phase.RELEASING, ID)}, ()) == Decision([], [], [tp(0)], [], [])
+    assert decide("me", plan, {}, ()) == Decision([], [], [], [tp(0)], [])
+
+
+@given(
+    st.dictionaries(st.integers(0, 19), st.sampled_from(["me", "other"])),
+    st.dictionaries(st.integers(0, 19), st.tuples(st.sampled_from(Phase), st.sampled_from([ID, NEW_ID]))),
+    st.sets(st.integers(0, 19)),
+)
+def test_following_a_plan_step_by_step_ends_with_what_it_gives(
+    owners: dict[int, str], holdings: dict[int, tuple[Phase, str]], waiting_for: set[int]
+) -> None:
+    plan = plan_with({tp(index): owner for index, owner in owners.items()})
+    held = {tp(index): Held(*holding) for index, holding in holdings.items()}
+    waiting = {tp(index) for index in waiting_for}
+    ends = {Phase.READING: Phase.STARTING, Phase.STARTING: Phase.CONSUMING, Phase.REVOKING: Phase.RELEASING}
+    for _ in range(10):
+        decision = decide("me", plan, held, waiting)
+        for item in decision.revoke:
+            held[item] = held[item]._replace(phase=Phase.REVOKING)
+        for item in decision.start:
+            held[item] = held[item]._replace(phase=Phase.READING)
+        for item in decision.release:
+            del held[item]
+        for item in decision.claim:
+            held[item] = Held(Phase.CLAIMED, ID)
+        for item, holding in held.items():
+            held[item] = holding._replace(phase=ends.get(holding.phase, holding.phase))
+        waiting.clear()
+    assert held == {tp(i): Held(Phase.CONSUMING, ID) for i, owner in owners.items() if owner == "me"}
+
+
+def test_the_first_member_sets_the_strategy_and_it_stays_while_one_that_asked_for_it_does() -> None:
+    first, second = member("z", "sticky", joined=1), member("a", "range", joined=2)
+    assert group_strategy(None, {"a": second, "z": first}) == "sticky"
+    plan = Plan(1, "range", PlanInputs({"a": ("t",)}, {}), {})
+    assert group_strategy(plan, {"a": second, "z": first}) == "range"
+    # A plan of members that are all gone, or that came back asking for something else.
+    assert group_strategy(plan, {"z": first}) == "sticky"
+    assert group_strategy(plan, {"a": member("a", "sticky", joined=9)}) == "sticky"
+
+
+def test_inputs_name_existing_topics_of_members_with_the_strategy_only() -> None:
+    present = {
+        "one": member("one", topics=("t", "gone", "t")),
+        "two": member("two", strategy="sticky", topics=("other",)),
+    }
+    configs = [TopicConfig("t", {1: 2, 0: 1}, id=ID), TopicConfig("other", {0: 1}), None]
+    assert plan_inputs("range", present, configs) == PlanInputs(
+        {"one": ("gone", "t")}, {"t": TopicInput(ID, {0: 1, 1: 2})}
+    )
+
+
+def test_the_next_plan_follows_the_one_before() -> None:
+    inputs = PlanInputs({"a": ("t",), "b": ("t",)}, {"t": TopicInput(ID, {0: 4})})
+    first = next_plan(None, "sticky", inputs)
+    assert first.generation == 1
+    joined = PlanInputs(inputs.members | {"c": ("t",)}, inputs.topics)
+    second = next_plan(first, "sticky", joined)
+    assert second.generation == 2
+    assert sum(first.assignment[item] != owner for item, owner in second.assignment.items()) == 1
+
+
+def test_a_member_without_partitions_is_told_why() -> None:
+    inputs = PlanInputs({"a": ("t",), "b": ("t",), "c": ("u",)}, {"t": TopicInput(ID, {0: 1})})
+    plan = next_plan(None, "range", inputs)
+    assert why_idle("b", plan) == "2 members share 1 partitions by strategy range"
+    assert why_idle("c", plan) == "none of its topics exists: u"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcde"), st.frozensets(st.sampled_from(["t", "u"])).map(lambda s: tuple(sorted(s)))
+    ),
+    st.dictionaries(st.sampled_from(["t", "u"]), st.dictionaries(st.integers(0, 9), st.integers(1, 12), min_size=1)),
+)
+def test_a_plan_survives_its_node(members: dict[str, tuple[str, ...]], topics: dict[str, dict[int, int]]) -> None:
+    inputs = PlanInputs(members, {topic: TopicInput(ID, partitions) for topic, partitions in topics.items()})
+    plan = next_plan(None, "round_robin", inputs)
+    assert plans.from_json("etl", plans.to_json(plan)) == plan
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"generation": 1}'])
+def test_a_damaged_plan_is_named(data: bytes) -> None:
+    with pytest.raises(CorruptData, match="plan of group 'etl'"):
+        plans.from_json("etl", data)
+
+
+def test_a_large_plan_fits_into_a_node() -> None:
+    topics = {f"topic-{number}": TopicInput(ID, {0: 50, 1: 50}) for number in range(100)}
+    inputs = PlanInputs({f"{'host.example-' * 3}{number}": tuple(topics) for number in range(100)}, topics)
+    plan = next_plan(None, "range", inputs)
+    assert len(plan.assignment) == sum(len(configured_partitions(given.partitions)) for given in topics.values())
+    assert len(plans.to_json(plan)) < plans.PLAN_BYTES_MAX
