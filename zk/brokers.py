@@ -223,7 +223,7 @@ async def register_topics(
     Both map topic -> number of partitions; without `subscribe` it is the same as `publish`. To be called whenever the
     offer changes and after every lost session; topics that are missing from the maps are withdrawn.
     """
-    offers = [("pub", publish), ("sub", publish if subscribe is None else subscribe)]
+    offers = [("topics-pub", publish), ("topics-sub", publish if subscribe is None else subscribe)]
     for kind, wanted in offers:
         folder = session.paths.offered_topics(kind)
         await session.ensure(folder)

@@ -136,9 +136,9 @@ async def offered(session: Session) -> dict[str, int]:
     """ "pub/<topic>/<who>" -> partitions."""
     found = {}
     for kind in ("pub", "sub"):
-        for topic in await session.children(session.paths.offered_topics(kind)):
-            for name in await session.children(session.paths.offers(kind, topic)):
-                node = await session.get(session.paths.offered_topic(kind, topic, name))
+        for topic in await session.children(session.paths.offered_topics(f"topics-{kind}")):
+            for name in await session.children(session.paths.offers(f"topics-{kind}", topic)):
+                node = await session.get(session.paths.offered_topic(f"topics-{kind}", topic, name))
                 found[f"{kind}/{topic}/{name}"] = json.loads(node.data)["partitions"]
     return found
 
