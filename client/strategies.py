@@ -209,9 +209,12 @@ _REASONS = {
 
 
 def explain(
-    previous: Assignment, members: Members, partitions: Partitions, strategy: str, assignment: Assignment
+    previous: Assignment | None, members: Members, partitions: Partitions, strategy: str, assignment: Assignment
 ) -> str:
-    """The plan in words: its inputs, the rule, what each member has and why, what has moved. Several lines."""
+    """The plan in words: its inputs, the rule, what each member has and why, what has moved. Several lines.
+
+    `previous` None: the assignment before is not known, and nothing is said of moves.
+    """
     lines = [f"Strategy {strategy}: {_REASONS[check_strategy(strategy)]}.", "", "Topics"]
     for topic in sorted(partitions):
         readers = sum(topic in topics for topics in members.values())
@@ -224,7 +227,8 @@ def explain(
         for item in mine:
             by_topic[item.topic].append(item.partition)
         lines += [f"    {topic}: {' '.join(names)}" for topic, names in by_topic.items()]
-    lines += ["", "Moved since the plan before", *_moves(previous, assignment)]
+    if previous is not None:
+        lines += ["", "Moved since the plan before", *_moves(previous, assignment)]
     orphans = [topic for topic in sorted(partitions) if not any(topic in topics for topics in members.values())]
     if orphans:
         lines += ["", f"Read by nobody: {', '.join(orphans)}"]

@@ -1,0 +1,195 @@
+"""The blocking Admin."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from metamq.client.admin_core import AdminCore
+from metamq.client.admin_model import (
+    BrokerDescription,
+    BrokerStatistics,
+    GroupDescription,
+    GroupExplanation,
+    GroupSummary,
+    OffsetReset,
+    ResetTo,
+    TopicDescription,
+    TopicSettings,
+)
+from metamq.client.background import background
+from metamq.client.settings import zookeeper_servers
+from metamq.errors import ClosedError, ForkedError
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.topics import TopicConfig
+
+T = TypeVar("T")
+
+WAIT_S = 30.0
+
+
+class Admin:
+    """Looks at and changes topics, groups and brokers. Thread-safe.
+
+    zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    config:     a TOML file.
+
+    All methods raise ConnectError while ZooKeeper is away (with `outcome` "unknown" when a change may have been made;
+    look, then repeat), ClosedError after close(), ForkedError in a fork's child; and ConfigError for a name that is
+    none. Ctrl-C ends a wait at once.
+    """
+
+    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str = DEFAULT_ROOT) -> None:
+        self._core = AdminCore()
+        self._closed = True
+        self._background = background()
+        self._background.run(self._core.open(zookeeper_servers(zookeeper, config), root))
+        self._closed = False
+        self._background.add(self)
+
+    # Topics
+
+    def create_topic(
+        self,
+        topic: str,
+        partitions: int = 4,
+        *,
+        brokers: Collection[int] | None = None,
+        timeout_s: float = WAIT_S,
+        **settings: Unpack[TopicSettings],
+    ) -> TopicConfig:
+        """Creates a topic and waits until it can be written to and read.
+
+        `partitions` in all, spread evenly over the live brokers, or over `brokers` (broker ids). `settings`: flush,
+        retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
+        metamq.zk.topics.TopicConfig.
+
+        Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: the topic exists
+        then, and its brokers follow when they can.
+        """
+        return self._run(self._core.create_topic(topic, partitions, brokers, timeout_s, settings))
+
+    def alter(
+        self,
+        topic: str,
+        *,
+        partitions: int | None = None,
+        brokers: Collection[int] | None = None,
+        timeout_s: float = WAIT_S,
+        **settings: Unpack[TopicSettings],
+    ) -> TopicConfig:
+        """Changes the settings that are given, at run time, and leaves the others as they are.
+
+        `partitions` is the new total; partitions are only ever added, to the live brokers or to `brokers`, and waited
+        for. With more partitions most keys go to another one than before.
+
+        Raises TopicNotFound, ConfigError, Timeout as create_topic does.
+        """
+        return self._run(self._core.alter(topic, partitions, brokers, timeout_s, settings))
+
+    def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig:
+        """Deletes a topic with all its messages, waits until no broker offers it, and gives its last configuration.
+
+        Raises TopicNotFound, Timeout after `timeout_s`: it is deleted, and a broker that is down removes the data when
+        it comes back.
+        """
+        return self._run(self._core.delete(topic, timeout_s))
+
+    def topics(self) -> dict[str, TopicConfig]:
+        """Every topic's configuration by name, in alphabetical order."""
+        return self._run(self._core.topics())
+
+    def describe_topic(self, topic: str) -> TopicDescription:
+        """A topic's configuration, and offsets, size and broker of each partition. Raises TopicNotFound.
+
+        Partitions that no broker serves at present are there too, with the reason.
+        """
+        return self._run(self._core.describe_topic(topic))
+
+    # Groups
+
+    def groups(self) -> dict[str, GroupSummary]:
+        """Every consumer group by name, in alphabetical order, with and without members."""
+        return self._run(self._core.groups())
+
+    def describe_group(self, group: str) -> GroupDescription:
+        """A group's members, and its committed offset, lag and owner in each partition.
+
+        Raises ConfigError for a group that does not exist.
+        """
+        return self._run(self._core.describe_group(group))
+
+    def explain_group(self, group: str) -> GroupExplanation:
+        """Who is to have which partition and why, and where it is not so yet. Raises ConfigError as describe_group."""
+        return self._run(self._core.explain_group(group))
+
+    def reset_offsets(self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False) -> tuple[OffsetReset, ...]:
+        """Sets where a group goes on in a topic, and gives each partition's offset before and after.
+
+        `to`: "earliest", "latest", an aware datetime (the first message at or after it, the end when there is none), an
+        offset for every partition, or {TopicPartition: offset} for some. `dry_run` changes nothing.
+
+        All offsets are found before the first is written. Raises ConfigError when the group does not exist or has
+        members, who are named; TopicNotFound, PartitionNotFound, OffsetOutOfRange, ConnectError.
+        """
+        return self._run(self._core.reset_offsets(group, topic, to, dry_run))
+
+    def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
+        """Puts a member out of its group though its session lives, and gives the partitions that others get now.
+
+        For members that are stuck: what it did not commit is delivered to the next owners, and its own later commits
+        are refused. A member that is well learns of it and raises ClosedError. Raises ConfigError when there is no
+        such group or member.
+        """
+        return self._run(self._core.evict(group, consumer_id))
+
+    def delete_group(self, group: str) -> None:
+        """Removes a group, its committed offsets included. Raises ConfigError when there is none, or it has members."""
+        self._run(self._core.delete_group(group))
+
+    # Brokers
+
+    def brokers(self) -> dict[int, BrokerDescription]:
+        """Every broker by id, those that are down included."""
+        return self._run(self._core.brokers())
+
+    def statistics(self, broker_id: int) -> BrokerStatistics:
+        """What a broker counts, and figures of its partitions. Raises ConfigError for an unknown one, ConnectError."""
+        return self._run(self._core.statistics(broker_id))
+
+    # The end
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run there
+            work.close()
+            raise self._core.closed_by
+        return self._background.run(work)
+
+    def close(self) -> None:
+        """Disconnects; further calls do nothing."""
+        if not self._closed:
+            self._closed = True
+            if not isinstance(self._core.closed_by, ForkedError):
+                self._background.run(self._core.close())
+
+    def forked(self) -> None:
+        """Called in the child after a fork."""
+        self._core.closed_by = ForkedError("admin")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._closed or isinstance(self._core.closed_by, ForkedError | ClosedError):
+            return
+        warnings.warn("an Admin was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
+        core, loop = self._core, self._background.loop
+        loop.call_soon_threadsafe(lambda: loop.create_task(core.close()))

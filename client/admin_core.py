@@ -1,0 +1,110 @@
+"""Admin without a face: one ZooKeeper session, connections to brokers, and what is done with them.
+
+The blocking and the asyncio Admin are thin faces over this; so both have every feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from metamq.client import admin_brokers, admin_groups, admin_topics
+from metamq.client.admin_model import (
+    BrokerDescription,
+    BrokerStatistics,
+    GroupDescription,
+    GroupExplanation,
+    GroupSummary,
+    OffsetReset,
+    ResetTo,
+    TopicDescription,
+    TopicSettings,
+)
+from metamq.client.cluster import Cluster
+from metamq.errors import ClosedError, MetamqError
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.session import Session
+from metamq.zk.topics import TopicConfig
+
+SESSION_TIMEOUT_MS = 10_000
+
+
+class AdminCore:
+    """Belongs to the loop it is opened in. What the methods do, and raise, is told by metamq.Admin."""
+
+    def __init__(self) -> None:
+        self.closed_by: MetamqError | None = ClosedError("admin", "it was never opened")
+        self._open_cluster: Cluster | None = None
+
+    async def open(self, servers: str, root: str) -> None:
+        """Connects to ZooKeeper. Raises ConnectError."""
+        session = await Session.open(servers, timeout_ms=SESSION_TIMEOUT_MS, root=root)
+        self._open_cluster = Cluster(session)
+        self.closed_by = None
+
+    async def close(self) -> None:
+        """Disconnects; may be repeated."""
+        cluster, self._open_cluster = self._open_cluster, None
+        if cluster is not None:
+            self.closed_by = ClosedError("admin")
+            await cluster.close()
+            await cluster.session.close()
+
+    async def _cluster(self) -> Cluster:
+        """The cluster, once its session is connected. Raises ClosedError, ConnectError."""
+        if self._open_cluster is None or self.closed_by is not None:
+            raise self.closed_by or ClosedError("admin")
+        await admin_topics.until_connected(self._open_cluster.session)
+        return self._open_cluster
+
+    async def create_topic(
+        self,
+        topic: str,
+        partitions: int,
+        brokers: Collection[int] | None,
+        timeout_s: float,
+        settings: TopicSettings,
+    ) -> TopicConfig:
+        return await admin_topics.create_topic(await self._cluster(), topic, partitions, brokers, timeout_s, settings)
+
+    async def alter(
+        self,
+        topic: str,
+        partitions: int | None,
+        brokers: Collection[int] | None,
+        timeout_s: float,
+        settings: TopicSettings,
+    ) -> TopicConfig:
+        return await admin_topics.alter_topic(await self._cluster(), topic, partitions, brokers, timeout_s, settings)
+
+    async def delete(self, topic: str, timeout_s: float) -> TopicConfig:
+        return await admin_topics.delete_topic(await self._cluster(), topic, timeout_s)
+
+    async def topics(self) -> dict[str, TopicConfig]:
+        return await admin_topics.all_topics(await self._cluster())
+
+    async def describe_topic(self, topic: str) -> TopicDescription:
+        return await admin_topics.describe_topic(await self._cluster(), topic)
+
+    async def groups(self) -> dict[str, GroupSummary]:
+        return await admin_groups.all_groups(await self._cluster())
+
+    async def describe_group(self, group: str) -> GroupDescription:
+        return await admin_groups.describe_group(await self._cluster(), group)
+
+    async def explain_group(self, group: str) -> GroupExplanation:
+        return await admin_groups.explain_group(await self._cluster(), group)
+
+    async def reset_offsets(self, group: str, topic: str, to: ResetTo, dry_run: bool) -> tuple[OffsetReset, ...]:
+        return await admin_groups.reset_offsets(await self._cluster(), group, topic, to, dry_run=dry_run)
+
+    async def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
+        return await admin_groups.evict(await self._cluster(), group, consumer_id)
+
+    async def delete_group(self, group: str) -> None:
+        await admin_groups.delete_group(await self._cluster(), group)
+
+    async def brokers(self) -> dict[int, BrokerDescription]:
+        return await admin_brokers.describe_brokers((await self._cluster()).session)
+
+    async def statistics(self, broker_id: int) -> BrokerStatistics:
+        return await admin_brokers.broker_statistics(await self._cluster(), broker_id)

@@ -1,0 +1,222 @@
+"""What Admin answers with: plain, frozen values. Times are in milliseconds since 1970 unless they say otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, TypedDict
+
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.topics import Flush, TopicConfig
+
+ResetTo = Literal["earliest", "latest"] | datetime | int | Mapping[TopicPartition, int]
+"""Where `reset_offsets` goes: an end of the log, the first message at or after an aware time, one offset for every
+partition, or an offset for each of some partitions."""
+
+
+class TopicSettings(TypedDict, total=False):
+    """A topic's settings, as metamq.zk.topics.TopicConfig explains them."""
+
+    flush: Flush
+    retention_ms: int | None
+    retention_bytes: int | None
+    cleanup: Literal["delete", "archive"]
+    segment_bytes: int
+    max_message_bytes: int
+    min_insync: int
+    replication: Literal["async", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionDescription:
+    """One partition. Figures are None while its broker does not answer for it; `problem` then says why.
+
+    `address` is where its master listens, None while none is registered. Messages with the offsets `start_offset` to
+    `stable_offset` (exclusive) can be read. `size_bytes` is on disk.
+    """
+
+    partition: str
+    broker_id: int
+    address: str | None
+    start_offset: int | None = None
+    stable_offset: int | None = None
+    size_bytes: int | None = None
+    problem: str = ""
+
+    @property
+    def live(self) -> bool:
+        """Whether its broker serves it."""
+        return self.stable_offset is not None
+
+    @property
+    def messages(self) -> int | None:
+        """How many messages can be read."""
+        if self.stable_offset is None or self.start_offset is None:
+            return None
+        return self.stable_offset - self.start_offset
+
+
+@dataclass(frozen=True, slots=True)
+class TopicDescription:
+    """A topic: its configuration, and how its partitions are, in numeric order."""
+
+    config: TopicConfig
+    partitions: tuple[PartitionDescription, ...]
+
+    @property
+    def topic(self) -> str:
+        """Its name."""
+        return self.config.topic
+
+    @property
+    def messages(self) -> int:
+        """Messages that can be read, in the partitions that are live."""
+        return sum(partition.messages or 0 for partition in self.partitions)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """A consumer group in few words. `topics`: those its members subscribe to, and those it has offsets for."""
+
+    group: str
+    members: tuple[str, ...]
+    topics: tuple[str, ...]
+    strategy: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDescription:
+    """A member of a group. `partitions` are those it owns at this moment, none for one that is left over.
+
+    `progress_age_ms`: how long ago it last finished a message or found none, as it told; members tell every 10 s, so
+    only an age well beyond that says that it is stuck.
+    """
+
+    consumer_id: str
+    host: str
+    pid: int
+    version: str
+    strategy: str
+    topics: tuple[str, ...]
+    partitions: tuple[TopicPartition, ...]
+    since_ms: int
+    progress_age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPartition:
+    """A group's place in one partition. None: nothing committed, nobody owns it, or the broker does not answer.
+
+    `committed` is the next offset to read; `end` is the end of what can be read; `problem` says what is amiss.
+    """
+
+    topic: str
+    partition: str
+    committed: int | None
+    start: int | None
+    end: int | None
+    owner: str | None
+    host: str | None
+    problem: str = ""
+
+    @property
+    def lag(self) -> int | None:
+        """Messages between the committed offset and the end."""
+        if self.committed is None or self.end is None or self.start is None:
+            return None
+        return max(self.end - max(self.committed, self.start), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDescription:
+    """A group: its members by id, its partitions in numeric order. `plan_generation`: None before its first plan."""
+
+    group: str
+    strategy: str | None
+    plan_generation: int | None
+    members: tuple[MemberDescription, ...]
+    partitions: tuple[GroupPartition, ...]
+
+    @property
+    def lag(self) -> int:
+        """The lag of all partitions whose lag is known."""
+        return sum(partition.lag or 0 for partition in self.partitions)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupExplanation:
+    """The plan that stands: who is to have what, and who has it. `text` tells it in words, as `str()` does."""
+
+    group: str
+    strategy: str
+    generation: int
+    members: Mapping[str, tuple[str, ...]]
+    assignment: Mapping[TopicPartition, str]
+    owners: Mapping[TopicPartition, str]
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetReset:
+    """What reset_offsets does to one partition: the committed offset before (None: nothing) and after."""
+
+    topic: str
+    partition: str
+    before: int | None
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerDescription:
+    """A broker id. `live`: its master is registered in ZooKeeper; address, replica and version are None otherwise.
+
+    `epoch` counts the terms of its masters, restarts included.
+    """
+
+    broker_id: int
+    epoch: int
+    live: bool
+    host: str | None = None
+    port: int | None = None
+    replica: int | None = None
+    version: str | None = None
+
+    @property
+    def address(self) -> str | None:
+        """ "host:port", None when it is not live."""
+        return f"{self.host}:{self.port}" if self.live else None
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStatistics:
+    """One partition of a broker. `last_append_us`: microseconds since 1970, 0 when nothing was ever appended."""
+
+    topic: str
+    partition: str
+    start_offset: int
+    stable_offset: int
+    end_offset: int
+    size_bytes: int
+    last_append_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStatistics:
+    """What a broker counts, since its start; per topic where it is a mapping. `time_ms` is the broker's clock."""
+
+    broker_id: int
+    epoch: int
+    version: str
+    time_ms: int
+    writes_refused: str | None
+    messages_in: Mapping[str, int]
+    bytes_in: Mapping[str, int]
+    batches_in: Mapping[str, int]
+    bytes_out: int
+    fetches: int
+    repeats: int
+    partitions: tuple[PartitionStatistics, ...]

@@ -1,0 +1,228 @@
+"""Topics, administered: created, altered and deleted in ZooKeeper, and waited for until the brokers have followed.
+
+The configuration node is the change; all that comes after it is waiting. So a time-out here takes nothing back, and
+the same call can be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+
+from metamq.client.admin_brokers import ask_offsets, sizes_on_disk
+from metamq.client.admin_model import PartitionDescription, TopicDescription, TopicSettings
+from metamq.client.cluster import Cluster
+from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout, TopicExists
+from metamq.wire.commands import LATEST
+from metamq.zk.brokers import live_brokers
+from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
+from metamq.zk.names import check_topic, parse_partition
+from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.paths import master_offer
+from metamq.zk.session import Session
+from metamq.zk.topics import PARTITIONS_MAX, TopicConfig, spread_partitions
+
+LOOK_AGAIN_S = 0.02
+LOOK_AGAIN_S_MAX = 0.5
+RECONNECT_TIMEOUT_S = 10.0
+OFFER_KINDS = ("topics-pub", "topics-sub")
+
+
+async def create_topic(
+    cluster: Cluster,
+    topic: str,
+    partitions: int,
+    brokers: Collection[int] | None,
+    timeout_s: float,
+    settings: TopicSettings,
+) -> TopicConfig:
+    """Creates a topic and waits until it can be written to and read. See Admin.create_topic."""
+    check_topic(topic)
+    _check_count(topic, partitions)
+    if await cluster.topics.get_or_none(topic) is not None:
+        raise TopicExists(topic)
+    chosen = await _choose_brokers(cluster.session, brokers)
+    config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **settings)
+    await _create(cluster, config)
+    await _wait_served(cluster, config, timeout_s)
+    return config
+
+
+async def until_connected(session: Session) -> None:
+    """Waits while kazoo connects anew. Raises ConnectError when that takes long."""
+    try:
+        async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+            await session.connected()
+    except TimeoutError:
+        raise ConnectError(
+            f"ZooKeeper at {session.servers}",
+            f"it has not answered for {RECONNECT_TIMEOUT_S:g} s",
+            hint="Is it running? `metamq doctor` looks at every part.",
+        ) from None
+
+
+async def _create(cluster: Cluster, config: TopicConfig) -> None:
+    """Creates the node once, whatever answers are lost."""
+    while True:
+        try:
+            await cluster.topics.create(config)
+            return
+        except ConnectionLost as error:
+            await until_connected(cluster.session)
+            there = await cluster.topics.get_or_none(config.topic)
+            if there is not None and there.id == config.id:
+                return
+            if there is not None:
+                raise TopicExists(config.topic) from error
+
+
+async def alter_topic(
+    cluster: Cluster,
+    topic: str,
+    partitions: int | None,
+    brokers: Collection[int] | None,
+    timeout_s: float,
+    settings: TopicSettings,
+) -> TopicConfig:
+    """Changes settings, adds partitions, and waits until brokers serve these. See Admin.alter."""
+    if partitions is None and brokers is not None:
+        raise ConfigError("`brokers` says where new partitions go", hint="Give `partitions` too, the new total.")
+    if partitions is not None:
+        _check_count(topic, partitions)
+    await cluster.topics.get(topic)
+    chosen = await _choose_brokers(cluster.session, brokers) if partitions is not None else []
+
+    def change(before: TopicConfig) -> TopicConfig:
+        spread = before.partitions
+        if partitions is not None:
+            spread = spread_partitions(partitions, chosen, before.partitions)
+        return replace(before, partitions=spread, **settings)
+
+    config = await cluster.topics.alter(topic, change)
+    if partitions is not None:
+        await _wait_served(cluster, config, timeout_s)
+    return config
+
+
+async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicConfig:
+    """Deletes a topic and waits until no broker offers it. See Admin.delete."""
+    config = await cluster.topics.delete(topic)
+
+    async def withdrawn() -> str:
+        for kind in OFFER_KINDS:
+            names = await _offers(cluster.session, kind, topic)
+            if names:
+                return f"{', '.join(names)} still offer it"
+        return ""
+
+    await _wait(f"the end of topic {topic!r}", timeout_s, withdrawn, "It is deleted; brokers follow when they can.")
+    for kind in OFFER_KINDS:
+        with contextlib.suppress(NoNode, NotEmpty):  # not empty: the topic has been created again
+            await cluster.session.delete(cluster.session.paths.offers(kind, topic), ANY_VERSION)
+    return config
+
+
+async def all_topics(cluster: Cluster) -> dict[str, TopicConfig]:
+    """Every topic's configuration, by name in alphabetical order."""
+    names = await cluster.topics.names()
+    configs = await asyncio.gather(*map(cluster.topics.get_or_none, names))
+    return {config.topic: config for config in configs if config is not None}
+
+
+async def describe_topic(cluster: Cluster, topic: str) -> TopicDescription:
+    """Configuration and state of a topic. Raises TopicNotFound, ConnectionLost."""
+    config = await cluster.topics.get(topic)
+    masters = await live_brokers(cluster.session)
+    found = await ask_offsets(cluster, dict.fromkeys(config.topic_partitions, (config.id, LATEST)))
+    sizes = await sizes_on_disk(cluster, [broker_id for broker_id in config.partitions if broker_id in masters])
+    described = []
+    for tp in config.topic_partitions:
+        broker_id, _index = parse_partition(tp.partition)
+        address = masters[broker_id].address if broker_id in masters else None
+        answer = found[tp]
+        if isinstance(answer, MetamqError):
+            described.append(PartitionDescription(tp.partition, broker_id, address, problem=answer.problem))
+        else:
+            described.append(
+                PartitionDescription(
+                    tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
+                )
+            )
+    return TopicDescription(config, tuple(described))
+
+
+async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> list[int]:
+    """The broker ids to spread over: the live ones, or the wanted ones when all of them are live."""
+    live = sorted(await live_brokers(session))
+    if wanted is None:
+        return live
+    missing = sorted(set(wanted) - set(live))
+    if missing:
+        known = f"Live are: {', '.join(map(str, live))}." if live else "None is; start one with `metamq broker`."
+        raise ConfigError(f"broker {', '.join(map(str, missing))} is not registered in ZooKeeper", hint=known)
+    return sorted(set(wanted))
+
+
+def _check_count(topic: str, partitions: int) -> None:
+    if type(partitions) is not int or not 1 <= partitions <= PARTITIONS_MAX:
+        raise ConfigError(
+            f"topic {topic!r}: partitions is {partitions!r}",
+            hint=f"It has to be a whole number, 1 to {PARTITIONS_MAX:,} in all.",
+        )
+
+
+async def _wait_served(cluster: Cluster, config: TopicConfig, timeout_s: float) -> None:
+    """Until every broker of the topic offers its partitions, and serves them under the topic's id.
+
+    The offer alone may be that of a topic of the same name that was deleted just now.
+    """
+    hint = "The configuration stands; brokers follow when they are up. See `metamq topic describe` and `metamq doctor`."
+
+    async def served() -> str:
+        for broker_id, count in config.partitions.items():
+            if await _offered_count(cluster.session, config.topic, broker_id) != count:
+                return f"broker {broker_id} does not offer its {count} yet"
+        asked: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
+        for tp, answer in (await ask_offsets(cluster, asked)).items():
+            if isinstance(answer, MetamqError):
+                return f"{tp}: {answer.problem}"
+        return ""
+
+    await _wait(f"the start of topic {config.topic!r} at its brokers", timeout_s, served, hint)
+
+
+async def _offered_count(session: Session, topic: str, broker_id: int) -> int | None:
+    node = await session.get_or_none(session.paths.offered_topic("topics-pub", topic, master_offer(broker_id)))
+    try:
+        return None if node is None else int(json.loads(node.data)["partitions"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+async def _offers(session: Session, kind: str, topic: str) -> list[str]:
+    try:
+        return sorted(await session.children(session.paths.offers(kind, topic)))
+    except NoNode:
+        return []
+
+
+async def _wait(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:
+    """Asks `missing` until it says nothing. Raises Timeout, with its last words."""
+    pause_s, words = LOOK_AGAIN_S, "ZooKeeper did not answer"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    words = await missing()
+                except ConnectionLost as error:
+                    words = error.problem
+                if not words:
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LOOK_AGAIN_S_MAX)
+    except TimeoutError:
+        raise Timeout(f"{what} ({words})", timeout_s, hint=hint) from None

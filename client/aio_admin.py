@@ -1,0 +1,127 @@
+"""The asyncio Admin."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import TracebackType
+from typing import Self, Unpack
+
+from metamq.client.admin import WAIT_S
+from metamq.client.admin_core import AdminCore
+from metamq.client.admin_model import (
+    BrokerDescription,
+    BrokerStatistics,
+    GroupDescription,
+    GroupExplanation,
+    GroupSummary,
+    OffsetReset,
+    ResetTo,
+    TopicDescription,
+    TopicSettings,
+)
+from metamq.client.settings import zookeeper_servers
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.topics import TopicConfig
+
+
+class Admin:
+    """Looks at and changes topics, groups and brokers; see metamq.Admin. For one loop, the one it is opened in.
+
+        async with Admin() as admin:
+            await admin.create_topic("flights", partitions=4)
+
+    Cancelling a call takes back nothing that was sent already.
+    """
+
+    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str = DEFAULT_ROOT) -> None:
+        self._core = AdminCore()
+        self._servers = zookeeper_servers(zookeeper, config)
+        self._root = root
+
+    async def open(self) -> Self:
+        """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""
+        await self._core.open(self._servers, self._root)
+        return self
+
+    async def create_topic(
+        self,
+        topic: str,
+        partitions: int = 4,
+        *,
+        brokers: Collection[int] | None = None,
+        timeout_s: float = WAIT_S,
+        **settings: Unpack[TopicSettings],
+    ) -> TopicConfig:
+        """See metamq.Admin.create_topic."""
+        return await self._core.create_topic(topic, partitions, brokers, timeout_s, settings)
+
+    async def alter(
+        self,
+        topic: str,
+        *,
+        partitions: int | None = None,
+        brokers: Collection[int] | None = None,
+        timeout_s: float = WAIT_S,
+        **settings: Unpack[TopicSettings],
+    ) -> TopicConfig:
+        """See metamq.Admin.alter."""
+        return await self._core.alter(topic, partitions, brokers, timeout_s, settings)
+
+    async def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig:
+        """See metamq.Admin.delete."""
+        return await self._core.delete(topic, timeout_s)
+
+    async def topics(self) -> dict[str, TopicConfig]:
+        """See metamq.Admin.topics."""
+        return await self._core.topics()
+
+    async def describe_topic(self, topic: str) -> TopicDescription:
+        """See metamq.Admin.describe_topic."""
+        return await self._core.describe_topic(topic)
+
+    async def groups(self) -> dict[str, GroupSummary]:
+        """See metamq.Admin.groups."""
+        return await self._core.groups()
+
+    async def describe_group(self, group: str) -> GroupDescription:
+        """See metamq.Admin.describe_group."""
+        return await self._core.describe_group(group)
+
+    async def explain_group(self, group: str) -> GroupExplanation:
+        """See metamq.Admin.explain_group."""
+        return await self._core.explain_group(group)
+
+    async def reset_offsets(
+        self, group: str, topic: str, to: ResetTo, *, dry_run: bool = False
+    ) -> tuple[OffsetReset, ...]:
+        """See metamq.Admin.reset_offsets."""
+        return await self._core.reset_offsets(group, topic, to, dry_run)
+
+    async def evict(self, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
+        """See metamq.Admin.evict."""
+        return await self._core.evict(group, consumer_id)
+
+    async def delete_group(self, group: str) -> None:
+        """See metamq.Admin.delete_group."""
+        await self._core.delete_group(group)
+
+    async def brokers(self) -> dict[int, BrokerDescription]:
+        """See metamq.Admin.brokers."""
+        return await self._core.brokers()
+
+    async def statistics(self, broker_id: int) -> BrokerStatistics:
+        """See metamq.Admin.statistics."""
+        return await self._core.statistics(broker_id)
+
+    async def close(self) -> None:
+        """Disconnects; further calls do nothing."""
+        await self._core.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
