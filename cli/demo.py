@@ -1,0 +1,218 @@
+"""`metamq demo`: the main job on real data, with a consumer killed half way.
+
+336,776 flights go through a real broker and a real ZooKeeper to three consumers of one group. One is killed with -9;
+its partitions move to the others. Flights and mean delays per carrier must come out as the CSV itself gives them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from metamq import DatabaseOffsets
+from metamq.cli import demo_worker
+from metamq.cli.demo_flights import Tally, encode, flights, tally
+from metamq.errors import MetamqError
+from metamq.testing import Cluster, cluster
+
+TOPIC = demo_worker.TOPIC
+PARTITIONS = 4
+WORKERS = 3
+CHUNK = 20_000
+LIMIT_S = 180.0
+POLL_S = 0.02
+BAR_WIDTH = 24
+
+
+class Demo:
+    """One run; `console` gets all that is said."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began = time.monotonic()
+        self._workers: dict[str, subprocess.Popen[str]] = {}
+        self._owners: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        """One line, with the time since the start."""
+        self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False)
+
+    def run(self) -> bool:
+        """True when every figure came out equal."""
+        rows = list(flights())
+        expected = tally(rows)
+        self.say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
+        with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:
+            database = str(Path(folder) / "results.sqlite3")
+            self._prepare(running, database)
+            try:
+                self._start_workers(running, database)
+                self._send_and_count(running, database, rows)
+                return self._report(database, expected, len(rows))
+            finally:
+                self._stop_workers()
+
+    def _prepare(self, running: Cluster, database: str) -> None:
+        self.say(f"ZooKeeper at {running.zookeeper}, a broker at 127.0.0.1:{running.broker.port}")
+        running.create_topic(TOPIC, partitions=PARTITIONS)
+        self.say(f"topic {TOPIC!r} with {PARTITIONS} partitions; key = carrier, value = the flight as JSON")
+        connection = demo_worker.connect(database)
+        connection.executescript(demo_worker.SCHEMA)
+        connection.close()
+        asyncio.run(DatabaseOffsets(lambda: demo_worker.connect(database)).create_table())
+
+    def _start_workers(self, running: Cluster, database: str) -> None:
+        for number in range(1, WORKERS + 1):
+            name = f"consumer-{number}"
+            command = [sys.executable, "-m", "metamq.cli.demo_worker", running.zookeeper, database, name]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self._workers[name] = process
+            threading.Thread(target=self._listen, args=(name, process), daemon=True).start()
+        self.say(f"{WORKERS} consumers started in group {demo_worker.GROUP!r}; results and offsets in one sqlite3 file")
+
+    def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
+        """Tells of a consumer's partitions."""
+        assert process.stdout is not None
+        for line in process.stdout:
+            what, *partitions = line.split()
+            with self._lock:
+                for partition in partitions:
+                    if what == "assigned":
+                        self._owners[partition] = name
+                    else:
+                        self._owners.pop(partition, None)
+            self.say(f"[cyan]{name}[/cyan] {'has' if what == 'assigned' else 'gives up'} {', '.join(partitions)}")
+
+    def _send_and_count(self, running: Cluster, database: str, rows: list[dict[str, Any]]) -> None:
+        """Sends in one thread, watches the count in this one, and kills a consumer half way."""
+        columns = (TextColumn("         {task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        began = time.monotonic()
+        with (
+            ThreadPoolExecutor(1) as executor,
+            Progress(*columns, console=self._console, transient=True) as progress,
+        ):
+            sending = executor.submit(self._produce, running, rows, progress)
+            self._until_counted(database, len(rows), progress, sending)
+            sent_s, sent_bytes = sending.result()
+        counted_s = time.monotonic() - began
+        self.say(
+            f"sent {len(rows) / sent_s:,.0f} flights/s ({sent_bytes / sent_s / 1e6:,.0f} MB/s, making the JSON included), "
+            f"counted {len(rows) / counted_s:,.0f} flights/s (the kill included)"
+        )
+
+    def _produce(self, running: Cluster, rows: list[dict[str, Any]], progress: Progress) -> tuple[float, int]:
+        began = time.monotonic()
+        size = 0
+        task = progress.add_task("sent", total=len(rows))
+        with running.producer() as producer:
+            for start in range(0, len(rows), CHUNK):
+                chunk = rows[start : start + CHUNK]
+                values = [encode(row) for row in chunk]
+                producer.send_many(TOPIC, values, keys=[row["carrier"] for row in chunk])
+                size += sum(map(len, values))
+                progress.advance(task, len(chunk))
+        self.say(f"all {len(rows):,} flights are sent and stored")
+        return time.monotonic() - began, size
+
+    def _until_counted(self, database: str, total: int, progress: Progress, sending: Future[Any]) -> None:
+        task = progress.add_task("counted", total=total)
+        deadline = time.monotonic() + LIMIT_S
+        killed = False
+        with contextlib.closing(demo_worker.connect(database)) as connection:
+            while (done := _count(connection)) < total:
+                progress.update(task, completed=done)
+                if sending.done():
+                    sending.result()  # raises what went wrong with it
+                if not killed and done >= total // 2:
+                    killed = self._kill_one()
+                if time.monotonic() > deadline:
+                    raise MetamqError(f"only {done:,} of {total:,} flights were counted within {LIMIT_S:g} s")
+                time.sleep(POLL_S)
+        self.say(f"all {total:,} flights are counted")
+        if not killed:
+            raise MetamqError("all flights were counted before a consumer could be killed", hint="Run it again.")
+
+    def _kill_one(self) -> bool:
+        """Kills, with -9, a consumer that has partitions."""
+        with self._lock:
+            owned = sorted((name, partition) for partition, name in self._owners.items())
+        if not owned:
+            return False
+        victim = owned[0][0]
+        partitions = [partition for name, partition in owned if name == victim]
+        self._workers[victim].send_signal(signal.SIGKILL)
+        self.say(f"[bold red]kill -9 {victim}[/bold red], which has {', '.join(partitions)}: they move to the others")
+        return True
+
+    def _stop_workers(self) -> None:
+        for process in self._workers.values():
+            process.terminate()
+        for process in self._workers.values():
+            process.wait()
+
+    def _report(self, database: str, expected: dict[str, Tally], total: int) -> bool:
+        counted = _result(database)
+        self._console.print(_table(expected, counted))
+        equal = counted == expected
+        if equal:
+            self.say(f"[bold green]equal[/bold green]: each of the {total:,} flights was counted once")
+        else:
+            self.say("[bold red]DIFFERENT[/bold red] from what the CSV gives")
+        return equal
+
+
+def _count(connection: sqlite3.Connection) -> int:
+    (count,) = connection.execute("SELECT count(*) FROM flights").fetchone()
+    return int(count)
+
+
+def _result(database: str) -> dict[str, Tally]:
+    connection = demo_worker.connect(database)
+    try:
+        found = connection.execute(
+            "SELECT carrier, count(*), count(dep_delay), coalesce(sum(dep_delay), 0) FROM flights GROUP BY carrier"
+        )
+        return {carrier: Tally(*counts) for carrier, *counts in found}
+    finally:
+        connection.close()
+
+
+def _table(expected: dict[str, Tally], counted: dict[str, Tally]) -> Table:
+    table = Table(title="Flights from New York City in 2013, and their mean departure delay")
+    for name in ("carrier", "flights", "in the CSV", "mean delay", "in the CSV"):
+        table.add_column(name, justify="left" if name == "carrier" else "right")
+    table.add_column("delay in minutes")
+    longest = max((entry.mean_delay for entry in expected.values()), default=1.0)
+    for carrier, entry in sorted(expected.items(), key=lambda item: -item[1].flights):
+        found = counted.get(carrier, Tally())
+        bar = "█" * max(round(found.mean_delay / longest * BAR_WIDTH), 0)
+        colour = "green" if found == entry else "red"
+        table.add_row(
+            carrier,
+            f"[{colour}]{found.flights:,}[/{colour}]",
+            f"{entry.flights:,}",
+            f"[{colour}]{found.mean_delay:.2f}[/{colour}]",
+            f"{entry.mean_delay:.2f}",
+            bar,
+        )
+    return table
+
+
+def run_demo(console: Console) -> int:
+    """Runs the demo; the exit status is 0 when every figure is equal."""
+    return 0 if Demo(console).run() else 1
