@@ -183,6 +183,8 @@ def fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
             cache.mkdir(parents=True, exist_ok=True)
             _download(url, jar, path, progress)
         except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             raise ConfigError(
                 f"the jars of ZooKeeper are not here, and {url} cannot be fetched into {cache}: {error}",
                 hint=_WAYS,

