@@ -33,7 +33,6 @@ NOTHING_COMMITTED = -1
 _PLACEHOLDERS: Mapping[str, Callable[[int], str]] = {
     "qmark": lambda number: "?",
     "format": lambda number: "%s",
-    "numeric": lambda number: f":{number}",
     "named": lambda number: f":p{number}",
     "pyformat": lambda number: f"%(p{number})s",
 }
@@ -204,12 +203,14 @@ class DatabaseOffsets:
 
     def _execute(self, connection: Connection, sql: str, values: Sequence[object] = ()) -> Any:
         """Run `sql`, in which "{}" stands for a value, written the way the database's module wants it."""
+        if not values:
+            cursor = connection.cursor()
+            cursor.execute(sql)
+            return cursor
         paramstyle = self._paramstyle or _paramstyle_of(connection)
         placeholders = [_PLACEHOLDERS[paramstyle](number) for number in range(1, len(values) + 1)]
         cursor = connection.cursor()
-        if not values:
-            cursor.execute(sql)
-        elif paramstyle in ("named", "pyformat"):
+        if paramstyle in ("named", "pyformat"):
             named = {f"p{number}": value for number, value in enumerate(values, start=1)}
             cursor.execute(sql.format(*placeholders), named)
         else:
@@ -234,8 +235,9 @@ class DatabaseOffsets:
         except MetamqError:
             raise
         except Exception as error:  # PEP 249 has a tree of exceptions per module, with no common root
+            reason = str(error).partition("\n")[0]
             refused = MetamqError(
-                f"the offset table {self._table} could not be used: {type(error).__name__}: {error}",
+                f"the offset table {self._table} could not be used: {type(error).__name__}: {reason}",
                 hint="Is the database up? `await DatabaseOffsets.create_table()` makes the table.",
                 outcome="unknown",
             )
@@ -259,5 +261,8 @@ def _paramstyle_of(connection: Connection) -> str:
 
 def _check_paramstyle(paramstyle: str) -> str:
     if paramstyle not in _PLACEHOLDERS:
-        raise ConfigError(f"there is no paramstyle {paramstyle!r}", hint=f"PEP 249 has {', '.join(_PLACEHOLDERS)}.")
+        raise ConfigError(
+            f"paramstyle {paramstyle!r} is not among those that are known",
+            hint=f"Of PEP 249's, there are {', '.join(_PLACEHOLDERS)}.",
+        )
     return paramstyle

@@ -1,0 +1,354 @@
+"""Offsets in a database: no former owner gets a row through, and results and offsets stand or fall together."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.client.assignment import AssignedPartition
+from metamq.client.offsets import CommitRequest
+from metamq.client.offsets_database import DatabaseOffsets
+from metamq.client.rebalance import ZKLoadRebalanceListener
+from metamq.errors import ClosedError, ConfigError, MetamqError, OwnershipLost
+from metamq.zk import ownership
+from metamq.zk.lease import Lease
+from metamq.zk.ownership import Claim, Committed
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.session import ANY_VERSION, Session
+from metamq.zk.topics import TopicConfig, TopicStore
+
+Connect = Callable[[], Any]
+
+TP = TopicPartition("flights", "0-3")
+TOPIC_ID = "0123456789abcdef"
+
+
+@pytest.fixture(params=["sqlite3", "psycopg"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
+    """Connects to a database that only this test has."""
+    if request.param == "sqlite3":
+        return lambda: sqlite3.connect(tmp_path / "results.db", timeout=10)
+    server = request.getfixturevalue("postgres")
+    psycopg = pytest.importorskip("psycopg")
+    schema = f"test_{uuid.uuid4().hex}"
+    with psycopg.connect(server) as connection:
+        connection.execute(f"CREATE SCHEMA {schema}")
+    return lambda: psycopg.connect(server, options=f"-c search_path={schema}")
+
+
+async def storage_on(connect: Connect) -> DatabaseOffsets:
+    storage = DatabaseOffsets(connect)
+    await storage.create_table()
+    await storage.create_table()
+    return storage
+
+
+def a_claim(generation: int, consumer_id: str = "one", tp: TopicPartition = TP) -> Claim:
+    return Claim("etl", tp, TOPIC_ID, consumer_id, generation, version=0, committed=None)
+
+
+async def claimed(storage: DatabaseOffsets, claim: Claim) -> Claim:
+    """The claim as the listener keeps it once the storage has accepted it."""
+    outcome = (await storage.claimed([claim]))[claim.tp]
+    if isinstance(outcome, MetamqError):
+        raise outcome
+    return replace(claim, committed=outcome)
+
+
+def rows(connect: Connect, sql: str) -> list[Any]:
+    with closing(connect()) as connection, closing(connection.cursor()) as cursor:
+        cursor.execute(sql)
+        return list(cursor.fetchall())
+
+
+def execute(connection: Any, sql: str) -> None:
+    with closing(connection.cursor()) as cursor:
+        cursor.execute(sql)
+
+
+def test_claim_commit_and_claim_again(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        claim = await claimed(storage, a_claim(10))
+        assert claim.committed is None
+        outcome = (await storage.commit([CommitRequest(claim, 7, 2)]))[TP]
+        assert isinstance(outcome, Claim)
+        assert outcome.committed == Committed(7, 2, TOPIC_ID)
+        assert (await claimed(storage, claim)).committed == Committed(7, 2, TOPIC_ID)
+        # A topic made anew: what is committed keeps the id it was committed under.
+        later = await claimed(storage, replace(a_claim(11, "two"), topic_id="f" * 16))
+        assert later.committed == Committed(7, 2, TOPIC_ID)
+        await storage.commit([CommitRequest(later, 1, 1)])
+        assert (await claimed(storage, later)).committed == Committed(1, 1, "f" * 16)
+        await storage.close()
+        with pytest.raises(ClosedError):
+            await storage.claimed([later])
+
+    asyncio.run(scenario())
+
+
+def test_a_former_owner_commits_nothing(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        old = await claimed(storage, a_claim(10))
+        new = await claimed(storage, a_claim(11, "two"))
+        outcome = (await storage.commit([CommitRequest(old, 7, 1)]))[TP]
+        assert isinstance(outcome, OwnershipLost)
+        assert "the database knows generation 11, ours is 10" in str(outcome)
+        with closing(connect()) as connection:
+            with pytest.raises(OwnershipLost, match="generation 11, ours is 10"):
+                storage.commit_in(connection, [CommitRequest(old, 7, 1)])
+            connection.rollback()
+        with pytest.raises(OwnershipLost, match="generation 11, ours is 10"):
+            await claimed(storage, old)
+        assert (await claimed(storage, new)).committed is None
+
+    asyncio.run(scenario())
+
+
+def test_results_and_offsets_stand_or_fall_together(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        with closing(connect()) as connection:
+            execute(connection, "CREATE TABLE results (value INTEGER)")
+            connection.commit()
+            claim = await claimed(storage, a_claim(10))
+
+            execute(connection, "INSERT INTO results VALUES (1)")
+            storage.commit_in(connection, [CommitRequest(claim, 1, 1)])
+            connection.rollback()
+            assert rows(connect, "SELECT value FROM results") == []
+            assert (await claimed(storage, claim)).committed is None
+
+            execute(connection, "INSERT INTO results VALUES (1)")
+            storage.commit_in(connection, [CommitRequest(claim, 1, 1)])
+            connection.commit()
+            assert rows(connect, "SELECT value FROM results") == [(1,)]
+
+            # The same messages again, by a transaction that still expects nothing to be committed.
+            execute(connection, "INSERT INTO results VALUES (1)")
+            with pytest.raises(
+                OwnershipLost, match="1 is committed in the database where this consumer expects nothing"
+            ):
+                storage.commit_in(connection, [CommitRequest(claim, 1, 1)])
+            connection.rollback()
+            assert rows(connect, "SELECT value FROM results") == [(1,)]
+
+            claim = await claimed(storage, claim)
+            storage.commit_in(connection, [CommitRequest(claim, 2, 1)])
+            connection.commit()
+
+    asyncio.run(scenario())
+
+
+def test_a_new_owner_waits_for_the_open_transaction_of_the_one_before(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        old = await claimed(storage, a_claim(10))
+        with closing(connect()) as connection:
+            storage.commit_in(connection, [CommitRequest(old, 7, 1)])
+            taking_over = asyncio.create_task(claimed(storage, a_claim(11, "two")))
+            await asyncio.wait({taking_over}, timeout=0.2)
+            assert not taking_over.done()
+            connection.commit()
+            assert (await taking_over).committed == Committed(7, 1, TOPIC_ID)
+
+    asyncio.run(scenario())
+
+
+def test_of_claims_that_race_the_last_one_holds(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        claims = [a_claim(generation, f"c{generation}") for generation in range(10, 16)]
+
+        async def insistent(claim: Claim) -> object:
+            # Two inserts of the first row at once: one is refused by the key, and repeated, as the listener does.
+            while True:
+                try:
+                    return (await storage.claimed([claim]))[TP]
+                except MetamqError as error:
+                    if not error.retriable:
+                        raise
+
+        outcomes = await asyncio.gather(*map(insistent, claims))
+        assert outcomes[-1] is None
+        assert rows(connect, "SELECT generation FROM metamq_offsets") == [(15,)]
+
+    asyncio.run(scenario())
+
+
+def test_many_partitions_are_each_decided_on_their_own(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        items = [TopicPartition("flights", f"0-{index}") for index in range(20)]
+        claims = [a_claim(10, tp=tp) for tp in items]
+        assert await storage.claimed(claims) == dict.fromkeys(items)
+        await claimed(storage, a_claim(11, "two", items[3]))
+        outcomes = await storage.commit([CommitRequest(claim, 5, 1) for claim in claims])
+        assert [tp for tp in items if isinstance(outcomes[tp], OwnershipLost)] == [items[3]]
+        found = await storage.claimed([claim for claim in claims if claim.tp != items[3]])
+        assert set(found.values()) == {Committed(5, 1, TOPIC_ID)}
+
+    asyncio.run(scenario())
+
+
+def test_a_missing_table_is_named_and_may_come_later(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = DatabaseOffsets(connect, table="offsets_of_etl")
+        with pytest.raises(MetamqError, match=r"offset table offsets_of_etl could not be used.*create_table") as caught:
+            await storage.claimed([a_claim(10)])
+        assert caught.value.retriable
+        assert caught.value.outcome == "unknown"
+        outcome = (await storage.commit([CommitRequest(a_claim(10), 1, 1)]))[TP]
+        assert isinstance(outcome, MetamqError)
+        await storage.create_table()
+        assert (await claimed(storage, a_claim(10))).committed is None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("table", ["", "a b", "offsets; DROP TABLE results", "a.b.c", "1st", "x" * 64])
+def test_a_table_name_that_is_none_is_refused(table: str) -> None:
+    with pytest.raises(ConfigError, match="is no table name"):
+        DatabaseOffsets(lambda: None, table=table)  # type: ignore[arg-type,return-value]
+
+
+def test_the_paramstyle_is_taken_from_the_connections_module_or_given(tmp_path: Path) -> None:
+    class Wrapped:
+        """A connection of a module that does not say how it wants its parameters."""
+
+        def __init__(self) -> None:
+            self._inner = sqlite3.connect(tmp_path / "x.db")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    async def scenario() -> None:
+        await DatabaseOffsets(Wrapped).create_table()
+        with pytest.raises(ConfigError, match=r"module of .*Wrapped does not tell its paramstyle"):
+            await DatabaseOffsets(Wrapped).claimed([a_claim(10)])
+        for paramstyle in ("qmark", "named"):
+            storage = DatabaseOffsets(Wrapped, paramstyle=paramstyle)
+            assert (await claimed(storage, a_claim(10))).committed is None
+        with pytest.raises(ConfigError, match="'numeric' is not among those that are known"):
+            DatabaseOffsets(Wrapped, paramstyle="numeric")
+
+    asyncio.run(scenario())
+
+
+def test_a_frozen_owner_that_thaws_in_its_transaction_doubles_no_result(servers: str, connect: Connect) -> None:
+    """ZooKeeper cannot stop a database transaction; the row's generation does."""
+
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        with closing(connect()) as of_one, closing(connect()) as of_two:
+            execute(of_one, "CREATE TABLE results (value INTEGER)")
+            of_one.commit()
+            async with await Session.open(servers) as one, await Session.open(servers) as two:
+                old = await claimed(storage, await zookeeper_claim(one, "one"))
+                # "one" has read message 0, and is frozen before it writes. Its session ends.
+                await two.delete(two.paths.owner("etl", *TP), ANY_VERSION)
+                new = await claimed(storage, await zookeeper_claim(two, "two"))
+                assert new.committed is None
+                execute(of_two, "INSERT INTO results VALUES (0)")
+                storage.commit_in(of_two, [CommitRequest(new, 1, 1)])
+                of_two.commit()
+                # "one" thaws.
+                execute_late = "INSERT INTO results VALUES (0)"
+                execute(of_one, execute_late)
+                with pytest.raises(OwnershipLost):
+                    storage.commit_in(of_one, [CommitRequest(old, 1, 1)])
+                of_one.rollback()
+                assert rows(connect, "SELECT value FROM results") == [(0,)]
+
+    async def zookeeper_claim(session: Session, consumer_id: str) -> Claim:
+        outcome = await ownership.claim(session, "etl", TP, TOPIC_ID, consumer_id, freed=lambda: None)
+        assert isinstance(outcome, Claim)
+        return outcome
+
+    asyncio.run(scenario())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+class Consumer:
+    """Counts one message up in each partition it is asked to revoke."""
+
+    def __init__(self) -> None:
+        self.consuming: dict[TopicPartition, AssignedPartition] = {}
+
+    async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
+        self.consuming.update((assigned.tp, assigned) for assigned in partitions)
+
+    async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
+        given = {tp: self.consuming.pop(tp) for tp in partitions}
+        return {tp: (assigned.committed.offset + 1 if assigned.committed else 1, 1) for tp, assigned in given.items()}
+
+    def lost(self, partitions: Sequence[TopicPartition]) -> None:
+        for tp in partitions:
+            del self.consuming[tp]
+
+    def failed(self, error: MetamqError) -> None:
+        raise error
+
+    async def has(self, count: int) -> None:
+        await until(lambda: len(self.consuming) == count)
+
+
+def test_a_group_hands_its_offsets_on_through_the_database_and_waits_for_it(servers: str, connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = DatabaseOffsets(connect)
+        async with await Session.open(servers) as one, await Session.open(servers) as two:
+            await TopicStore(one).create(TopicConfig("t", {0: 2}))
+            consumers = Consumer(), Consumer()
+            listeners = [
+                ZKLoadRebalanceListener(session, "etl", name, ["t"], "range", storage, consumer, Lease(session))
+                for session, name, consumer in zip((one, two), ("one", "two"), consumers, strict=True)
+            ]
+            await listeners[0].start()
+            # No table yet: it is tried again, for as long as it takes.
+            await until(lambda: "offset table" in listeners[0].health().last_error)
+            await storage.create_table()
+            await consumers[0].has(2)
+            await listeners[1].start()
+            await consumers[0].has(1)
+            await consumers[1].has(1)
+            assigned = consumers[1].consuming[TopicPartition("t", "0-1")]
+            assert assigned.committed == Committed(1, 1, assigned.claim.topic_id)
+
+            # The application commits results and offset itself, and says so.
+            request = CommitRequest(listeners[1].claims[assigned.tp], 5, 1)
+            with closing(connect()) as connection:
+                storage.commit_in(connection, [request])
+                connection.commit()
+                listeners[1].note_committed([request])
+                request = CommitRequest(listeners[1].claims[assigned.tp], 6, 1)
+                storage.commit_in(connection, [request])
+                connection.commit()
+            # Had it not heard whether that went through, it would ask.
+            found = await listeners[1].refresh([assigned.tp])
+            assert found == {assigned.tp: Committed(6, 1, assigned.claim.topic_id)}
+
+            await listeners[0].stop()
+            await consumers[1].has(2)
+            await listeners[1].stop()
+            assert rows(connect, "SELECT partition_name, next_offset FROM metamq_offsets ORDER BY 1") == [
+                ("0-0", 2),
+                ("0-1", 2),
+            ]
+
+    asyncio.run(scenario())
