@@ -1,0 +1,75 @@
+"""The physical limits that metamq's figures stand beside: the same bytes moved with nothing but system calls.
+
+Two processes each, over loopback, in 1 MiB pieces, as a broker and a client would at best:
+
+    loopback      one sends, the other receives
+    copy_write    one sends, the other receives and writes to a file (page cache): what a produce cannot beat
+    read_send     one reads a file (page cache) and sends, the other receives: what a fetch cannot beat
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+
+PIECE = 1024 * 1024
+TOTAL = 1024 * 1024 * 1024
+
+
+def _receive(listener: socket.socket, handle: Callable[[memoryview], object]) -> None:
+    connection, _address = listener.accept()
+    buffer = memoryview(bytearray(PIECE))
+    with connection:
+        while True:
+            filled = 0
+            while filled < PIECE and (count := connection.recv_into(buffer[filled:])):
+                filled += count
+            if not filled:
+                return
+            handle(buffer[:filled])
+
+
+def _receiver(listener: socket.socket, path: str | None) -> None:
+    if path is None:
+        _receive(listener, len)
+        return
+    with open(path, "wb", buffering=0) as file:
+        _receive(listener, file.write)
+
+
+def _send(address: tuple[str, int], path: str | None) -> None:
+    with socket.create_connection(address) as connection:
+        if path is None:
+            piece = os.urandom(PIECE)
+            for _ in range(TOTAL // PIECE):
+                connection.sendall(piece)
+        else:
+            with open(path, "rb", buffering=0) as file:
+                while piece := file.read(PIECE):
+                    connection.sendall(piece)
+
+
+def _run(sender_path: str | None, receiver_path: str | None) -> float:
+    """Bytes per second."""
+    context = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        receiver = context.Process(target=_receiver, args=(listener, receiver_path))
+        receiver.start()
+        began = time.perf_counter()
+        _send(listener.getsockname(), sender_path)
+        receiver.join()
+        return TOTAL / (time.perf_counter() - began)
+
+
+def measure(folder: str) -> dict[str, float]:
+    """All three, in bytes per second, with files in `folder`."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        path = os.path.join(place, "raw")
+        loopback = _run(None, None)
+        copy_write = _run(None, path)
+        read_send = _run(path, None)
+    return {"loopback": loopback, "copy_write": copy_write, "read_send": read_send}

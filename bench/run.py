@@ -1,0 +1,176 @@
+"""`./dev bench`: every figure of docs/performance.md, in one run on this machine, raw limits beside them.
+
+    ./dev bench                 all of it, about ten minutes
+    ./dev bench --quick         one round, for a look
+    ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance
+
+Writes bench/results/latest.json and docs/performance.svg. Figures are medians over the rounds; the raw limits are
+measured in every round, so that both see the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import metamq
+from metamq.testing import cluster
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import latency
+import lifecycle
+import raw
+import throughput
+
+RESULTS = Path(__file__).parent / "results"
+PARTS = ("throughput", "latency", "lifecycle", "rebalance")
+SHAPES = ((100, 1), (100, 4), (100, 1000), (1024, 1), (1024, 4), (1024, 1000))
+
+
+def say(text: str) -> None:
+    """Talk, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure."""
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+def run_throughput(rounds: int) -> dict[str, Any]:
+    """Raw limits and every way to produce and consume, round by round."""
+    raws: list[dict[str, float]] = []
+    rates: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder)) as running:
+        for number in range(rounds):
+            raws.append(raw.measure(folder))
+            say(f"round {number + 1} of {rounds}: " + ", ".join(f"{k} {v / 1e9:.2f} GB/s" for k, v in raws[-1].items()))
+            for size, partitions in SHAPES:
+                say(f"{size} B, {partitions} partitions")
+                rates[size, partitions].append(throughput.measure(running, size, partitions, say))
+    return {
+        "raw_bytes_per_s": medians(raws),
+        "messages_per_s": [
+            {"message_bytes": size, "partitions": partitions, **medians(measured)}
+            for (size, partitions), measured in rates.items()
+        ],
+    }
+
+
+def run_latency(rounds: int) -> dict[str, Any]:
+    """Medians of each percentile."""
+    with cluster() as running:
+        measured = [latency.measure(running) for _ in range(rounds)]
+    found = {name: medians([one[name] for one in measured]) for name in measured[0]}
+    for name, figures in found.items():
+        say(f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+    return found
+
+
+def run_lifecycle(rounds: int) -> dict[str, Any]:
+    """Start-up, recovery, memory."""
+    return {"by_log_size": lifecycle.against_size(say), "many_partitions": lifecycle.many_partitions(say)}
+
+
+def run_rebalance(rounds: int) -> dict[str, Any]:
+    """Join, leave and kill of a member among ten."""
+    import rebalance
+
+    measured: dict[str, Any] = rebalance.measure(say)
+    return measured
+
+
+def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
+    """(what, figure, target, reached) for the ratios that the project promises itself."""
+    found: list[tuple[str, float, float, bool]] = []
+
+    def at_least(what: str, figure: float, target: float) -> None:
+        found.append((what, figure, target, figure >= target))
+
+    def at_most(what: str, figure: float, target: float) -> None:
+        found.append((what, figure, target, figure <= target))
+
+    if "throughput" in results:
+        limits = results["throughput"]["raw_bytes_per_s"]
+        rates = {(row["message_bytes"], row["partitions"]): row for row in results["throughput"]["messages_per_s"]}
+        scale = min(limits["loopback"] / 2e9, 1.0)
+        kib = rates[1024, 4]
+        at_least("send_many 1 KiB / raw copy and write", kib["send_many"] * 1024 / limits["copy_write"], 0.40)
+        at_least("batches 1 KiB / raw read and send", kib["batches, values"] * 1024 / limits["read_send"], 0.50)
+        small = rates[100, 4]
+        at_least("send 100 B, M/s", small["send"] / 1e6, 1.0 * scale)
+        at_least("iteration 100 B, M/s", small["iteration"] / 1e6, 1.5 * scale)
+        at_least("batches values 100 B, M/s", small["batches, values"] / 1e6, 5.0 * scale)
+        at_least("batches arrow 100 B, M/s", small["batches, arrow"] / 1e6, 5.0 * scale)
+        for way in ("send_many", "batches, values"):
+            at_least(f"{way} 1 KiB, 1,000 / 4 partitions", rates[1024, 1000][way] / kib[way], 0.80)
+    if "latency" in results:
+        at_most("blocking round trip p50, ms", results["latency"]["round_trip"]["p50_ms"], 0.3)
+        at_most("end to end p50 at 1,000/s, ms", results["latency"]["end_to_end"]["p50_ms"], 1.0)
+    if "lifecycle" in results:
+        many = results["lifecycle"]["many_partitions"]
+        at_most("broker with 1,000 partitions, MB", max(many["used_mb"], many["restarted_mb"]), 120)
+        at_most("its restart after a clean stop, s", many["restart_after_clean_stop_s"], 3.0)
+    if "rebalance" in results:
+        for event in ("join", "leave", "kill"):
+            at_most(f"steady after {event}, s", results["rebalance"][f"{event}_s"], 1.0)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "metamq": metamq.__version__}
+
+
+def main() -> int:
+    """Runs the chosen parts; exit status 1 when a target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--output", type=Path, default=RESULTS / "latest.json")
+    arguments = parser.parse_args()
+    runners: dict[str, Callable[[int], dict[str, Any]]] = {
+        "throughput": run_throughput,
+        "latency": run_latency,
+        "lifecycle": run_lifecycle,
+        "rebalance": run_rebalance,
+    }
+    results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
+    results["rounds"] = 1 if arguments.quick else arguments.rounds
+    for part in arguments.only or PARTS:
+        say(f"== {part}")
+        results[part] = runners[part](results["rounds"])
+    found = checks(results)
+    results["checks"] = [
+        {"what": what, "figure": figure, "target": target, "reached": reached}
+        for what, figure, target, reached in found
+    ]
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+    for what, figure, target, reached in found:
+        print(f"{'ok  ' if reached else 'MISS'}  {what:48} {figure:10.3f}   target {target:g}")
+    return 0 if all(reached for *_rest, reached in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

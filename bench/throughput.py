@@ -1,0 +1,129 @@
+"""Messages per second through a real broker: every way to produce, every way to consume."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from metamq import Consumer, Producer
+from metamq.testing import Cluster
+
+BYTES = {100: 300_000_000, 1024: 512 * 1024 * 1024}
+"""How much is moved, by message size: enough for about a second of the fastest way."""
+SINGLE_SENDS = 1_000_000
+LISTENED = 200_000
+IDLE_S = 10.0
+
+
+def _values(size: int) -> list[bytes]:
+    value = os.urandom(size)
+    return [value] * (BYTES[size] // size)
+
+
+def send(producer: Producer[bytes], topic: str, size: int) -> float:
+    """`send`, one call a message."""
+    value = os.urandom(size)
+    count = min(SINGLE_SENDS, BYTES[size] // size)
+    began = time.perf_counter()
+    call = producer.send
+    for _ in range(count):
+        call(topic, value)
+    producer.flush()
+    return count / (time.perf_counter() - began)
+
+
+def send_many(producer: Producer[bytes], topic: str, size: int) -> float:
+    """`send_many`, one call for all."""
+    values = _values(size)
+    began = time.perf_counter()
+    producer.send_many(topic, values).result()
+    return len(values) / (time.perf_counter() - began)
+
+
+def iterate(consumer: Consumer[bytes], count: int) -> None:
+    """`for message in consumer`."""
+    left = count
+    for _message in consumer:
+        left -= 1
+        if not left:
+            return
+
+
+def batch_values(consumer: Consumer[bytes], count: int) -> None:
+    """`batches()`, every value made and touched, on the standard library."""
+    left = count
+    for batch in consumer.batches():
+        left -= len(batch.values)
+        if left <= 0:
+            return
+
+
+def batch_arrow(consumer: Consumer[bytes], count: int) -> None:
+    """`batches()` as Arrow."""
+    left = count
+    for batch in consumer.batches():
+        left -= batch.to_arrow().num_rows
+        if left <= 0:
+            return
+
+
+CONSUMERS: dict[str, Callable[[Consumer[bytes], int], None]] = {
+    "iteration": iterate,
+    "batches, values": batch_values,
+    "batches, arrow": batch_arrow,
+}
+
+
+def consume(cluster: Cluster, topic: str, count: int, way: Callable[[Consumer[bytes], int], None]) -> float:
+    """One way to read `count` messages from the start of a topic, joining included."""
+    began = time.perf_counter()
+    with cluster.consumer(topics=[topic], idle_timeout_s=IDLE_S) as consumer:
+        way(consumer, count)
+        return count / (time.perf_counter() - began)
+
+
+def listen(cluster: Cluster, topic: str, count: int) -> float:
+    """`run(listener)` in one thread."""
+    count = min(count, LISTENED)
+    left = count
+    began = time.perf_counter()
+    with cluster.consumer(topics=[topic], idle_timeout_s=IDLE_S) as consumer:
+
+        def listener(message: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise StopIteration
+
+        try:
+            consumer.run(listener, concurrency=1, max_attempts=1, dead_letter=False)
+        except RuntimeError:
+            pass
+        except StopIteration:
+            pass
+        return count / (time.perf_counter() - began)
+
+
+def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Every way once, on a topic of its own, which is deleted after."""
+    topic = f"bench-{size}-{partitions}-{time.monotonic_ns()}"
+    cluster.create_topic(topic, partitions=partitions)
+    rates: dict[str, float] = {}
+    try:
+        with cluster.producer() as producer:
+            producer.send(topic, b"warm").result()
+            for way in (send, send_many):
+                rates[way.__name__] = way(producer, topic, size)
+                say(f"{way.__name__:16} {rates[way.__name__]:12,.0f}/s")
+        count = BYTES[size] // size
+        for name, consumer_way in CONSUMERS.items():
+            rates[name] = consume(cluster, topic, count, consumer_way)
+            say(f"{name:16} {rates[name]:12,.0f}/s")
+        rates["listener"] = listen(cluster, topic, count)
+        say(f"{'listener':16} {rates['listener']:12,.0f}/s")
+    finally:
+        with cluster.admin() as admin:
+            admin.delete(topic)
+    return rates
