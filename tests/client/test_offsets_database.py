@@ -165,6 +165,26 @@ def test_a_new_owner_waits_for_the_open_transaction_of_the_one_before(connect: C
     asyncio.run(scenario())
 
 
+def test_a_row_that_is_waited_for_holds_up_no_other_row(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(connect)
+        busy, free = TopicPartition("flights", "0-9"), TopicPartition("flights", "0-1")
+        old = await claimed(storage, a_claim(10, tp=busy))
+        with closing(connect()) as connection:
+            if isinstance(connection, sqlite3.Connection):
+                pytest.skip("sqlite3 locks the whole database")
+            storage.commit_in(connection, [CommitRequest(old, 7, 1)])
+            taking_over = asyncio.create_task(storage.claimed([a_claim(11, "two", free), a_claim(11, "two", busy)]))
+            await asyncio.wait({taking_over}, timeout=0.2)
+            assert not taking_over.done()
+            async with asyncio.timeout(5):
+                await claimed(storage, a_claim(12, "three", free))
+            connection.rollback()
+            assert (await taking_over)[busy] is None
+
+    asyncio.run(scenario())
+
+
 def test_of_claims_that_race_the_last_one_holds(connect: Connect) -> None:
     async def scenario() -> None:
         storage = await storage_on(connect)
