@@ -1,0 +1,73 @@
+"""click commands that all take the global options, and show them below their own in `--help`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from metamq.cli.context import Globals
+from metamq.zk.paths import DEFAULT_ROOT
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class GlobalOption(click.Option):
+    """An option of every command; the last place where it is given counts."""
+
+
+def _set(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if value:
+            setattr(context.ensure_object(Globals), name, value)
+        return value
+
+    return callback
+
+
+def global_options() -> list[click.Parameter]:
+    """A new set of them."""
+
+    def option(*names: str, text: str, **kind: Any) -> GlobalOption:
+        callback = _set(names[-1].removeprefix("--"))
+        return GlobalOption(list(names), help=text, expose_value=False, callback=callback, **kind)
+
+    return [
+        option("--zookeeper", metavar="ADDRESS", text="ZooKeeper: host:port,host:port/chroot. [127.0.0.1:2181]"),
+        option("--config", metavar="FILE", text="A TOML file with settings."),
+        option("--root", metavar="PATH", text=f"The path in ZooKeeper that all is kept below. [{DEFAULT_ROOT}]"),
+        option("-v", "--verbose", count=True, text="Say more on standard error; -vv everything."),
+        option("--debug", is_flag=True, text="Log everything, and show where an error comes from."),
+    ]
+
+
+class _WithGlobals(click.Command):
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        settings["params"] = [*(settings.get("params") or []), *global_options()]
+        settings["context_settings"] = {**SETTINGS, **(settings.get("context_settings") or {})}
+        super().__init__(*arguments, **settings)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own: list[tuple[str, str]] = []
+        shared: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and not isinstance(parameter, click.Argument):
+                (shared if isinstance(parameter, GlobalOption) else own).append(record)
+        with formatter.section("Options"):
+            formatter.write_dl(own)
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
+        with formatter.section("Options of every command"):
+            formatter.write_dl(shared)
+
+
+class Command(_WithGlobals):
+    """A command."""
+
+
+class Group(_WithGlobals, click.Group):
+    """A command with commands below it."""
+
+    command_class = Command

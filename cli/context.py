@@ -1,0 +1,90 @@
+"""What all commands share: where ZooKeeper is, which file has the settings, how much is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from metamq.client.settings import CONFIG_FILE_VARIABLE, read_file, unknown, zookeeper_servers
+from metamq.errors import ConnectError
+from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.servers import parse_servers
+
+if TYPE_CHECKING:
+    from metamq import Admin
+
+KNOWN_KEYS = ["zookeeper", "broker", "producer", "consumer"]
+PROBE_TIMEOUT_S = 3.0
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@dataclass
+class Globals:
+    """The options that every command takes."""
+
+    zookeeper: str | None = None
+    config: str | None = None
+    root: str = DEFAULT_ROOT
+    verbose: int = 0
+    debug: bool = False
+
+    def servers(self) -> str:
+        """ZooKeeper's address. Raises ConfigError."""
+        self.check_config()
+        return zookeeper_servers(self.zookeeper, self.config)
+
+    def check_config(self) -> None:
+        """Raise ConfigError when the file has a key at its top that nobody knows."""
+        for key in read_file(self.config):
+            if key not in KNOWN_KEYS:
+                raise unknown(key, KNOWN_KEYS, str(self.config or os.environ.get(CONFIG_FILE_VARIABLE)))
+
+    def client(self) -> dict[str, Any]:
+        """The arguments of a Producer, Consumer or Admin. Raises ConfigError; ConnectError when nobody listens."""
+        servers = self.servers()
+        check_listening(servers)
+        return {"zookeeper": servers, "config": self.config, "root": self.root}
+
+    def admin(self) -> Admin:
+        """An open Admin. Raises ConfigError, ConnectError."""
+        from metamq import Admin
+
+        return Admin(**self.client())
+
+    def log(self, quiet: int = logging.WARNING) -> None:
+        """Sends log lines to standard error: of `quiet` and above, or more when asked for."""
+        level = logging.DEBUG if self.debug or self.verbose > 1 else logging.INFO if self.verbose else quiet
+        logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT)
+        logging.getLogger("metamq").setLevel(level)
+        # What it says about lost connections, metamq.zk says in plainer words.
+        logging.getLogger("kazoo").setLevel(logging.DEBUG if self.debug else logging.CRITICAL)
+
+
+def check_listening(servers: str) -> None:
+    """Raise ConnectError at once when nobody listens at any of the addresses, where a client would wait 10 s."""
+    hosts, _chroot = parse_servers(servers)
+    problems = []
+    for host, port in hosts:
+        try:
+            socket.create_connection((host, port), PROBE_TIMEOUT_S).close()
+        except OSError as error:
+            problems.append(error.strerror or str(error))
+        else:
+            return
+    raise ConnectError(
+        f"ZooKeeper at {servers}",
+        ", ".join(dict.fromkeys(problems)).lower(),
+        hint="Start one with `metamq up`, or say where yours is: --zookeeper or METAMQ_ZOOKEEPER.",
+    )
+
+
+def current() -> Globals:
+    """The options of the command that runs."""
+    found = click.get_current_context().find_object(Globals)
+    assert found is not None
+    return found

@@ -1,0 +1,94 @@
+"""Data on standard output: tables for people, JSON for programs. Talk, plans and questions on standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NOTHING = "-"
+
+
+def output_option(*kinds: str, text: str = "How to print it.") -> Callable[[F], F]:
+    """The option -o; the first kind is the default."""
+    return click.option("-o", "--output", type=click.Choice(kinds), default=kinds[0], show_default=True, help=text)
+
+
+TABLE_OR_JSON = output_option("table", "json")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as they need to be; None shows as "-", numbers stand right."""
+    for line in table_lines(headings, rows):
+        click.echo(line)
+
+
+def table_lines(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table."""
+    plain = list(rows)
+    cells = [[_cell(value) for value in row] for row in plain]
+    widths = [max(len(line[column]) for line in [list(headings), *cells]) for column in range(len(headings))]
+    right = [all(_is_number(row[column]) for row in plain) and bool(plain) for column in range(len(headings))]
+
+    def line(texts: Sequence[str]) -> str:
+        padded = (
+            text.rjust(width) if is_right else text.ljust(width)
+            for text, width, is_right in zip(texts, widths, right, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    return [styled(line(headings), sys.stdout, bold=True), *(line(row) for row in cells)]
+
+
+def _cell(value: object) -> str:
+    if value is None or value == "":
+        return NOTHING
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or isinstance(value, int)
+
+
+def styled(text: str, stream: Any, **style: Any) -> str:
+    """Coloured, where a person looks at the stream and has not said NO_COLOR."""
+    return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def say(text: str, **style: Any) -> None:
+    """A line of talk."""
+    click.echo(styled(text, sys.stderr, **style), err=True)
+
+
+def confirm(plan: Iterable[str], *, yes: bool) -> None:
+    """Prints what is going to be done, and goes on with --yes or a yes. Ends the command with status 1 otherwise."""
+    for line in plan:
+        say(line)
+    if yes:
+        return
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        if click.confirm("Do it?", err=True):
+            return
+        say("Nothing was done.")
+    else:
+        say("Nothing was done. Give --yes to do it.")
+    click.get_current_context().exit(1)
+
+
+YES = click.option("--yes", is_flag=True, help="Do it, without asking.")
+
+
+def partition_map(mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    """With "topic/partition" for TopicPartitions, as JSON wants keys."""
+    return {str(key): value for key, value in mapping.items()}

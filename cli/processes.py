@@ -1,0 +1,143 @@
+"""Servers as child processes: a broker that dies with its parent, and what is left to say of one that ended.
+
+A parent may be killed with -9, and then can tell nobody. So the child holds the read end of a pipe of which the parent
+has the only write end: when that closes, the parent is gone, and the child ends as if it had got SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+from metamq.errors import MetamqError, Timeout
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+AFTER_PARENT_S = 5.0
+LOG_LINES = 12
+
+
+class BrokerChild:
+    """`metamq broker` in a process of its own; its log goes to a file."""
+
+    def __init__(self, arguments: list[str], log_path: Path, *, pass_fds: tuple[int, ...] = ()) -> None:
+        """`pass_fds` stay open in the child: a lock that it holds on for as long as it lives."""
+        self.log_path = log_path
+        self.port = 0
+        self.http_port = 0
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "metamq.cli", "broker", "--with-parent", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                pass_fds=pass_fds,
+                # Ctrl-C goes to the whole foreground group: the parent decides when its children end.
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Waits until it serves. Raises MetamqError, with the end of its log, when it ends instead; Timeout."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
+        timer.start()
+        try:
+            words = self._process.stdout.readline().split()
+        finally:
+            expired = not timer.is_alive()
+            timer.cancel()
+        if words:
+            self.port, self.http_port = int(words[1]), int(words[2])
+            return
+        if expired:
+            raise Timeout("the start of the broker", START_TIMEOUT_S, hint=end_of_log(self.log_path))
+        raise MetamqError(
+            f"the broker {how_it_ended(self._process.wait())} instead of serving", hint=end_of_log(self.log_path)
+        )
+
+    def status(self) -> int | None:
+        """Its exit status once it has ended; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL when that does not help; waits for the end. May be repeated."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def follow_parent(stdin: IO[bytes]) -> None:
+    """In the child: end this process when the pipe on standard input closes, gracefully if that does not take long."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while stdin.read(1):
+                continue
+        os.kill(os.getpid(), signal.SIGTERM)
+        timer = threading.Timer(AFTER_PARENT_S, os._exit, [1])
+        timer.daemon = True
+        timer.start()
+
+    threading.Thread(target=watch, name="metamq-parent", daemon=True).start()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether this child of ours has ended; it is left for its owner to wait for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def how_it_ended(status: int) -> str:
+    """The end of a process in words."""
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def end_of_log(path: Path) -> str:
+    """The last lines of a log, for an error's hint."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    except OSError as error:
+        return f"Its log {path} cannot be read: {error.strerror}"
+    return "\n    ".join([f"Its log {path} ends:", *lines]) if lines else f"Its log {path} is empty."
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP set a flag instead of ending the process; a second Ctrl-C raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)  # type: ignore[arg-type]
+
+    def _stop(self, number: int, _frame: object) -> None:
+        if self.asked.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked.set()

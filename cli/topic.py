@@ -1,0 +1,259 @@
+"""`metamq topic`: create, list, describe, alter, delete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.output import TABLE_OR_JSON, YES, confirm, print_json, print_table, say
+from metamq.cli.units import (
+    DURATION,
+    DURATION_OR_FOREVER,
+    FLUSH,
+    SIZE,
+    SIZE_OR_UNLIMITED,
+    TOPIC,
+    UNLIMITED,
+    show_bytes,
+    show_flush,
+    show_ms,
+)
+from metamq.client.admin import WAIT_S
+from metamq.client.admin_model import TopicDescription
+from metamq.zk.topics import FlushEvery, TopicConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SETTINGS = (
+    click.option("--flush", type=FLUSH, help="When to fsync: ack (before acknowledging), 1000 (messages), 500ms, "
+                 "1000/500ms or never."),
+    click.option("--retention", "retention_ms", type=DURATION_OR_FOREVER, help="Keep messages for 12h, 7d, forever."),
+    click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Keep so much a partition: 10GiB, unlimited."),
+    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="What happens to messages past it."),
+    click.option("--segment-bytes", type=SIZE, help="Size of one file of a partition: 256MiB."),
+    click.option("--max-message-bytes", type=SIZE, help="Refuse larger messages: 1MiB."),
+    click.option("--min-insync", type=int, help="Replicas that must be in sync for a write."),
+    click.option("--replication", type=click.Choice(["async", "sync"]), help="Answer before or after the replicas."),
+)  # fmt: skip
+_BROKERS = click.option(
+    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Only these brokers; repeat it."
+)
+_WAIT = click.option(
+    "--wait", "wait_ms", type=DURATION, default=f"{WAIT_S:g}s", show_default=True, help="Wait so long for the brokers."
+)
+
+
+def _settings(function: F) -> F:
+    for option in reversed(_SETTINGS):
+        function = option(function)
+    return function
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is UNLIMITED else value for name, value in options.items() if value is not None}
+
+
+@click.group(cls=Group)
+def topic() -> None:
+    """Create, list, describe, alter and delete topics."""
+
+
+@topic.command()
+@click.argument("name", type=TOPIC)
+@click.option("-p", "--partitions", type=int, default=4, show_default=True, help="How many, over all brokers.")
+@_settings
+@_BROKERS
+@_WAIT
+def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, **options: Any) -> None:
+    """Create a topic, and wait until it can be used.
+
+    \b
+    metamq topic create flights
+    metamq topic create orders --partitions 8 --flush ack --retention forever
+    metamq topic create clicks --retention 12h --retention-bytes 10GiB --broker 0 --broker 1
+    """
+    current().log()
+    with current().admin() as admin:
+        config = admin.create_topic(
+            name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
+        )
+    places = ", ".join(f"broker {broker_id}: {count}" for broker_id, count in config.partitions.items())
+    say(f"Topic {name} has {partitions} partitions ({places}).")
+
+
+@topic.command("list")
+@TABLE_OR_JSON
+def list_topics(output: str) -> None:
+    """List the topics.
+
+    \b
+    metamq topic list
+    metamq topic list -o json | jq -r '.[].topic'
+    """
+    current().log()
+    with current().admin() as admin:
+        configs = list(admin.topics().values())
+    if output == "json":
+        print_json([config_json(config) for config in configs])
+        return
+    print_table(
+        ["TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "RETENTION-BYTES", "CLEANUP"],
+        [
+            [
+                config.topic,
+                sum(config.partitions.values()),
+                ",".join(map(str, config.partitions)),
+                show_flush(config.flush),
+                show_ms(config.retention_ms),
+                show_bytes(config.retention_bytes),
+                config.cleanup,
+            ]
+            for config in configs
+        ],
+    )
+
+
+def config_json(config: TopicConfig) -> dict[str, Any]:
+    """A topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
+    document = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "unknown"}
+    document["partitions"] = {str(broker_id): count for broker_id, count in config.partitions.items()}
+    if isinstance(config.flush, FlushEvery):
+        document["flush"] = {"messages": config.flush.messages, "ms": config.flush.ms}
+    return document
+
+
+@topic.command()
+@click.argument("names", type=TOPIC, nargs=-1, required=True)
+@TABLE_OR_JSON
+def describe(names: tuple[str, ...], output: str) -> None:
+    """Show settings and partitions of topics.
+
+    \b
+    metamq topic describe flights
+    metamq topic describe flights -o json | jq '.[0].partitions[] | select(.live | not)'
+    """
+    current().log()
+    with current().admin() as admin:
+        found = [admin.describe_topic(name) for name in names]
+    if output == "json":
+        print_json([_description_json(one) for one in found])
+        return
+    for number, one in enumerate(found):
+        if number:
+            click.echo()
+        _print_description(one)
+
+
+def _description_json(one: TopicDescription) -> dict[str, Any]:
+    partitions = [
+        {
+            "partition": partition.partition,
+            "broker_id": partition.broker_id,
+            "address": partition.address,
+            "live": partition.live,
+            "start_offset": partition.start_offset,
+            "stable_offset": partition.stable_offset,
+            "messages": partition.messages,
+            "size_bytes": partition.size_bytes,
+            "problem": partition.problem,
+        }
+        for partition in one.partitions
+    ]
+    return {"topic": one.topic, "messages": one.messages, "config": config_json(one.config), "partitions": partitions}
+
+
+def _print_description(one: TopicDescription) -> None:
+    config = one.config
+    click.echo(f"{config.topic}: {len(one.partitions)} partitions, {one.messages:,} messages, id {config.id}")
+    click.echo(
+        f"flush {show_flush(config.flush)}, retention {show_ms(config.retention_ms)} and "
+        f"{show_bytes(config.retention_bytes)}, {config.cleanup}, segments {show_bytes(config.segment_bytes)}, "
+        f"messages up to {show_bytes(config.max_message_bytes)}, {config.replication}, min in sync {config.min_insync}"
+    )
+    headings = ["PARTITION", "BROKER", "ADDRESS", "START", "END", "MESSAGES", "SIZE"]
+    rows: list[list[object]] = [
+        [
+            partition.partition,
+            partition.broker_id,
+            partition.address,
+            partition.start_offset,
+            partition.stable_offset,
+            partition.messages,
+            None if partition.size_bytes is None else show_bytes(partition.size_bytes),
+        ]
+        for partition in one.partitions
+    ]
+    if any(partition.problem for partition in one.partitions):
+        headings.append("PROBLEM")
+        for row, partition in zip(rows, one.partitions, strict=True):
+            row.append(partition.problem)
+    print_table(headings, rows)
+
+
+@topic.command()
+@click.argument("name", type=TOPIC)
+@click.option("-p", "--partitions", type=int, help="The new total; they are only ever added.")
+@_settings
+@_BROKERS
+@_WAIT
+@YES
+def alter(name: str, partitions: int | None, brokers: tuple[int, ...], wait_ms: int, yes: bool, **options: Any) -> None:
+    """Change settings of a topic while it is used, or add partitions.
+
+    With more partitions most keys go to another one than before. A shorter retention removes messages and wants --yes.
+
+    \b
+    metamq topic alter flights --retention 30d --flush 500ms
+    metamq topic alter flights --partitions 8
+    metamq topic alter flights --retention 1h --yes
+    """
+    current().log()
+    settings = _given(options)
+    if not settings and partitions is None:
+        raise click.UsageError("give a setting to change, such as --retention 30d")
+    with current().admin() as admin:
+        before = admin.describe_topic(name).config
+        losses = [
+            f"Topic {name}: {setting} from {show(getattr(before, setting))} to {show(settings[setting])}, "
+            "messages past it are removed."
+            for setting, show in (("retention_ms", show_ms), ("retention_bytes", show_bytes))
+            if setting in settings and _is_less(settings[setting], getattr(before, setting))
+        ]
+        if losses:
+            confirm(losses, yes=yes)
+        admin.alter(name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings)
+    say(f"Topic {name} is changed.")
+
+
+def _is_less(after: int | None, before: int | None) -> bool:
+    return after is not None and (before is None or after < before)
+
+
+@topic.command()
+@click.argument("names", type=TOPIC, nargs=-1, required=True)
+@_WAIT
+@YES
+def delete(names: tuple[str, ...], wait_ms: int, yes: bool) -> None:
+    """Delete topics with all their messages.
+
+    \b
+    metamq topic delete flights          shows what would go
+    metamq topic delete flights --yes
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = []
+        readers = admin.groups().values()
+        for name in names:
+            one = admin.describe_topic(name)
+            plan.append(f"Delete topic {name}: {len(one.partitions)} partitions, {one.messages:,} messages.")
+            plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
+        confirm(plan, yes=yes)
+        for name in names:
+            admin.delete(name, timeout_s=wait_ms / 1000)
+            say(f"Topic {name} is deleted.")
