@@ -51,6 +51,15 @@ def iterate(consumer: Consumer[bytes], count: int) -> None:
             return
 
 
+def batches(consumer: Consumer[bytes], count: int) -> None:
+    """`batches()`: verified, nothing in them touched."""
+    left = count
+    for batch in consumer.batches():
+        left -= len(batch)
+        if left <= 0:
+            return
+
+
 def batch_values(consumer: Consumer[bytes], count: int) -> None:
     """`batches()`, every value made and touched, on the standard library."""
     left = count
@@ -71,6 +80,7 @@ def batch_arrow(consumer: Consumer[bytes], count: int) -> None:
 
 CONSUMERS: dict[str, Callable[[Consumer[bytes], int], None]] = {
     "iteration": iterate,
+    "batches": batches,
     "batches, values": batch_values,
     "batches, arrow": batch_arrow,
 }

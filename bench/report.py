@@ -1,0 +1,165 @@
+"""Writes docs/performance.md and its plot from a result file, so that no figure there was typed by hand.
+
+python bench/report.py [bench/results/latest.json]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches, arrow", "listener")
+
+INTRODUCTION = """# Performance
+
+Measured by `./dev bench`, written by `bench/report.py` from `bench/results/latest.json`. A speed means nothing without
+the machine, so each stands beside what the same machine does with system calls alone in the same run:
+
+* **loopback**: one process sends, another receives;
+* **copy and write**: one sends, another receives and writes to a file, in the page cache: what producing cannot beat;
+* **read and send**: one reads a file from the page cache and sends, another receives: what fetching cannot beat.
+
+The broker is a process of its own. Figures are medians of the rounds of one run.
+"""
+
+HOW = """
+## How to read them
+
+`send` is one call and one Delivery a message; `send_many` one call for all. `iteration` is `for message in consumer`;
+`batches` yields verified batches and touches nothing in them; `values` makes every value a `bytes` object; `arrow` makes a
+RecordBatch. All of them include connecting. The listener is `consumer.run(listener)` with one thread.
+
+A consumer of 1,000 partitions fetches, within a poll, as much as one of 4, since a fetch session carries only what
+changed.
+"""
+
+
+def _throughput(results: dict[str, Any]) -> list[str]:
+    limits = results["raw_bytes_per_s"]
+    lines = ["", "## Throughput", ""]
+    lines.append(
+        f"Raw limits: loopback {limits['loopback'] / 1e9:.2f} GB/s, copy and write {limits['copy_write'] / 1e9:.2f} GB/s, "
+        f"read and send {limits['read_send'] / 1e9:.2f} GB/s."
+    )
+    lines += ["", "Messages per second, and MB/s of values:", ""]
+    lines.append("| bytes | partitions | " + " | ".join(WAYS) + " |")
+    lines.append("|---|---|" + "---|" * len(WAYS))
+    for row in results["messages_per_s"]:
+        size = row["message_bytes"]
+        cells = [f"{row[way] / 1e6:.2f} M, {row[way] * size / 1e6:,.0f}" for way in WAYS]
+        lines.append(f"| {size:,} | {row['partitions']:,} | " + " | ".join(cells) + " |")
+    lines += ["", "![throughput](performance.svg)"]
+    return lines
+
+
+def _latency(results: dict[str, Any]) -> list[str]:
+    lines = ["", "## Latency", "", "| | p50 | p99 | p99.9 |", "|---|---|---|---|"]
+    names = {"round_trip": "`send(...).result()`, blocking", "end_to_end": "from `send` to the loop, 1,000 messages/s"}
+    for key, name in names.items():
+        figures = results[key]
+        cells = (f"{figures[percentile]:.2f} ms" for percentile in ("p50_ms", "p99_ms", "p99_9_ms"))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _lifecycle(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        "## Start-up, recovery, memory",
+        "",
+        "| log | up after a clean stop | up after kill -9 |",
+        "|---|---|---|",
+    ]
+    for row in results["by_log_size"]:
+        lines.append(f"| {row['log_mb']:,.0f} MB | {row['after_clean_stop_s']:.2f} s | {row['after_kill_s']:.2f} s |")
+    many = results["many_partitions"]
+    lines += [
+        "",
+        f"A broker with {many['partitions']:,} partitions, each with data, takes {many['used_mb']:.0f} MB "
+        f"({many['empty_mb']:.0f} MB without them, {many['kb_per_partition']:.1f} kB a partition), and is up "
+        f"{many['restart_after_clean_stop_s']:.2f} s after a clean stop.",
+    ]
+    return lines
+
+
+def _rebalance(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        "## Rebalance",
+        "",
+        "Ten members, 100 partitions, handlers of up to 10 ms; until everything is owned again:",
+        "",
+    ]
+    lines += ["| event | seconds |", "|---|---|"]
+    lines += [f"| {event} | {results[f'{event}_s']:.2f} |" for event in ("join", "leave", "kill")]
+    lines += ["", "For a kill, after the end of the session of the killed one."]
+    return lines
+
+
+def _checks(found: list[dict[str, Any]]) -> list[str]:
+    lines = ["", "## Against what was promised", "", "| | figure | target | |", "|---|---|---|---|"]
+    for check in found:
+        mark = "reached" if check["reached"] else "**missed**"
+        lines.append(f"| {check['what']} | {check['figure']:.2f} | {check['target']:.2f} | {mark} |")
+    return lines
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Share of the raw limit that each way reaches, as a picture."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "metamq"
+    from matplotlib import pyplot
+
+    limits = results["raw_bytes_per_s"]
+    rows = results["messages_per_s"]
+    ways = [way for way in WAYS if way != "listener"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=False)
+    for place, size in zip(axes, sorted({row["message_bytes"] for row in rows}), strict=True):
+        chosen = [row for row in rows if row["message_bytes"] == size]
+        width = 0.8 / len(chosen)
+        for number, row in enumerate(chosen):
+            heights = [row[way] * size / 1e9 for way in ways]
+            positions = [index + (number - (len(chosen) - 1) / 2) * width for index in range(len(ways))]
+            place.bar(positions, heights, width, label=f"{row['partitions']:,} partitions")
+        place.axhline(limits["copy_write"] / 1e9, linestyle="--", color="tab:red", label="raw copy and write")
+        place.axhline(limits["read_send"] / 1e9, linestyle=":", color="black", label="raw read and send")
+        place.set_xticks(range(len(ways)), [way.replace(", ", "\n") for way in ways], fontsize=8)
+        place.set_title(f"{size:,}-byte messages")
+        place.set_ylabel("GB of values per second")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    """Writes both files."""
+    source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / "latest.json"
+    results = json.loads(source.read_text())
+    machine = results["machine"]
+    lines = [INTRODUCTION.rstrip(), ""]
+    lines.append(
+        f"This run: {results['date']}, {machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, "
+        f"metamq {machine['metamq']}, {results['rounds']} rounds."
+    )
+    for part, write in (
+        ("throughput", _throughput),
+        ("latency", _latency),
+        ("lifecycle", _lifecycle),
+        ("rebalance", _rebalance),
+    ):
+        if part in results:
+            lines += write(results[part])
+    lines += _checks(results["checks"])
+    lines.append(HOW.rstrip())
+    (ROOT / "docs" / "performance.md").write_text("\n".join(lines) + "\n")
+    if "throughput" in results:
+        plot(results["throughput"], ROOT / "docs" / "performance.svg")
+
+
+if __name__ == "__main__":
+    main()
