@@ -129,31 +129,34 @@ class DatabaseOffsets:
 
     def _claim(self, connection: Connection, claim: Claim) -> ClaimOutcome:
         key = (claim.group, *claim.tp)
-        raised = self._change(
-            connection,
-            f"UPDATE {self._table} SET generation = {{}} "
-            "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation < {}",
-            (claim.generation, *key, claim.generation),
-        )
-        row = self._row(connection, claim)
-        if row is None:
-            # Of two claims that insert at the same time, the key refuses one, which is then repeated.
+        while True:
             self._change(
                 connection,
-                f"INSERT INTO {self._table} "
-                "(group_name, topic, partition_name, topic_id, generation, next_offset, epoch) "
-                "VALUES ({}, {}, {}, {}, {}, {}, {})",
-                (*key, claim.topic_id, claim.generation, NOTHING_COMMITTED, 0),
+                f"UPDATE {self._table} SET generation = {{}} "
+                "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation < {}",
+                (claim.generation, *key, claim.generation),
             )
-        # A transaction for each row: no row stays locked while the next one waits for its earlier owner.
-        connection.commit()
-        if row is None:
-            return None
-        generation, committed = row
-        if not raised and generation != claim.generation:
-            reason = f"the database knows generation {generation}, ours is {claim.generation}"
-            return OwnershipLost(*claim.tp, reason=reason)
-        return committed
+            row = self._row(connection, claim)
+            if row is None:
+                # Of two claims that insert at the same time, the key refuses one, which is then repeated.
+                self._change(
+                    connection,
+                    f"INSERT INTO {self._table} "
+                    "(group_name, topic, partition_name, topic_id, generation, next_offset, epoch) "
+                    "VALUES ({}, {}, {}, {}, {}, {}, {})",
+                    (*key, claim.topic_id, claim.generation, NOTHING_COMMITTED, 0),
+                )
+            # A transaction for each row: no row stays locked while the next one waits for its earlier owner.
+            connection.commit()
+            if row is None:
+                return None
+            generation, committed = row
+            if generation == claim.generation:
+                return committed
+            if generation > claim.generation:
+                reason = f"the database knows generation {generation}, ours is {claim.generation}"
+                return OwnershipLost(*claim.tp, reason=reason)
+            # Somebody with an earlier claim inserted the row between our two statements.
 
     def _commit_one(self, connection: Connection, request: CommitRequest) -> CommitOutcome:
         if not self._update(connection, request, known_offset=None):
