@@ -12,8 +12,9 @@ What is changed, and why:
 - `drop` cuts the connection. kazoo finds out that a server hangs by an idle time without an answer to its ping, and
   every request postpones that ping; a client that asks often enough waits for ever.
 - A request is handed over under a lock, and only while the connection of the session that was asked for is up.
-  kazoo would keep it for the next connection. Since the lock is taken when the connection is lost too, and kazoo fails
-  everything it still holds when a session expires, no request is carried out in a later session.
+  kazoo would keep it for the next connection. The link counts as down, under the same lock, before kazoo fails what it
+  holds: so each request is either refused, or sent on the connection for which it was meant, or failed with it. None
+  is carried out on a later connection, let alone in a later session.
 
 kazoo is told to log to "metamq.zk.kazoo", which is silent unless its level is set.
 """
@@ -42,6 +43,7 @@ if kazoo_log.level == logging.NOTSET:
     kazoo_log.setLevel(logging.CRITICAL + 1)
 
 _INTERRUPT_CHECK_S = 0.05
+_JOIN_LIMIT_S = 0.1
 
 StateListener = Callable[[str, int, int], None]
 """Called in kazoo's thread with (KazooState, session id, negotiated time-out in ms)."""
@@ -124,6 +126,19 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
                 log.debug("the connection to ZooKeeper was closed already: %s", error)
 
 
+class _Client(KazooClient):  # type: ignore[misc]
+    """kazoo's client; calls `before_break` before it fails the requests of a connection that is lost."""
+
+    def __init__(self, before_break: Callable[[], None], **settings: Any) -> None:
+        self._before_break = before_break
+        super().__init__(**settings)
+
+    def _session_callback(self, state: str) -> None:
+        if state != KeeperState.CONNECTED:
+            self._before_break()
+        super()._session_callback(state)
+
+
 class Link:
     """One kazoo client. All methods may be called from any thread; none waits for the network."""
 
@@ -134,8 +149,10 @@ class Link:
         self._on_state = on_state
         self._lock = threading.Lock()
         self._live_session_id: int | None = None
+        self._stopper: threading.Thread | None = None
         names = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts)
-        client = KazooClient(
+        client = _Client(
+            self._down,
             hosts=names,
             timeout=timeout_s,
             handler=self._handler,
@@ -170,6 +187,7 @@ class Link:
 
     def drop(self) -> None:
         """Cut the connection: requests under way fail, and kazoo connects anew."""
+        self._down()
         self._connection.drop()
 
     def stop(self, done: Callable[[], None]) -> None:
@@ -186,16 +204,27 @@ class Link:
             finally:
                 done()
 
-        threading.Thread(target=stop, name="metamq-zookeeper-close", daemon=True).start()
+        self._stopper = threading.Thread(target=stop, name="metamq-zookeeper-close", daemon=True)
+        self._stopper.start()
+
+    def join(self) -> None:
+        """After `stop` called `done`: until its thread, which does nothing more then, is gone too."""
+        if self._stopper is not None:
+            self._stopper.join(_JOIN_LIMIT_S)
 
     def interrupt(self) -> None:
         """After `stop`: wait for no server any longer."""
         self._handler.interrupted.set()
         self._connection.drop()
 
-    def _state_changed(self, state: str) -> None:
-        client_id = self._client.client_id if state == KazooState.CONNECTED else None
-        session_id = client_id[0] if client_id is not None else None
+    def _down(self) -> None:
         with self._lock:
-            self._live_session_id = session_id
-        self._on_state(state, session_id or 0, self._connection.negotiated_timeout_ms)
+            self._live_session_id = None
+
+    def _state_changed(self, state: str) -> None:
+        session_id = 0
+        if state == KazooState.CONNECTED and self._client.client_id is not None:
+            session_id = self._client.client_id[0]
+            with self._lock:
+                self._live_session_id = session_id
+        self._on_state(state, session_id, self._connection.negotiated_timeout_ms)

@@ -13,13 +13,13 @@ Three states, as the loop has seen them:
                 CONNECTED with another `session_id` and a `generation` one higher
 
 A request belongs to the session in which its method was called. It is refused at once, with ConnectionLost and the
-outcome "not_done", unless the connection of that very session is up. One race remains, and does no harm: a request
-that is handed over at the instant at which the connection breaks may be sent on the next connection of the *same*
-session, after its caller was told "unknown". It is never sent in a later session.
+outcome "not_done", unless the connection of that very session is up. One that is lost with its connection has the
+outcome "unknown"; the server may still be about to carry it out, but nothing ever sends it again.
 
-Time. A request that has no answer after two thirds of the negotiated time-out fails with ConnectionLost, and the
-connection is cut: a server that answers nothing (SIGSTOP, a cut cable) holds nobody up, and the next server is tried
-while the session can still be saved.
+Time. A request that has no answer two thirds of the negotiated time-out after it was handed over fails with
+ConnectionLost, and the connection is cut: a server that answers nothing (SIGSTOP, a cut cable) holds nobody up, and
+the next server is tried while the session can still be saved. Beyond a hundred requests under way, others wait for
+their turn; they wait as long as answers come, and are refused when the connection is cut.
 
 Watches. A watch is called once: when its node changes, or when the connection is lost, since ZooKeeper does not keep
 the watches of a lost connection here. Whoever is called reads again, after `connected()`.
@@ -33,7 +33,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from kazoo.protocol.states import KazooState
 
@@ -99,13 +99,6 @@ _STATES = {
     KazooState.SUSPENDED: State.SUSPENDED,
     KazooState.LOST: State.LOST,
 }
-
-
-class _Ticket(NamedTuple):
-    """What one call of a public method may use: its session, and the loop's time until which it has to end."""
-
-    session_id: int
-    deadline: float
 
 
 class Session:
@@ -188,31 +181,31 @@ class Session:
 
     async def get(self, path: str, watch: Callable[[], None] | None = None) -> Node:
         """The node. `watch` is called once it changes or is deleted. Raises NoNode, and then leaves no watch."""
-        ticket, full = self._ticket(), self._full(path)
+        asked_in, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
-            data, stat = await self._ask(ticket, path, lambda client: client.get_async(full, watching.watch))
+            data, stat = await self._ask(asked_in, path, lambda client: client.get_async(full, watching.watch))
         return node_of(data, stat)
 
     async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Node | None:
         """The node, or None without one. `watch` is called once it changes, is deleted or is created."""
-        ticket, full = self._ticket(), self._full(path)
+        asked_in, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
             while True:
                 try:
-                    data, stat = await self._ask(ticket, path, lambda client: client.get_async(full, watching.watch))
+                    data, stat = await self._ask(asked_in, path, lambda client: client.get_async(full, watching.watch))
                     return node_of(data, stat)
                 except NoNode:
                     if watch is None:
                         return None
                 # Only `exists` leaves a watch for a node that is not there yet.
-                if not await self._ask(ticket, path, lambda client: client.exists_async(full, watching.watch)):
+                if not await self._ask(asked_in, path, lambda client: client.exists_async(full, watching.watch)):
                     return None
 
     async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
         """The node's stat, or None without a node. `watch` is called once it changes, is deleted or is created."""
-        ticket, full = self._ticket(), self._full(path)
+        asked_in, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
-            stat = await self._ask(ticket, path, lambda client: client.exists_async(full, watching.watch))
+            stat = await self._ask(asked_in, path, lambda client: client.exists_async(full, watching.watch))
         return stat_of(stat) if stat is not None else None
 
     async def children(self, path: str, watch: Callable[[], None] | None = None) -> list[str]:
@@ -220,16 +213,16 @@ class Session:
 
         Raises NoNode, and then leaves no watch.
         """
-        ticket, full = self._ticket(), self._full(path)
+        asked_in, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
             names: list[str] = await self._ask(
-                ticket, path, lambda client: client.get_children_async(full, watching.watch)
+                asked_in, path, lambda client: client.get_children_async(full, watching.watch)
             )
         return names
 
     async def sync(self) -> None:
         """A round trip to ZooKeeper's leader, which saw the session alive; what is read next is no older than that."""
-        await self._ask(self._ticket(), "/", lambda client: client.sync_async("/"))
+        await self._ask(self._open_session_id(), "/", lambda client: client.sync_async("/"))
 
     # Writing
 
@@ -238,12 +231,12 @@ class Session:
 
         Raises NodeExists, NoNode when the parent is missing, MessageTooLarge.
         """
-        ticket, full = self._ticket(), self._full(path)
+        asked_in, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
         while True:
             try:
                 _, stat = await self._ask(
-                    ticket,
+                    asked_in,
                     path,
                     lambda client: client.create_async(full, data, ephemeral=ephemeral, include_data=True),
                 )
@@ -252,26 +245,26 @@ class Session:
                 parent = _parent(full)
                 if not makepath or parent is None:
                     raise
-                await self._ensure(ticket, parent)
+                await self._ensure(asked_in, parent)
 
     async def set(self, path: str, data: bytes, version: int) -> Node:
         """Write a node that has `version` (ANY_VERSION: any). The node as it is now, with its new version.
 
         Raises BadVersion, NoNode, MessageTooLarge.
         """
-        ticket, full = self._ticket(), self._full(path)
+        asked_in, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
-        stat = await self._ask(ticket, path, lambda client: client.set_async(full, data, version))
+        stat = await self._ask(asked_in, path, lambda client: client.set_async(full, data, version))
         return node_of(data, stat)
 
     async def delete(self, path: str, version: int) -> None:
         """Delete a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
-        ticket, full = self._ticket(), self._full(path)
-        await self._ask(ticket, path, lambda client: client.delete_async(full, version))
+        asked_in, full = self._open_session_id(), self._full(path)
+        await self._ask(asked_in, path, lambda client: client.delete_async(full, version))
 
     async def ensure(self, path: str) -> None:
         """Create the node and its parents, as persistent nodes without data, as far as they are missing."""
-        await self._ensure(self._ticket(), self._full(path))
+        await self._ensure(self._open_session_id(), self._full(path))
 
     async def multi(self, operations: Sequence[Op]) -> list[int | None]:
         """All operations, or none. For each Create and SetData the node's version after it, else None.
@@ -281,13 +274,13 @@ class Session:
         """
         if not operations:
             return []
-        ticket = self._ticket()
+        asked_in = self._open_session_id()
         full = [self._full(operation.path) for operation in operations]
         for operation in operations:
             if isinstance(operation, Create | SetData):
                 _check_data(operation.path, operation.data)
         results: list[Any] = await self._ask(
-            ticket, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
+            asked_in, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
         )
         failure = failure_of(results)
         if failure is not None:
@@ -340,6 +333,8 @@ class Session:
             if not answer.done():
                 answer.set_exception(self._lost("the session was closed before an answer came"))
         self._wake()
+        # Whoever waits for a turn gets it, is refused, and passes it on.
+        self._slots.release()
         self._link.stop(lambda: self._in_loop(_settle, stopped, None))
         try:
             await asyncio.wait({stopped}, timeout=_CLOSE_GRACE_S)
@@ -349,45 +344,46 @@ class Session:
         except asyncio.CancelledError:
             self._link.interrupt()
             raise
-        if not stopped.done():
+        if stopped.done():
+            self._link.join()
+        else:
             log.warning("the connection to ZooKeeper at %s is still closing; left to itself", self.servers)
             stopped.set_result(None)
 
     # Inside
 
-    async def _ensure(self, ticket: _Ticket, full: str) -> None:
+    async def _ensure(self, asked_in: int, full: str) -> None:
         # An `exists` is answered by any server at once, a `create` that fails goes through the leader's log.
-        if await self._ask(ticket, full, lambda client: client.exists_async(full)) is not None:
+        if await self._ask(asked_in, full, lambda client: client.exists_async(full)) is not None:
             return
         try:
-            await self._ask(ticket, full, lambda client: client.create_async(full, b""))
+            await self._ask(asked_in, full, lambda client: client.create_async(full, b""))
         except NodeExists:
             return
         except NoNode:
             parent = _parent(full)
             if parent is None:
                 raise
-            await self._ensure(ticket, parent)
-            await self._ensure(ticket, full)
+            await self._ensure(asked_in, parent)
+            await self._ensure(asked_in, full)
 
-    async def _ask(self, ticket: _Ticket, path: str, call: Callable[[Any], Any]) -> Any:
-        """Hand one request to kazoo and wait for its answer, which never takes longer than the ticket allows."""
-        try:
-            async with asyncio.timeout_at(ticket.deadline):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise self._lost("too many requests wait for an answer", outcome="not_done") from None
+    async def _ask(self, asked_in: int, path: str, call: Callable[[Any], Any]) -> Any:
+        """Hand one request of session `asked_in` to kazoo, and wait for its answer."""
+        await self._slots.acquire()
         answer = self._loop.create_future()
-        result = self._link.submit(ticket.session_id, call) if self._closed is None else None
+        try:
+            result = self._link.submit(asked_in, call) if self._closed is None else None
+        except BaseException:
+            self._slots.release()
+            raise
         if result is None:
             self._slots.release()
             # The event that says so is on its way: without this, a caller that tries again would keep it out.
             await asyncio.sleep(0)
-            raise self._lost(f"the session is {self.state.value}, nothing was sent", outcome="not_done")
+            raise self._lost("it was lost, nothing was sent", outcome="not_done")
         self._answers.add(answer)
         result.rawlink(lambda finished: self._in_loop(self._finish, answer, finished, path))
-        sent = self._loop.time()
-        timer = self._loop.call_at(ticket.deadline, self._expire, answer, result, sent)
+        timer = self._loop.call_later(self._limit_s(), self._expire, answer, result)
         try:
             return await answer
         finally:
@@ -404,17 +400,16 @@ class Session:
         else:
             answer.set_result(result.value)
 
-    def _expire(self, answer: asyncio.Future[Any], result: Any, sent: float) -> None:
+    def _expire(self, answer: asyncio.Future[Any], result: Any) -> None:
         # A loop that hung for long finds the timer due and the answer in its queue: the answer counts.
         if answer.done() or result.ready():
             return
         answer.set_exception(self._lost(f"no answer within {self._limit_s():.1f} s"))
-        if self._loop.time() - sent >= self._limit_s() / 2:
-            self._link.drop()
+        self._link.drop()
 
-    def _ticket(self) -> _Ticket:
+    def _open_session_id(self) -> int:
         self._check_open()
-        return _Ticket(self.session_id, self._loop.time() + self._limit_s())
+        return self.session_id
 
     def _limit_s(self) -> float:
         return self.negotiated_timeout_ms / 1000 * 2 / 3

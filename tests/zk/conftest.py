@@ -30,11 +30,21 @@ def servers(zookeeper: EmbeddedZooKeeper) -> str:
     return f"{zookeeper.address}/{uuid.uuid4().hex}"
 
 
-@pytest.fixture
-def victim() -> Iterator[EmbeddedZooKeeper]:
-    """A server of this test's own, to be killed or frozen."""
+@pytest.fixture(scope="session")
+def spare_zookeeper() -> Iterator[EmbeddedZooKeeper]:
+    """Behind `victim`: not for use by tests."""
     with EmbeddedZooKeeper() as server:
         yield server
+
+
+@pytest.fixture
+def victim(spare_zookeeper: EmbeddedZooKeeper) -> Iterator[EmbeddedZooKeeper]:
+    """A server to be killed or frozen, at work again for the next test. Its nodes stay."""
+    yield spare_zookeeper
+    if spare_zookeeper.pid is None:
+        spare_zookeeper.restart()
+    else:
+        spare_zookeeper.thaw()
 
 
 @pytest.fixture
@@ -54,15 +64,21 @@ def until() -> Until:
 def expire() -> Expire:
     """`expire(session)` ends it on the server, as a time-out would, without the wait. Blocks.
 
-    Another connection takes the session over and closes it.
+    Another connection takes the session over and closes it. The session may win itself back first: so the next
+    connection looks whether it is over, and closes it otherwise.
     """
 
     def take_over(session: Session) -> None:
         client_id = session._link._client.client_id
-        if client_id is not None:
+        assert client_id is not None
+        for _ in range(100):
             client = KazooClient(session.servers.partition("/")[0], client_id=client_id)
-            client.start(5)
+            client.start_async().wait(5)
+            found = client.client_id
             client.stop()
             client.close()
+            if found is not None and found[0] != client_id[0]:
+                return
+        raise AssertionError("the session does not end")
 
     return take_over

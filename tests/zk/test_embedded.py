@@ -79,8 +79,6 @@ def test_temporary_data_is_removed_and_everything_may_be_repeated(zookeeper: Emb
     server.stop()
     assert not folder.exists()
     assert server.pid is None
-    server.start()
-    server.stop()
 
 
 def test_a_frozen_server_can_be_stopped() -> None:

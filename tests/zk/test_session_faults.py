@@ -51,7 +51,7 @@ def test_a_killed_server_suspends_and_a_restarted_one_resumes_the_session(
             await until(lambda: session.state is State.SUSPENDED)
             await until(lambda: calls == [1])
             started = time.monotonic()
-            with pytest.raises(ConnectionLost, match="suspended, nothing was sent") as failure:
+            with pytest.raises(ConnectionLost, match="it was lost, nothing was sent") as failure:
                 await session.set("/e", b"", ANY_VERSION)
             assert time.monotonic() - started < 0.1
             assert failure.value.outcome == "not_done"
@@ -139,7 +139,8 @@ def test_no_request_to_a_frozen_server_outlives_the_session_time_out(victim: Emb
                     outcomes.append((time.monotonic() - started, error))
 
             victim.freeze()
-            requests = []
+            # More than are handed over at once: the others wait for their turn, and not for ever either.
+            requests = [asyncio.create_task(ask(number)) for number in range(300)]
             started = time.monotonic()
             while time.monotonic() - started < 1.2:
                 requests.append(asyncio.create_task(ask(len(requests))))
@@ -294,8 +295,6 @@ def test_close_is_quick_without_a_server(
         assert time.monotonic() - started < 1
         with pytest.raises(ConnectionLost):
             await request
-        for thread in set(threading.enumerate()) - threads:
-            thread.join(1)
         assert set(threading.enumerate()) == threads
 
     with caplog.at_level(logging.WARNING):
@@ -350,8 +349,8 @@ def test_a_host_in_the_dark_does_not_keep_from_the_others(
         with black_hole() as port:
             victim.freeze()
             for dark in (f"127.0.0.1:{port}", victim.address):
-                # kazoo begins with any of them: four times makes it likely that the dark one comes first once.
-                for _ in range(4):
+                # kazoo begins with any of them: three times makes it likely that the dark one comes first once.
+                for _ in range(3):
                     servers = f"{dark},{zookeeper.address}"
                     started = time.monotonic()
                     async with await Session.open(servers, timeout_ms=2_000) as session:
