@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import pytest
 from kazoo.client import KazooClient
+from kazoo.handlers.threading import KazooTimeoutError
 
 from metamq.client.offsets import CommitRequest, Committed, ZooKeeperOffsets
 from metamq.client.rebalance import AssignedPartition, ZKLoadRebalanceListener
@@ -125,6 +126,12 @@ class Member:
         for tp in self.consuming:
             self.referee.ends(self, tp)
 
+    def go_on(self) -> None:
+        """What a consumer does when it has a lease again."""
+        self.is_paused = False
+        for tp in self.consuming:
+            self.referee.begins(self, tp)
+
     def die(self) -> None:
         """The process is gone: whatever it held, it consumes no more."""
         for tp in list(self.consuming):
@@ -216,7 +223,8 @@ async def expire(member: Member) -> None:
 
     def end() -> None:
         client = KazooClient(session.servers.partition("/")[0], client_id=session._link._client.client_id)
-        client.start()
+        with contextlib.suppress(KazooTimeoutError):
+            client.start(2)
         client.stop()
         client.close()
 
@@ -229,7 +237,7 @@ async def expire(member: Member) -> None:
         with contextlib.suppress(AssertionError):
             await until(lambda: session.generation > generation, limit_s=1)
     await session.connected()
-    member.is_paused = False
+    member.go_on()
 
 
 def test_ten_members_and_a_hundred_partitions_settle_after_every_change(servers: str) -> None:
