@@ -15,8 +15,8 @@ WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches
 
 INTRODUCTION = """# Performance
 
-Measured by `./dev bench`, written by `bench/report.py` from `bench/results/latest.json`. A speed means nothing without
-the machine, so each stands beside what the same machine does with system calls alone in the same run:
+Measured by `./dev bench`, written by `bench/report.py` from `bench/results/latest.json`. A speed means nothing
+without the machine, so each stands beside what the same machine does with system calls alone in the same run:
 
 * **loopback**: one process sends, another receives;
 * **copy and write**: one sends, another receives and writes to a file, in the page cache: what producing cannot beat;
@@ -32,8 +32,7 @@ HOW = """
 `batches` yields verified batches and touches nothing in them; `values` makes every value a `bytes` object; `arrow` makes a
 RecordBatch. All of them include connecting. The listener is `consumer.run(listener)` with one thread.
 
-A consumer of 1,000 partitions fetches, within a poll, as much as one of 4, since a fetch session carries only what
-changed.
+A consumer of 1,000 partitions sends no more with a poll than one of 4: a fetch session carries only what changed.
 """
 
 
@@ -41,8 +40,8 @@ def _throughput(results: dict[str, Any]) -> list[str]:
     limits = results["raw_bytes_per_s"]
     lines = ["", "## Throughput", ""]
     lines.append(
-        f"Raw limits: loopback {limits['loopback'] / 1e9:.2f} GB/s, copy and write {limits['copy_write'] / 1e9:.2f} GB/s, "
-        f"read and send {limits['read_send'] / 1e9:.2f} GB/s."
+        f"Raw limits: loopback {limits['loopback'] / 1e9:.2f} GB/s, copy and write "
+        f"{limits['copy_write'] / 1e9:.2f} GB/s, read and send {limits['read_send'] / 1e9:.2f} GB/s."
     )
     lines += ["", "Messages per second, and MB/s of values:", ""]
     lines.append("| bytes | partitions | " + " | ".join(WAYS) + " |")

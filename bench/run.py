@@ -4,8 +4,8 @@
     ./dev bench --quick         one round, for a look
     ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance
 
-Writes bench/results/latest.json, of which bench/report.py makes docs/performance.md. Figures are medians over the rounds; the raw limits are
-measured in every round, so that both see the same machine.
+Writes bench/results/latest.json, of which bench/report.py makes docs/performance.md. Figures are medians over the
+rounds; the raw limits are measured in every round, so that both see the same machine.
 """
 
 from __future__ import annotations

@@ -110,9 +110,10 @@ class Demo:
             self._until_counted(database, len(rows), progress, sending)
             sent_s, sent_bytes = sending.result()
         counted_s = time.monotonic() - began
+        rate, megabytes = len(rows) / sent_s, sent_bytes / sent_s / 1e6
         self.say(
-            f"sent {len(rows) / sent_s:,.0f} flights/s ({sent_bytes / sent_s / 1e6:,.0f} MB/s, making the JSON included), "
-            f"counted {len(rows) / counted_s:,.0f} flights/s (the kill included)"
+            f"sent {rate:,.0f} flights/s, {megabytes:,.0f} MB/s, the making of the JSON included; "
+            f"counted {len(rows) / counted_s:,.0f} flights/s, the kill included"
         )
 
     def _produce(self, running: Cluster, rows: list[dict[str, Any]], progress: Progress) -> tuple[float, int]:
