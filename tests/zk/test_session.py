@@ -285,13 +285,13 @@ def test_thousands_of_requests_at_once_do_not_block_the_loop(servers: str) -> No
     async def scenario(session: Session) -> None:
         await session.create("/n", b"x")
         answers = asyncio.gather(*(session.get("/n") for _ in range(2_000)))
-        longest_s, before = 0.0, time.monotonic()
+        turns = 0
         while not answers.done():
-            await asyncio.sleep(0)
-            now = time.monotonic()
-            longest_s, before = max(longest_s, now - before), now
+            await asyncio.sleep(0.001)
+            turns += 1
         assert {node.data for node in await answers} == {b"x"}
-        assert longest_s < 1.0
+        # Some 600; some 30 when kazoo makes the loop wait.
+        assert turns > 100
 
     run(servers, scenario)
 
