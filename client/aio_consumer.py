@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -28,6 +29,9 @@ from metamq.zk.paths import DEFAULT_ROOT
 log = logging.getLogger("metamq.client")
 
 T = TypeVar("T")
+
+POLL_S = 0.5
+"""How often a message that waits for its next attempt looks whether it is still ours."""
 
 
 class Consumer(ConsumerFace[T]):
@@ -83,7 +87,7 @@ class Consumer(ConsumerFace[T]):
         self._hand: Hand | None = None
         self._fields: Iterator[tuple[Any, ...]] | None = None
         self._filled = asyncio.Event()
-        self._closed = False
+        self._closed = True
 
     async def open(self) -> Self:
         """Connects and joins the group; `async with` does it. Raises ConnectError, TopicNotFound, ConfigError."""
@@ -92,17 +96,19 @@ class Consumer(ConsumerFace[T]):
         self._core = ConsumerCore(self._plan, self._options, loop, on_assigned=on_assigned, on_revoked=on_revoked)
         self._core.inbox.notify = self._filled.set
         await self._core.open(self._servers, self._root)
+        self._closed = False
         return self
 
     async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
         while True:
             if self._fields is None:
+                self._finish()
                 hand = await self._take()
                 if hand is None:
                     return
+                self._fields = self._iterate(hand)
                 self._hand = hand
-                self._fields = hand.iterate()
             for fields in self._fields:
                 message: Message[T] = Message._make(fields)
                 if self._filter is None or self._filter(message):
@@ -115,20 +121,27 @@ class Consumer(ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         while True:
             self._finish()
-            hand = await self._take()
+            hand = await self._take(whole=True)
             if hand is None:
                 return
             self._hand = hand
             yield hand.batch
 
-    async def _take(self) -> Hand | None:
+    def _iterate(self, hand: Hand) -> Iterator[tuple[Any, ...]]:
+        try:
+            return hand.iterate()
+        except BaseException:
+            self._release(hand, in_hand=False)
+            raise
+
+    async def _take(self, *, whole: bool = False) -> Hand | None:
         inbox = self._core.inbox
         try:
             async with asyncio.timeout(self._idle_timeout_s):
                 while not inbox.closed:
                     self._filled.clear()
                     with inbox.lock:
-                        hand = inbox.take()
+                        hand = inbox.take(whole=whole)
                     if hand is not None:
                         return hand
                     await self._filled.wait()
@@ -142,7 +155,8 @@ class Consumer(ConsumerFace[T]):
             self._release(hand, in_hand=True)
 
     def _release(self, hand: Hand, *, in_hand: bool) -> None:
-        self._core.inbox.finish(hand, in_hand=in_hand)
+        if self._core.inbox.finish(hand, in_hand=in_hand):
+            self._core.refetch(hand.state)
         self._core.consumed()
 
     async def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
@@ -185,6 +199,7 @@ class Consumer(ConsumerFace[T]):
         policy = RetryPolicy(max_attempts, retry_delay_s, dead_letter)
         if dead_letter:
             dead_letter_topic(self._plan.group)
+        self._finish()
         busy: set[asyncio.Task[None]] = set()
         try:
             while (hand := await self._take_for(busy, concurrency)) is not None:
@@ -209,14 +224,15 @@ class Consumer(ConsumerFace[T]):
                     task.result()
                 if taking.done() and len(busy) < concurrency:
                     hand = taking.result()
-                    if hand is not None or not busy:
+                    if hand is not None or not busy or self._core.inbox.closed:
                         return hand
                     taking = asyncio.ensure_future(self._take())
-        finally:
-            if not taking.done():
-                taking.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await taking
+        except BaseException:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+            if not taking.cancelled() and taking.exception() is None and (hand := taking.result()) is not None:
+                self._release(hand, in_hand=False)
+            raise
 
     async def _handle(
         self, hand: Hand, listener: Callable[[Message[T]], Awaitable[object]], policy: RetryPolicy
@@ -240,7 +256,7 @@ class Consumer(ConsumerFace[T]):
         policy: RetryPolicy,
     ) -> bool:
         failed = 0
-        while not hand.taken_back or failed == 0:
+        while True:
             try:
                 await listener(message)
                 return True
@@ -253,8 +269,11 @@ class Consumer(ConsumerFace[T]):
                     await self._send_dead_letter(hand, message, error, failed)
                     return True
                 log.info("%s/%s offset %d failed: %r; again in %g s", *message[:3], error, pause_s)
-            await asyncio.sleep(pause_s)
-        return False
+            while pause_s > 0 and not hand.taken_back:
+                await asyncio.sleep(min(pause_s, POLL_S))
+                pause_s -= POLL_S
+            if hand.taken_back:
+                return False
 
     async def _send_dead_letter(self, hand: Hand, message: Message[T], error: Exception, attempts: int) -> None:
         from metamq.client.aio_admin import Admin
@@ -284,6 +303,12 @@ class Consumer(ConsumerFace[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._close(in_hand_done=kind is None)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(
+                "a Consumer was not closed: use `async with` or close()", ResourceWarning, source=self, stacklevel=2
+            )
 
 
 def _awaited(callback: Callable[[list[TopicPartition]], object] | None) -> RebalanceCallback:

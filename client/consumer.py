@@ -95,7 +95,8 @@ class Consumer(ConsumerFace[T]):
         self._idle_timeout_s = idle_timeout_s
         self._hand: Hand | None = None
         self._fields: Iterator[tuple[Any, ...]] | None = None
-        self._closed = False
+        self._closed = True
+        self._close_ended = threading.Event()
         self._background = background()
         self._core = ConsumerCore(
             plan,
@@ -107,17 +108,19 @@ class Consumer(ConsumerFace[T]):
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = root
         self._background.run(self._core.open(self._servers, root))
+        self._closed = False
         self._background.add(self)
 
     def __iter__(self) -> Iterator[Message[T]]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
         while True:
             if self._fields is None:
+                self._finish()
                 hand = self.take_hand()
                 if hand is None:
                     return
+                self._fields = self._iterate(hand)
                 self._hand = hand
-                self._fields = hand.iterate()
             messages: Iterator[Message[T]] = map(Message._make, self._fields)
             yield from messages if self._filter is None else filter(self._filter, messages)
             self._finish()
@@ -128,19 +131,26 @@ class Consumer(ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         while True:
             self._finish()
-            hand = self.take_hand()
+            hand = self.take_hand(whole=True)
             if hand is None:
                 return
             self._hand = hand
             yield hand.batch
 
-    def take_hand(self, stop: threading.Event | None = None) -> Hand | None:
+    def _iterate(self, hand: Hand) -> Iterator[tuple[Any, ...]]:
+        try:
+            return hand.iterate()
+        except BaseException:
+            self.release_hand(hand, in_hand=False)
+            raise
+
+    def take_hand(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
         """Waits for a batch to handle; None at the end, or when `stop` is set. For run(); any thread."""
         inbox = self._core.inbox
         deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
         with inbox.lock:
             while not inbox.closed and not (stop is not None and stop.is_set()):
-                hand = inbox.take()
+                hand = inbox.take(whole=whole)
                 if hand is not None:
                     return hand
                 left_s = None if deadline is None else deadline - time.monotonic()
@@ -151,13 +161,19 @@ class Consumer(ConsumerFace[T]):
 
     def release_hand(self, hand: Hand, *, in_hand: bool) -> None:
         """A handler has finished a batch; `in_hand`: the last message it was given is done. For run(); any thread."""
-        self._core.inbox.finish(hand, in_hand=in_hand)
+        if self._core.inbox.finish(hand, in_hand=in_hand):
+            self._background.call_soon(self._core.refetch, hand.state)
         if self._core.wants_room():
             self._background.call_soon(self._core.consumed)
 
     def poke(self) -> None:
         """Lets waiting threads look at their stop events."""
         self._core.inbox.poke()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing to come any more: it is closed."""
+        return self._core.inbox.closed
 
     def dead_letters(self) -> DeadLetters:
         """Where run() sends what it gives up. Raises ConfigError without a group."""
@@ -231,6 +247,7 @@ class Consumer(ConsumerFace[T]):
         A listener that raises metamq.Rollback gets the message again, as often as it likes.
         """
         self._check_usable()
+        self._finish()
         ListenerPool(
             self, listener, self._filter,
             concurrency=concurrency, max_attempts=max_attempts, retry_delay_s=retry_delay_s, dead_letter=dead_letter,
@@ -247,7 +264,10 @@ class Consumer(ConsumerFace[T]):
         if not self._closed:
             self._closed = True
             self._check_usable()
-            self._background.run(self._core.close(in_hand_done=in_hand_done))
+            try:
+                self._background.run(self._core.close(in_hand_done=in_hand_done))
+            finally:
+                self._close_ended.set()
 
     def _check_usable(self) -> None:
         error = self._core.inbox.error
@@ -265,6 +285,8 @@ class Consumer(ConsumerFace[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close(in_hand_done=kind is None)
+        if not isinstance(self._core.inbox.error, ForkedError):
+            self._close_ended.wait()  # another thread may be at it: the process may end after the block
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)

@@ -8,22 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from metamq.client.assignment import AssignedPartition
 from metamq.client.cluster import Cluster
-from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan
+from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
 from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
-from metamq.client.fetch_runner import FetchRunner
+from metamq.client.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.health import ConsumerHealth, PartitionHealth
 from metamq.client.inbox import Inbox, PartitionState
 from metamq.client.message_batch import MessageBatch
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.rebalance import ZKLoadRebalanceListener
-from metamq.client.start_offsets import OffsetFinder
+from metamq.client.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
-from metamq.errors import CorruptData, MetamqError, OffsetOutOfRange, OwnershipLost
+from metamq.errors import ConfigError, CorruptData, MetamqError, OffsetOutOfRange, OwnershipLost
 from metamq.wire.batch import walk
 from metamq.wire.commands import GetResult
 from metamq.zk.lease import Lease
@@ -34,6 +34,7 @@ from metamq.zk.session import Session
 log = logging.getLogger("metamq.client")
 
 LEASE_CHECK_S = 0.1
+PROGRESS_CHECK_S = 1.0
 
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
@@ -57,13 +58,16 @@ class ConsumerCore:
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(self._wake_runner)
-        self._runners: dict[int, tuple[FetchRunner, asyncio.Task[None]]] = {}
+        self._runners: dict[int, FetchRunner] = {}
         self._requests: dict[TopicPartition, FetchRequest] = {}
         self._stalled: dict[FetchRequest, None] = {}
         self._errors: dict[TopicPartition, str] = {}
+        self._data_loss: dict[TopicPartition, OffsetOutOfRange] = {}
         self._lost_messages = 0
         self._delivering = True
-        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self._callback_error: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._session: Session | None = None
 
     async def open(self, servers: str, root: str) -> None:
@@ -71,7 +75,7 @@ class ConsumerCore:
         options = self.options
         self._session = await Session.open(servers, timeout_ms=options.session_timeout_ms, root=root)
         self._lease = Lease(self._session)
-        self.cluster = Cluster(self._session)
+        self.cluster = Cluster(self._session, self._cluster_changed)
         self._finder = OffsetFinder(self.cluster, self.plan.start)
         try:
             await self._lease.start()
@@ -81,8 +85,22 @@ class ConsumerCore:
         except BaseException:
             await self._shut_down()
             raise
-        jobs = [self._commit_often() if self.plan.auto_commit else None, self._watch_lease()]
-        self._tasks = [asyncio.ensure_future(job) for job in jobs if job is not None]
+        self._spawn(self._watch_lease())
+        self._spawn(self._watch_progress())
+        if self.plan.auto_commit:
+            self._spawn(self._commit_often())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a part of the consumer ended", exc_info=error)
+            self.inbox.fail(error)
 
     def _make_assignment(self, session: Session) -> ZKLoadRebalanceListener | UnsharedAssignment:
         plan = self.plan
@@ -96,26 +114,38 @@ class ConsumerCore:
     # What the assignment calls
 
     async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
-        """These partitions are ours: find where to start, and fetch."""
-        for assigned in partitions:
-            self._start_soon(assigned)
-        await self._on_assigned([assigned.tp for assigned in partitions])
+        """These partitions are ours: tell the application, which may seek, then find where to start, and fetch."""
+        states = [PartitionState(assigned.tp, assigned.claim, -1) for assigned in partitions]
+        for state in states:
+            self.inbox.add(state)
+        await self._tell(self._on_assigned, states)
+        for state, assigned in zip(states, partitions, strict=True):
+            state.starting = False
+            self._spawn(self._start(state, assigned))
 
-    def _start_soon(self, assigned: AssignedPartition) -> None:
-        state = PartitionState(assigned.tp, assigned.claim, -1)
-        self.inbox.add(state)
-        task = asyncio.ensure_future(self._start(state, assigned))
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
+    async def _tell(self, callback: RebalanceCallback, states: Sequence[PartitionState]) -> bool:
+        """Calls the application back. What it raises goes on in its handlers; False then."""
+        try:
+            await callback([state.tp for state in states])
+        except Exception as error:
+            log.error("the consumer ends: a callback failed", exc_info=error)
+            self._callback_error = error
+            self.inbox.fail(error)
+            return False
+        return True
 
     async def _start(self, state: PartitionState, assigned: AssignedPartition) -> None:
         """Finds the first offset, as often as it takes, and begins to fetch."""
         delay_s = 0.05
-        while self.inbox.states.get(state.tp) is state:
+        while self._is_ours(state):
             try:
-                offset = await self._finder.first_offset(assigned)
+                first = await self._finder.first_offset(assigned)
+                if not first.is_committed and state.next_offset < 0 and self.plan.start != "earliest":
+                    await self._keep_start(state, first)
             except MetamqError as error:
-                if not error.retriable and not isinstance(error, OffsetOutOfRange):
+                if isinstance(error, OwnershipLost):
+                    return
+                if not error.retriable and str(error) != self._errors.get(state.tp):
                     log.warning("%s cannot be consumed at present: %s", state.tp, error)
                 self._errors[state.tp] = str(error)
                 await asyncio.sleep(delay_s)
@@ -123,23 +153,33 @@ class ConsumerCore:
                 continue
             self._errors.pop(state.tp, None)
             with self.inbox.lock:
-                if state.next_offset >= 0:  # the application was faster with a seek
-                    return
-                state.next_offset = offset
-                state.committed_offset = self._finder.committed_offset(assigned)
-            self._fetch_from(state, offset)
+                if first.is_committed:
+                    state.committed_offset, state.epoch = first.offset, first.epoch
+                if state.next_offset < 0:  # else the application was faster with a seek
+                    state.next_offset = first.offset
+            self._fetch_from(state, state.next_offset)
             return
+
+    async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
+        """Commits where the group begins, before anything is done: "latest" is decided once, not by each new owner."""
+        assert state.claim is not None
+        refused = await self.commit([CommitRequest(state.claim, first.offset, first.epoch)])
+        for error in refused.values():
+            raise error
+
+    def _is_ours(self, state: PartitionState) -> bool:
+        return self.inbox.states.get(state.tp) is state and not state.closing
 
     async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
         """Gives partitions away once nothing of them is in hand; says what is to be committed."""
         states = [state for tp in partitions if (state := self.inbox.states.get(tp)) is not None]
         for state in states:
+            state.closing = True
             self._stop_fetching(state)
             self.inbox.rewind(state)
         await asyncio.gather(*(self._until_released(state) for state in states))
-        if states:
-            await self._on_revoked([state.tp for state in states])
-        finals = {state.tp: self._final(state) for state in states}
+        is_well = not states or await self._tell(self._on_revoked, states)
+        finals = {state.tp: self._final(state) if is_well else None for state in states}
         for state in states:
             self.inbox.remove(state)
         return finals
@@ -180,34 +220,49 @@ class ConsumerCore:
     def _fetch_from(self, state: PartitionState, offset: int) -> None:
         """Fetches a partition from an offset on, in place of whatever was under way."""
         self._stop_fetching(state)
-        if state.paused or not self._delivering:
+        held_back = state.paused or state.starting or not self._delivering or self._closing
+        if held_back or offset < 0 or not self._is_ours(state):
             return
         broker_id, index = parse_partition(state.tp.partition)
         topic_id = state.claim.topic_id if state.claim else ""
         request = FetchRequest(state.tp, topic_id, broker_id, index, offset)
         self._requests[state.tp] = request
         if broker_id not in self._runners:
-            runner = FetchRunner(
-                broker_id,
-                self._queue,
-                self.cluster,
-                self,
-                wait_ms=self.options.fetch_wait_ms,
-                min_bytes=self.options.fetch_min_bytes,
-                max_bytes=self.options.fetch_max_bytes,
-                partition_max_bytes=self.options.partition_fetch_max_bytes,
-            )
-            self._runners[broker_id] = runner, asyncio.ensure_future(runner.run())
+            runner = FetchRunner(broker_id, self._queue, self.cluster, self, self._fetch_limits)
+            self._runners[broker_id] = runner
+            self._spawn(runner.run())
         self._queue.put(request, self.loop.time())
+
+    def _fetch_limits(self) -> FetchLimits:
+        options = self.options
+        share_bytes = options.partition_fetch_max_bytes
+        if self.inbox.buffered_bytes >= options.prefetch_bytes:
+            share_bytes = min(share_bytes, self._share_bytes())
+        return FetchLimits(options.fetch_wait_ms, options.fetch_min_bytes, options.fetch_max_bytes, share_bytes)
+
+    def _share_bytes(self) -> int:
+        return max(self.options.prefetch_bytes // max(len(self.inbox.states), 1), 1)
+
+    def _has_room(self, state: PartitionState) -> bool:
+        """Whether more is to be fetched: always below a fair share, so that one slow partition holds up no other."""
+        limit = self.options.prefetch_bytes
+        if state.buffered_bytes < self._share_bytes():
+            return True
+        return self.inbox.buffered_bytes < limit and state.buffered_bytes < limit // 2
+
+    def _cluster_changed(self) -> None:
+        """A broker may be back: those who wait for one need not wait any longer."""
+        for broker_id in self._runners:
+            self._queue.hurry(broker_id, self.loop.time())
 
     def _stop_fetching(self, state: PartitionState) -> None:
         request = self._requests.pop(state.tp, None)
         if request is not None:
             self._stalled.pop(request, None)
-            self._runners[request.broker_id][0].cancel(request)
+            self._runners[request.broker_id].cancel(request)
 
     def _wake_runner(self, broker_id: int) -> None:
-        self._runners[broker_id][0].wake()
+        self._runners[broker_id].wake()
 
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
         """Data of one partition: into the inbox, and the request back into the queue."""
@@ -227,7 +282,7 @@ class ConsumerCore:
         self._errors.pop(request.tp, None)
         if batches:
             self.inbox.put(state, batches)
-        if self.inbox.buffered_bytes < self.options.prefetch_bytes:
+        if self._has_room(state):
             self._queue.put(request, self.loop.time())
         else:
             self._stalled[request] = None
@@ -235,11 +290,15 @@ class ConsumerCore:
 
     def consumed(self) -> None:
         """A handler made room: fetch on for those that waited for it. In the loop."""
-        if self._stalled and self.inbox.buffered_bytes < self.options.prefetch_bytes:
-            stalled, self._stalled = self._stalled, {}
-            now = self.loop.time()
-            for request in stalled:
-                self._queue.put(request, now)
+        now = self.loop.time()
+        for request in [request for request in self._stalled if self._has_room(self.inbox.states[request.tp])]:
+            del self._stalled[request]
+            self._queue.put(request, now)
+
+    def refetch(self, state: PartitionState) -> None:
+        """A handler let go of messages that are not done: they are to come again. In the loop."""
+        if state.rewinding and self._is_ours(state):
+            self._fetch_from(state, self.inbox.rewind(state))
 
     def wants_room(self) -> bool:
         """Whether somebody waits for a handler to make room. Any thread."""
@@ -260,13 +319,15 @@ class ConsumerCore:
         state = self.inbox.states[request.tp]
         policy = self.plan.on_data_loss
         if policy == "fail":
+            self._errors[request.tp] = str(error)
+            self._data_loss[request.tp] = error
             self.inbox.fail(error)
             return
         place = error.start if policy == "earliest" else error.end
         lost = max(place - request.offset, 0)
         self._lost_messages += lost
         log.warning("%s: %s Going on at %d; %d messages are lost to this group.", request.tp, error, place, lost)
-        self.inbox.rewind(state, place)
+        self.inbox.skip_to(state, place)
         self._fetch_from(state, place)
 
     # The lease
@@ -298,29 +359,51 @@ class ConsumerCore:
 
     # Committing
 
+    async def _watch_progress(self) -> None:
+        """Notes, for others to see from outside, that messages are being done, or that there is nothing to do."""
+        before: dict[TopicPartition, int] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_CHECK_S)
+            with self.inbox.lock:
+                states = list(self.inbox.states.values())
+                done = {state.tp: state.done_offset() for state in states}
+                is_busy = any(state.hand is not None or state.buffered for state in states)
+            if done != before or not is_busy:
+                self._assignment.note_progress()
+            before = done
+
     async def _commit_often(self) -> None:
         while True:
             await asyncio.sleep(self.options.commit_interval_ms / 1000)
-            refused = await self.commit(self._due_commits())
+            try:
+                refused = await self.commit(self._due_commits())
+            except MetamqError as trouble:
+                log.warning("nothing can be committed at present: %s", trouble)
+                continue
             for tp, error in refused.items():
                 if isinstance(error, OwnershipLost):
                     log.info("%s", error)
                 else:
                     self._errors[tp] = str(error)
 
-    def _due_commits(self, *, in_hand: bool = False) -> list[CommitRequest]:
+    def _due_commits(self) -> list[CommitRequest]:
         requests = []
         for state in list(self.inbox.states.values()):
             with self.inbox.lock:
-                done, epoch = state.done_offset(in_hand=in_hand), state.epoch
-                if state.hand is not None:
+                done, epoch = state.done_offset(), state.epoch
+                if state.hand is not None and done > state.hand.batch.offset:
                     epoch = state.hand.batch.epoch
             if state.claim is not None and done >= 0 and done != state.committed_offset and epoch:
                 requests.append(CommitRequest(state.claim, done, epoch))
         return requests
 
     def commit_requests(self, offsets: Mapping[TopicPartition, int] | None) -> list[CommitRequest]:
-        """What a commit() is to write: the given offsets, or all that is done. Raises OwnershipLost. Any thread."""
+        """What a commit() is to write: the given offsets, or all that is done. Any thread.
+
+        Raises OwnershipLost, ConfigError without a group.
+        """
+        if self.plan.group is None:
+            raise ConfigError("a consumer without a group has nothing to commit to", hint="Give Consumer(group=...).")
         if offsets is None:
             return self._due_commits()
         requests = []
@@ -328,6 +411,8 @@ class ConsumerCore:
             state = self.inbox.states.get(tp)
             if state is None or state.claim is None:
                 raise OwnershipLost(tp.topic, tp.partition, "it is not assigned to this consumer")
+            if not isinstance(offset, int) or offset < 0:
+                raise ConfigError(f"{tp}: {offset!r} is no offset", hint="An offset is a whole number, 0 or more.")
             hand = state.hand
             epoch = hand.batch.epoch if hand is not None else state.epoch
             requests.append(CommitRequest(state.claim, offset, epoch))
@@ -342,7 +427,6 @@ class ConsumerCore:
             state = self.inbox.states.get(request.claim.tp)
             if state is not None and request.claim.tp not in refused:
                 state.committed_offset = request.offset
-        self._assignment.note_progress()
         return refused
 
     # What the application asks for
@@ -350,13 +434,23 @@ class ConsumerCore:
     def seek(self, tp: TopicPartition, offset: int) -> None:
         """The next message handed out is the one at `offset`."""
         state = self._state(tp)
+        if state.closing:
+            raise OwnershipLost(tp.topic, tp.partition, "it is being given to another consumer")
+        loss = self._data_loss.pop(tp, None)
+        if loss is not None and loss is self.inbox.error:
+            self.inbox.error = next(iter(self._data_loss.values()), None)
         self.inbox.rewind(state, offset)
         self._fetch_from(state, offset)
 
     async def seek_to(self, tp: TopicPartition, where: Any) -> None:
-        """Seeks to an offset, "earliest", "latest" or a time."""
+        """Seeks to an offset, "earliest", "latest" or a time. Raises ConfigError for anything else."""
+        is_offset = isinstance(where, int) and not isinstance(where, bool)
+        if where < 0 if is_offset else not is_start(where):
+            raise ConfigError(
+                f"seek to {where!r}", hint="Give an offset, 0 or more, 'earliest', 'latest' or an aware datetime."
+            )
         state = self._state(tp)
-        offset = where if isinstance(where, int) else await self._finder.find(tp, self._topic_id(state), where)
+        offset = where if is_offset else await self._finder.find(tp, self._topic_id(state), where)
         self.seek(tp, offset)
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
@@ -413,7 +507,7 @@ class ConsumerCore:
                 )
                 for state in states
             }
-        last = max((runner.last_answer_s for runner, _task in self._runners.values()), default=0.0)
+        last = max((runner.last_answer_s for runner in self._runners.values()), default=0.0)
         return ConsumerHealth(
             partitions=partitions,
             delivering=self._delivering,
@@ -426,23 +520,27 @@ class ConsumerCore:
     # The end
 
     async def close(self, *, in_hand_done: bool) -> None:
-        """Commits what is done, gives everything back, disconnects. What is in hand counts as `in_hand_done` says."""
+        """Commits what is done, gives everything back, disconnects. What is in hand counts as `in_hand_done` says.
+
+        Raises, after all of it, what on_revoked raised meanwhile.
+        """
         if self._session is None:
             return
-        for state in list(self.inbox.states.values()):
+        self._closing = True
+        self._callback_error = None
+        for state in self.inbox.states.values():
             self._stop_fetching(state)
-            self.inbox.rewind(state)
-            if state.hand is not None:
-                self.inbox.finish(state.hand, in_hand=in_hand_done)
-        self.inbox.close()
+        self.inbox.close(in_hand_done=in_hand_done)
         try:
             await self._assignment.stop()
         finally:
             await self._shut_down()
+        if self._callback_error is not None:
+            raise self._callback_error
 
     async def _shut_down(self) -> None:
         session, self._session = self._session, None
-        tasks = [*self._tasks, *(task for _runner, task in self._runners.values())]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -455,6 +553,5 @@ class ConsumerCore:
 
     def forked(self, error: MetamqError) -> None:
         """In a fork's child: nothing works any more."""
-        self.inbox = Inbox(lambda: False)
-        self.inbox.error = error
+        self.inbox.forked(error)
         self._session = None

@@ -103,7 +103,7 @@ def consumer_plan(
         check_topic(name)
     if group is not None:
         check_group(group)
-    if start not in ("earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
+    if not is_start(start):
         raise ConfigError(f"`start` is {start!r}", hint="Give 'earliest', 'latest' or an aware datetime.")
     if on_data_loss not in ("earliest", "latest", "fail"):
         raise ConfigError(f"`on_data_loss` is {on_data_loss!r}", hint="Choose 'earliest', 'latest' or 'fail'.")
@@ -126,6 +126,13 @@ def consumer_plan(
         offsets=offsets,
         decode=decode,
     )
+
+
+def is_start(where: object) -> bool:
+    """Whether it is "earliest", "latest" or an aware datetime."""
+    if isinstance(where, datetime):
+        return where.tzinfo is not None
+    return where in ("earliest", "latest")
 
 
 def _new_consumer_id(prefix: str) -> str:

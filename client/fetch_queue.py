@@ -74,6 +74,10 @@ class FetchRequestQueue:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def broker_ids(self) -> list[int]:
-        """Brokers that requests are queued for."""
-        return [broker_id for broker_id, heap in self._heaps.items() if heap]
+    def hurry(self, broker_id: int, now: float) -> None:
+        """Everything queued for a broker is due now, as when it is back; delays go on growing from where they are."""
+        heap = self._heaps.get(broker_id, [])
+        heap[:] = [(min(due, now), number, request) for due, number, request in heap if not request.cancelled]
+        heapq.heapify(heap)
+        if heap:
+            self._wake(broker_id)

@@ -3,6 +3,9 @@
 The broker remembers what is open and armed (metamq.broker.fetch_session), so a GET carries only what changed. While
 a long poll is parked, requests that become due are sent in a further GET, which the broker takes as an amendment: it
 answers the parked one with nothing and goes on with both.
+
+A partition that was answered with an error is opened anew when its turn comes: what the broker found under the old
+handle stays what it was, be it a topic that the broker had not heard of yet.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from metamq.client.cluster import Cluster
 from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
@@ -36,8 +40,17 @@ class FetchSink(Protocol):
         """The broker refused, or is not to be reached."""
 
 
+class FetchLimits(NamedTuple):
+    """What one GET asks for at most, and how long it may wait."""
+
+    wait_ms: int
+    min_bytes: int
+    max_bytes: int
+    partition_max_bytes: int
+
+
 class FetchRunner:
-    """Serves the queue's requests to one broker until cancelled."""
+    """Serves the queue's requests to one broker until cancelled. `limits` is asked before each GET."""
 
     def __init__(
         self,
@@ -45,22 +58,18 @@ class FetchRunner:
         queue: FetchRequestQueue,
         cluster: Cluster,
         sink: FetchSink,
-        *,
-        wait_ms: int,
-        min_bytes: int,
-        max_bytes: int,
-        partition_max_bytes: int,
+        limits: Callable[[], FetchLimits],
     ) -> None:
         self.broker_id = broker_id
         self._queue = queue
         self._cluster = cluster
         self._sink = sink
-        self._wait_ms = wait_ms
-        self._limits = (wait_ms, min_bytes, max_bytes, partition_max_bytes)
+        self._limits = limits
         self._changed = asyncio.Event()
         self._armed: dict[int, FetchRequest] = {}
-        self._cancelled: list[FetchRequest] = []
-        self._polls: deque[asyncio.Future[Response]] = deque()
+        self._closed_handles: list[tuple[object, int]] = []
+        self._polls: deque[tuple[asyncio.Future[Response], float]] = deque()
+        """GETs without an answer, and when each is late."""
         self.last_answer_s = 0.0
 
     def wake(self) -> None:
@@ -70,16 +79,24 @@ class FetchRunner:
     def cancel(self, request: FetchRequest) -> None:
         """Nobody wants the request's answer any more; the broker is told with the next GET."""
         request.cancelled = True
-        self._cancelled.append(request)
+        self._close(request)
         self._changed.set()
+
+    def _close(self, request: FetchRequest) -> None:
+        if request.opened is not None:
+            self._closed_handles.append(request.opened)
+            request.opened = None
 
     async def run(self) -> None:
         """Fetches, for ever."""
         while True:
+            connection: BrokerConnection | None = None
             try:
                 connection = await self._cluster.connection(self.broker_id)
                 await self._fetch(connection)
             except MetamqError as error:
+                if connection is not None:
+                    connection.abort()  # handles begin at 1 again, on a fetch session that knows none
                 self._give_back(error)
                 await self._wait(asyncio.get_running_loop(), None)
 
@@ -101,15 +118,15 @@ class FetchRunner:
             if connection.closed.done():
                 raise connection.closed.result()
             due = self._queue.take(self.broker_id, loop.time())
-            cancelled, self._cancelled = self._cancelled, []
-            closed = [r.opened[1] for r in cancelled if r.opened is not None and r.opened[0] is connection]
+            closed_handles, self._closed_handles = self._closed_handles, []
+            closed = [handle for opened_on, handle in closed_handles if opened_on is connection]
             for handle in closed:
                 self._armed.pop(handle, None)
             if due or closed or (self._armed and not self._polls):
                 self._send(connection, due, closed, handles)
             await self._wait(loop, connection)
-            while self._polls and self._polls[0].done():
-                self._answered(self._polls.popleft())
+            while self._polls and self._polls[0][0].done():
+                self._answered(self._polls.popleft()[0])
 
     def _send(
         self,
@@ -128,26 +145,29 @@ class FetchRunner:
             handle = request.opened[1]
             self._armed[handle] = request
             armed.append((handle, request.offset))
+        limits = self._limits()
         try:
-            poll = connection.send(Command.GET, Get(*self._limits, opened, armed, closed))
+            poll = connection.send(Command.GET, Get(*limits, opened, armed, closed))
         except MetamqError:
             return  # the loop sees that the connection is closed
         poll.add_done_callback(lambda _done: self._changed.set())
-        self._polls.append(poll)
+        self._polls.append((poll, asyncio.get_running_loop().time() + limits.wait_ms / 1000 + ANSWER_LATE_S))
 
     async def _wait(self, loop: asyncio.AbstractEventLoop, connection: BrokerConnection | None) -> None:
         """Until something changed: a request due, an answer, a lost connection, an answer that is late."""
-        if self._polls and self._polls[0].done():
+        if self._polls and self._polls[0][0].done():
             return
         next_due = self._queue.next_due(self.broker_id)
-        late = loop.time() + self._wait_ms / 1000 + ANSWER_LATE_S
-        timer = loop.call_at(min(next_due or late, late), self._changed.set)
+        late = self._polls[0][1] if self._polls else None
+        wake_up = min((time for time in (next_due, late) if time is not None), default=None)
+        timer = None if wake_up is None else loop.call_at(wake_up, self._changed.set)
         try:
             await self._changed.wait()
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
         self._changed.clear()
-        if connection is not None and self._polls and loop.time() >= late:
+        if connection is not None and late is not None and loop.time() >= late and not self._polls[0][0].done():
             log.warning("%s did not answer a long poll: reconnecting", connection.address)
             connection.abort()
 
@@ -169,4 +189,5 @@ class FetchRunner:
             if result.status == status.OK:
                 self._sink.fetched(request, result, data)
             else:
+                self._close(request)
                 self._sink.fetch_failed(request, status.decode_error(result.status, result.error))

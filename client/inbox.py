@@ -14,6 +14,13 @@ the message in hand stays, the next is not handed out.
     in the log   ...│ done          │ in hand │ buffered, or being fetched │ not fetched
                     ^ committed     ^ done_offset                          ^ request.offset
 
+A handler may let go of a batch before its end: it failed, or its loop was left for another one. What it has not done
+is to come again, so what is buffered behind it is dropped, nothing more is taken in, and the loop fetches from where
+the handler stopped (`rewinding`, until the loop calls `rewind`).
+
+A batch may also be taken from under a handler, by a seek or with the partition. What is in its hand then counts no
+more, but the handler may still be busy with it: until it lets go, nobody gets another message of that partition.
+
 One lock guards all of it. The loop and the handlers hold it for moments only.
 """
 
@@ -34,8 +41,8 @@ class PartitionState:
     """One partition that is being consumed. Guarded by the inbox's lock."""
 
     __slots__ = (
-        "assumed_offset", "buffered", "claim", "closing", "committed_offset", "epoch", "hand", "next_offset", "paused",
-        "released", "stable_offset", "start_offset", "tp",
+        "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch", "hand",
+        "next_offset", "paused", "released", "rewinding", "stable_offset", "start_offset", "starting", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
@@ -49,9 +56,16 @@ class PartitionState:
         self.epoch = 0
         """The master's term that wrote the last message that is done."""
         self.buffered: deque[MessageBatch[Any]] = deque()
+        self.buffered_bytes = 0
+        """What is buffered and in hand."""
         self.hand: Hand | None = None
         self.paused = False
+        self.starting = True
+        """The application is being told of it: nothing is fetched yet."""
         self.closing = False
+        """It is being given away: nothing is fetched any more."""
+        self.rewinding = False
+        """What is being fetched is not what comes next."""
         self.released: Callable[[], None] | None = None
         """Called, in any thread, when the hand is empty; for who waits to give the partition away."""
         self.start_offset = -1
@@ -67,20 +81,21 @@ class PartitionState:
 
 
 class Hand:
-    """A batch that a handler has. As a whole, or message by message through `iterate()`."""
+    """A batch that a handler has: `whole`, or message by message through `iterate()`."""
 
-    __slots__ = ("_gate", "_offsets", "batch", "state", "taken_back")
+    __slots__ = ("_gate", "_offsets", "batch", "state", "taken_back", "whole")
 
-    def __init__(self, state: PartitionState, batch: MessageBatch[Any]) -> None:
+    def __init__(self, state: PartitionState, batch: MessageBatch[Any], *, whole: bool) -> None:
         self.state = state
         self.batch = batch
+        self.whole = whole
         self._offsets: Iterator[int] | None = None
         self._gate: list[str] = []
         self.taken_back = False
         """The rest is not to be handed out: it goes to another owner, or comes again."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
-        """The messages' fields; ends early when the rest is taken back."""
+        """The messages' fields; ends early when the rest is taken back. Raises what decoding the batch raises."""
         batch = self.batch
         gate = [batch.topic] * len(batch)
         offsets = iter(batch.offsets)
@@ -98,24 +113,31 @@ class Hand:
 
     def handed_out(self) -> int:
         """The offset after the last message that was handed out."""
-        if self._offsets is None:
+        if self.whole:
             return self.batch.end_offset
+        if self._offsets is None:
+            return self.batch.offset
         left: int = self._offsets.__length_hint__()  # type: ignore[attr-defined]
         return self.batch.end_offset - left
 
     def done_offset(self, *, in_hand: bool) -> int:
         """The offset after the last message that is done."""
-        if self._offsets is None:
-            return self.batch.end_offset if in_hand else self.batch.offset
-        handed_out = self.handed_out()
-        return handed_out if in_hand or handed_out == self.batch.offset else handed_out - 1
+        if in_hand:
+            return self.handed_out()
+        if self.whole:
+            return self.batch.offset
+        return max(self.handed_out() - 1, self.batch.offset)
+
+    def goes_on_at(self) -> int:
+        """The offset of the first message that is to come after this batch, or after what was handed out of it."""
+        return self.handed_out() if self.taken_back else self.batch.end_offset
 
 
 class Inbox:
     """The fetched batches of all partitions. Thread-safe.
 
     `may_deliver` is asked before a batch is given out: it is False while the lease is over. `notify` is called, under
-    the lock, when there may be something to take; `consumed(bytes)`, without it, when a handler is done with a batch.
+    the lock, when there may be something to take.
     """
 
     def __init__(self, may_deliver: Callable[[], bool]) -> None:
@@ -128,6 +150,7 @@ class Inbox:
         self.notify: Callable[[], None] = self.filled.notify_all
         self._may_deliver = may_deliver
         self._ready: dict[PartitionState, None] = {}
+        self._detached: dict[TopicPartition, Hand] = {}
 
     def add(self, state: PartitionState) -> None:
         """Starts to keep batches for a partition."""
@@ -137,13 +160,13 @@ class Inbox:
     def put(self, state: PartitionState, batches: list[MessageBatch[Any]]) -> None:
         """Fetched batches, in order."""
         with self.lock:
+            if state.rewinding:
+                return
             state.buffered.extend(batches)
-            self.buffered_bytes += sum(batch.size_bytes for batch in batches)
-            if state.hand is None:
-                self._ready[state] = None
-                self.notify()
+            self._count(state, sum(batch.size_bytes for batch in batches))
+            self._offer(state)
 
-    def take(self) -> Hand | None:
+    def take(self, *, whole: bool) -> Hand | None:
         """A batch of the partition whose turn it is, or None. Under the lock. Raises the error set by fail()."""
         if self.error is not None:
             raise self.error
@@ -151,30 +174,44 @@ class Inbox:
             return None
         state = next(iter(self._ready))
         del self._ready[state]
-        hand = Hand(state, state.buffered.popleft())
+        hand = Hand(state, state.buffered.popleft(), whole=whole)
         state.hand = hand
         return hand
 
-    def finish(self, hand: Hand, *, in_hand: bool = True) -> int:
-        """The handler is done with its batch, or with as much of it as it was given. Returns the bytes that are free.
+    def finish(self, hand: Hand, *, in_hand: bool = True) -> bool:
+        """The handler lets go of its batch. True when some of it is to come again: the loop is to call `rewind`.
 
         `in_hand`: whether the last message handed out counts as done.
         """
         state = hand.state
         with self.lock:
             if state.hand is not hand:
-                return 0
+                self._let_go_of_detached(hand)
+                return False
             state.next_offset = hand.done_offset(in_hand=in_hand)
-            state.epoch = hand.batch.epoch
+            state.rewinding = state.next_offset != hand.goes_on_at()
+            if state.next_offset > hand.batch.offset:
+                state.epoch = hand.batch.epoch
             state.hand = None
-            self.buffered_bytes -= hand.batch.size_bytes
-            if state.buffered:
-                self._ready[state] = None
-                self.notify()
+            self._count(state, -hand.batch.size_bytes)
+            if state.rewinding:
+                self._drop_buffered(state)
+            self._offer(state)
             released, state.released = state.released, None
         if released is not None:
             released()
-        return hand.batch.size_bytes
+        return state.rewinding
+
+    def _let_go_of_detached(self, hand: Hand) -> None:
+        tp = hand.state.tp
+        if self._detached.get(tp) is hand:
+            del self._detached[tp]
+            state = self.states.get(tp)
+            if state is not None:
+                self._offer(state)
+                if state.released is not None:
+                    state.released()
+                    state.released = None
 
     def rewind(self, state: PartitionState, next_offset: int | None = None) -> int:
         """Drops what is buffered and takes back what is not handed out; returns where to fetch from.
@@ -182,51 +219,95 @@ class Inbox:
         With `next_offset`, as for a seek, that is the place; it is the next to be handed out and what is committed.
         """
         with self.lock:
-            self.buffered_bytes -= sum(batch.size_bytes for batch in state.buffered)
-            state.buffered.clear()
-            self._ready.pop(state, None)
-            hand = state.hand
-            if hand is not None:
-                hand.take_back()
-                if next_offset is None:
-                    return hand.handed_out()
-                self.buffered_bytes -= hand.batch.size_bytes
-                state.hand = None  # what it reports when it is finished does not count any more
+            self._drop_buffered(state)
+            state.rewinding = False
             if next_offset is not None:
+                self._detach_hand(state)
                 state.next_offset = next_offset
+            elif state.hand is not None:
+                state.hand.take_back()
+                return state.hand.handed_out()
             return state.next_offset
+
+    def skip_to(self, state: PartitionState, offset: int) -> None:
+        """The messages from the last one fetched up to `offset` are gone; what was fetched before is still good."""
+        with self.lock:
+            if state.hand is None and not state.buffered:
+                state.next_offset = offset
 
     def remove(self, state: PartitionState) -> None:
         """The partition is not ours any more; what is in hand does not count."""
-        self.rewind(state)
         with self.lock:
+            self._drop_buffered(state)
+            self._detach_hand(state)
             self.states.pop(state.tp, None)
-            if state.hand is not None:
-                self.buffered_bytes -= state.hand.batch.size_bytes
-                state.hand = None
             released, state.released = state.released, None
         if released is not None:
             released()
 
+    def _detach_hand(self, state: PartitionState) -> None:
+        hand = state.hand
+        if hand is not None:
+            hand.take_back()
+            self._count(state, -hand.batch.size_bytes)
+            state.hand = None
+            if not self.closed:
+                self._detached[state.tp] = hand
+
+    def _drop_buffered(self, state: PartitionState) -> None:
+        self._count(state, -sum(batch.size_bytes for batch in state.buffered))
+        state.buffered.clear()
+        self._ready.pop(state, None)
+
+    def _offer(self, state: PartitionState) -> None:
+        if state.buffered and state.hand is None and state.tp not in self._detached:
+            self._ready[state] = None
+            self.notify()
+
+    def _count(self, state: PartitionState, size_bytes: int) -> None:
+        state.buffered_bytes += size_bytes
+        self.buffered_bytes += size_bytes
+
     def when_released(self, state: PartitionState, released: Callable[[], None]) -> None:
-        """Calls `released`, in any thread, once nothing of the partition is in hand; at once when nothing is."""
+        """Calls `released`, in any thread, once nothing of the partition is in hand; at once when nothing is.
+
+        It may be called under the lock.
+        """
         with self.lock:
-            if state.hand is not None:
+            if state.hand is not None or state.tp in self._detached:
                 state.released = released
                 return
         released()
 
-    def fail(self, error: MetamqError) -> None:
+    def fail(self, error: BaseException) -> None:
         """Handlers get this error from now on."""
         with self.lock:
             self.error = error
             self.notify()
 
-    def close(self) -> None:
-        """Handlers get nothing any more."""
+    def close(self, *, in_hand_done: bool) -> None:
+        """Handlers get nothing any more, and are not waited for: `in_hand_done` says what counts of what they have."""
         with self.lock:
             self.closed = True
+            self._detached.clear()
+            states = list(self.states.values())
             self.notify()
+        for state in states:
+            self.rewind(state)
+            if state.hand is not None:
+                self.finish(state.hand, in_hand=in_hand_done)
+            elif state.released is not None:
+                state.released()
+
+    def forked(self, error: MetamqError) -> None:
+        """In a fork's child, which has one thread: handlers get `error`, at once."""
+        self.lock = threading.Lock()
+        self.filled = threading.Condition(self.lock)
+        self.notify = self.filled.notify_all
+        for state in self.states.values():
+            if state.hand is not None:
+                state.hand.take_back()
+        self.error = error
 
     def poke(self) -> None:
         """Lets handlers look again, as when the lease is valid again."""

@@ -125,7 +125,7 @@ class ListenerPool:
                 hand = self._consumer.take_hand(self._stop)
                 if hand is not None:
                     self._handle_busy(hand)
-                elif self._busy == 0:
+                elif self._busy == 0 or self._consumer.ended:
                     return
         except BaseException as error:
             self._error = self._error or error
@@ -153,7 +153,7 @@ class ListenerPool:
             if not self._deliver(hand, message):
                 return False
             if self._stop.is_set():
-                hand.take_back()
+                break  # the rest of the batch comes again, to whoever asks next
         return True
 
     def _deliver(self, hand: Hand, message: Message[Any]) -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import datetime
+from typing import NamedTuple
 
 from metamq.client.assignment import AssignedPartition
 from metamq.client.cluster import Cluster
@@ -21,6 +22,14 @@ log = logging.getLogger("metamq.client")
 REQUEST_TIMEOUT_S = 10.0
 
 
+class FirstOffset(NamedTuple):
+    """Where to begin, under which master's term, and whether that was committed or is what `start` says."""
+
+    offset: int
+    epoch: int
+    is_committed: bool
+
+
 class OffsetFinder:
     """Finds offsets; `start` is for partitions without a committed one."""
 
@@ -28,33 +37,29 @@ class OffsetFinder:
         self._cluster = cluster
         self._start = start
 
-    def committed_offset(self, assigned: AssignedPartition) -> int | None:
-        """What is committed for the topic that is there now, None when nothing is."""
-        committed = assigned.committed
-        if committed is None or committed.topic_id != assigned.claim.topic_id:
-            return None
-        return committed.offset
-
-    async def first_offset(self, assigned: AssignedPartition) -> int:
+    async def first_offset(self, assigned: AssignedPartition) -> FirstOffset:
         """Where to begin with a partition. Raises the broker's error, or ConnectError."""
-        committed = self.committed_offset(assigned)
+        committed = assigned.committed
+        if committed is not None and committed.topic_id == assigned.claim.topic_id:
+            return FirstOffset(committed.offset, committed.epoch, is_committed=True)
         if committed is not None:
-            return committed
-        if assigned.committed is not None:
             log.warning(
                 "%s was deleted and made anew since offset %d was committed: beginning at %s",
-                assigned.tp, assigned.committed.offset, self._start,
+                assigned.tp, committed.offset, self._start,
             )  # fmt: skip
-        return await self.find(assigned.tp, assigned.claim.topic_id, self._start)
+        found = await self._find(assigned.tp, assigned.claim.topic_id, self._start)
+        return FirstOffset(found.offset, found.epoch, is_committed=False)
 
     async def find(self, tp: TopicPartition, topic_id: str, where: Start) -> int:
         """The offset of "earliest", "latest", or of the first message at a time; the end when there is none."""
+        return (await self._find(tp, topic_id, where)).offset
+
+    async def _find(self, tp: TopicPartition, topic_id: str, where: Start) -> OffsetsResult:
         if isinstance(where, datetime):
-            asked = timestamp_us(where)
-            assert asked is not None
+            asked = max(timestamp_us(where) or 0, 0)
         else:
             asked = EARLIEST if where == "earliest" else LATEST
-        return (await self.ask({tp: topic_id}, max(asked, 0) if isinstance(where, datetime) else asked))[tp].offset
+        return (await self.ask({tp: topic_id}, asked))[tp]
 
     async def ends(self, topic_ids: Mapping[TopicPartition, str]) -> dict[TopicPartition, int]:
         """The ends of what can be read."""

@@ -1,0 +1,617 @@
+"""What is handed out and what is done, at every point at which a handler or the loop may step in.
+
+The cases by value come first; then any sequence of steps against a model that knows nothing but the next offset.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from metamq.client.inbox import Hand, Inbox, PartitionState
+from metamq.client.message_batch import MessageBatch
+from metamq.errors import ConfigError, ForkedError
+from metamq.wire.batch import read_header, stamp
+from metamq.wire.columns import encode
+from metamq.zk.partitions import TopicPartition
+
+TP = TopicPartition("t", "0-0")
+OTHER = TopicPartition("t", "0-1")
+
+
+def batch(tp: TopicPartition, offset: int, count: int, epoch: int = 1) -> MessageBatch[Any]:
+    data = encode([b"%d" % number for number in range(offset, offset + count)], base_timestamp_us=0)
+    stamp(data, 0, epoch=epoch, base_offset=offset, batch_id=1, append_time_us=0, unflushed_bytes=0)
+    return MessageBatch(tp, read_header(data), memoryview(data), offset)
+
+
+def inbox_with(*states: PartitionState) -> Inbox:
+    inbox = Inbox(lambda: True)
+    for state in states:
+        inbox.add(state)
+    return inbox
+
+
+def take(inbox: Inbox, *, whole: bool = False) -> Hand:
+    with inbox.lock:
+        hand = inbox.take(whole=whole)
+    assert hand is not None
+    return hand
+
+
+def nothing_to_take(inbox: Inbox) -> bool:
+    with inbox.lock:
+        return inbox.take(whole=False) is None
+
+
+def offset_of(fields: tuple[Any, ...]) -> int:
+    offset: int = fields[2]
+    return offset
+
+
+class One:
+    """An inbox with one partition, and batches of five in it."""
+
+    def __init__(self, *, batches: int = 2) -> None:
+        self.state = PartitionState(TP, None, 0)
+        self.inbox = inbox_with(self.state)
+        self.inbox.put(self.state, [batch(TP, 5 * number, 5) for number in range(batches)])
+
+
+# Done, point by point
+
+
+def test_nothing_is_done_before_the_first_message() -> None:
+    one = One()
+    assert one.state.done_offset() == 0
+    hand = take(one.inbox)
+    assert one.state.done_offset() == 0
+    hand.iterate()
+    assert one.state.done_offset() == 0
+    assert one.state.done_offset(in_hand=True) == 0
+
+
+def test_a_message_is_done_when_the_next_one_is_asked_for() -> None:
+    one = One()
+    fields = take(one.inbox).iterate()
+    for offset in range(5):
+        assert offset_of(next(fields)) == offset
+        assert one.state.done_offset() == offset
+        assert one.state.done_offset(in_hand=True) == offset + 1
+    assert next(fields, None) is None
+    assert one.state.done_offset(in_hand=True) == 5
+
+
+def test_at_the_end_of_a_batch_the_next_one_follows() -> None:
+    one = One()
+    for start in (0, 5):
+        hand = take(one.inbox)
+        assert [offset_of(fields) for fields in hand.iterate()] == list(range(start, start + 5))
+        assert one.inbox.finish(hand) is False
+        assert one.state.done_offset() == start + 5
+    assert nothing_to_take(one.inbox)
+    assert one.inbox.buffered_bytes == one.state.buffered_bytes == 0
+
+
+def test_a_whole_batch_is_done_as_a_whole() -> None:
+    one = One()
+    hand = take(one.inbox, whole=True)
+    assert one.state.done_offset() == 0
+    assert one.state.done_offset(in_hand=True) == 5
+    assert one.inbox.finish(hand) is False
+    assert one.state.done_offset() == 5
+
+
+def test_a_whole_batch_that_failed_comes_again() -> None:
+    one = One()
+    assert one.inbox.finish(take(one.inbox, whole=True), in_hand=False) is True
+    assert one.state.done_offset() == 0
+    assert nothing_to_take(one.inbox), "what is buffered behind it must not come first"
+    assert one.inbox.rewind(one.state) == 0
+
+
+@pytest.mark.parametrize("in_hand", [True, False])
+def test_a_batch_that_is_let_go_in_the_middle_goes_on_there(in_hand: bool) -> None:
+    one = One()
+    hand = take(one.inbox)
+    fields = hand.iterate()
+    next(fields)
+    next(fields)
+    assert one.inbox.finish(hand, in_hand=in_hand) is True
+    goes_on_at = 2 if in_hand else 1
+    assert one.state.done_offset() == goes_on_at
+    assert nothing_to_take(one.inbox)
+    one.inbox.put(one.state, [batch(TP, 10, 5)])  # was under way: not what comes next
+    assert nothing_to_take(one.inbox)
+    assert one.inbox.rewind(one.state) == goes_on_at
+    one.inbox.put(one.state, [batch(TP, goes_on_at, 3)])
+    assert take(one.inbox).batch.offset == goes_on_at
+
+
+def test_an_exception_at_the_first_message_makes_nothing_done() -> None:
+    one = One()
+    hand = take(one.inbox)
+    next(hand.iterate())
+    assert one.inbox.finish(hand, in_hand=False) is True
+    assert one.state.done_offset() == 0
+    assert one.state.epoch == 0, "no message is done: no master's term wrote the last one"
+
+
+def test_the_epoch_is_that_of_the_last_message_that_is_done() -> None:
+    state = PartitionState(TP, None, 0)
+    inbox = inbox_with(state)
+    inbox.put(state, [batch(TP, 0, 2, epoch=4), batch(TP, 2, 2, epoch=7)])
+    inbox.finish(take(inbox, whole=True))
+    assert state.epoch == 4
+    hand = take(inbox)
+    next(hand.iterate())
+    inbox.finish(hand, in_hand=False)
+    assert (state.next_offset, state.epoch) == (2, 4)
+
+
+# Taking back
+
+
+def test_a_batch_taken_back_in_the_middle_ends_there_and_the_message_in_hand_counts() -> None:
+    one = One()
+    hand = take(one.inbox)
+    fields = hand.iterate()
+    next(fields)
+    next(fields)
+    assert one.inbox.rewind(one.state) == 2
+    assert next(fields, None) is None
+    assert one.inbox.finish(hand) is False
+    assert one.state.done_offset() == 2
+
+
+def test_what_is_taken_back_before_it_is_iterated_is_not_handed_out() -> None:
+    # A pause and a resume between take() and iterate(): fetching goes on at the batch's start, not at its end.
+    one = One()
+    hand = take(one.inbox)
+    assert one.inbox.rewind(one.state) == 0
+    assert list(hand.iterate()) == []
+    assert one.inbox.finish(hand) is False
+    assert one.state.done_offset() == 0
+
+
+def test_a_message_that_failed_after_its_batch_was_taken_back_comes_again() -> None:
+    # A listener's message waits for its next attempt, the partition is paused and resumed, the attempt is given up.
+    one = One()
+    hand = take(one.inbox)
+    fields = hand.iterate()
+    next(fields)
+    next(fields)
+    assert one.inbox.rewind(one.state) == 2, "what is fetched meanwhile is behind the one in hand"
+    one.inbox.put(one.state, [batch(TP, 2, 3)])
+    assert one.inbox.finish(hand, in_hand=False) is True
+    assert nothing_to_take(one.inbox)
+    assert one.inbox.rewind(one.state) == 1
+
+
+def test_a_partition_is_released_when_its_message_in_hand_is_done() -> None:
+    one = One()
+    hand = take(one.inbox)
+    next(hand.iterate())
+    one.inbox.rewind(one.state)
+    released: list[int] = []
+    one.inbox.when_released(one.state, lambda: released.append(one.state.done_offset()))
+    assert released == []
+    one.inbox.finish(hand)
+    assert released == [1]
+
+
+def test_a_partition_without_anything_in_hand_is_released_at_once() -> None:
+    one = One()
+    one.inbox.rewind(one.state)
+    released: list[bool] = []
+    one.inbox.when_released(one.state, lambda: released.append(True))
+    assert released == [True]
+
+
+def test_a_lost_partition_is_released_and_what_was_in_hand_does_not_count() -> None:
+    one = One()
+    hand = take(one.inbox)
+    fields = hand.iterate()
+    next(fields)
+    next(fields)
+    released: list[bool] = []
+    one.inbox.when_released(one.state, lambda: released.append(True))
+    one.inbox.remove(one.state)
+    assert released == [True]
+    assert next(fields, None) is None
+    assert one.inbox.finish(hand) is False
+    assert one.state.done_offset() == 0
+    assert one.inbox.buffered_bytes == 0
+
+
+def test_a_partition_that_comes_back_waits_for_its_former_handler() -> None:
+    one = One()
+    busy = take(one.inbox)
+    next(busy.iterate())
+    one.inbox.remove(one.state)
+    again = PartitionState(TP, None, 0)
+    one.inbox.add(again)
+    one.inbox.put(again, [batch(TP, 0, 5)])
+    assert nothing_to_take(one.inbox), "two handlers would have the first message"
+    released: list[bool] = []
+    one.inbox.when_released(again, lambda: released.append(True))
+    assert released == [], "nor may another member have it yet"
+    one.inbox.finish(busy)
+    assert released == [True]
+    assert take(one.inbox).state is again
+
+
+# Seeking
+
+
+def test_a_seek_counts_at_once_and_the_message_in_hand_no_more() -> None:
+    one = One()
+    hand = take(one.inbox)
+    fields = hand.iterate()
+    next(fields)
+    next(fields)
+    assert one.inbox.rewind(one.state, 100) == 100
+    assert one.state.done_offset() == 100
+    assert next(fields, None) is None
+    one.inbox.put(one.state, [batch(TP, 100, 5)])
+    assert nothing_to_take(one.inbox), "the handler is still busy with a message of it"
+    assert one.inbox.finish(hand) is False
+    assert one.state.done_offset() == 100
+    assert take(one.inbox).batch.offset == 100
+
+
+def test_what_was_fetched_is_still_good_when_what_comes_next_is_gone() -> None:
+    one = One()
+    hand = take(one.inbox)
+    one.inbox.skip_to(one.state, 50)
+    assert list(map(offset_of, hand.iterate())) == [0, 1, 2, 3, 4]
+    assert one.inbox.finish(hand) is False
+    one.inbox.skip_to(one.state, 50)
+    assert take(one.inbox).batch.offset == 5
+    empty = One(batches=0)
+    empty.inbox.skip_to(empty.state, 50)
+    assert empty.state.done_offset() == 50
+
+
+# Turns, limits, ends
+
+
+def test_partitions_take_turns_and_one_batch_of_each_is_in_hand() -> None:
+    states = [PartitionState(tp, None, 0) for tp in (TP, OTHER)]
+    inbox = inbox_with(*states)
+    for state in states:
+        inbox.put(state, [batch(state.tp, 5 * number, 5) for number in range(3)])
+    order = []
+    for _ in range(6):
+        hand = take(inbox)
+        order.append(hand.state.tp)
+        list(hand.iterate())
+        inbox.finish(hand)
+    assert order == [TP, OTHER] * 3
+    for state in states:
+        inbox.put(state, [batch(state.tp, 15, 5), batch(state.tp, 20, 5)])
+    take(inbox)
+    take(inbox)
+    assert nothing_to_take(inbox)
+
+
+def test_nothing_is_handed_out_while_the_lease_is_over() -> None:
+    valid = False
+    state = PartitionState(TP, None, 0)
+    inbox = Inbox(lambda: valid)
+    inbox.add(state)
+    inbox.put(state, [batch(TP, 0, 5)])
+    assert nothing_to_take(inbox)
+    valid = True
+    assert take(inbox).batch.offset == 0
+
+
+def test_bytes_are_counted_until_the_handler_lets_go() -> None:
+    one = One()
+    size = one.inbox.buffered_bytes
+    assert size == one.state.buffered_bytes > 0
+    hand = take(one.inbox)
+    assert one.inbox.buffered_bytes == size
+    list(hand.iterate())
+    one.inbox.finish(hand)
+    assert one.inbox.buffered_bytes == size // 2
+    one.inbox.rewind(one.state)
+    assert one.inbox.buffered_bytes == one.state.buffered_bytes == 0
+
+
+@pytest.mark.parametrize(("in_hand_done", "done"), [(True, 2), (False, 1)])
+def test_close_waits_for_nobody(in_hand_done: bool, done: int) -> None:
+    one = One()
+    hand = take(one.inbox)
+    fields = hand.iterate()
+    next(fields)
+    next(fields)
+    one.inbox.close(in_hand_done=in_hand_done)
+    assert one.state.done_offset() == done
+    released: list[bool] = []
+    one.inbox.when_released(one.state, lambda: released.append(True))
+    assert released == [True]
+    assert next(fields, None) is None
+    assert one.inbox.finish(hand) is False
+    assert one.state.done_offset() == done
+
+
+def test_close_ends_a_revocation_that_waits_for_a_handler() -> None:
+    one = One()
+    next(take(one.inbox).iterate())
+    released: list[bool] = []
+    one.inbox.when_released(one.state, lambda: released.append(True))
+    one.inbox.close(in_hand_done=False)
+    assert released == [True]
+
+
+def test_handlers_get_the_error_that_ended_it() -> None:
+    one = One()
+    one.inbox.fail(ConfigError("no"))
+    with one.inbox.lock, pytest.raises(ConfigError):
+        one.inbox.take(whole=False)
+
+
+def test_in_a_forks_child_the_batch_in_hand_ends() -> None:
+    one = One()
+    fields = take(one.inbox).iterate()
+    next(fields)
+    one.inbox.lock.acquire()  # as by a thread that the child does not have
+    one.inbox.forked(ForkedError("consumer"))
+    assert next(fields, None) is None
+    with one.inbox.lock, pytest.raises(ForkedError):
+        one.inbox.take(whole=False)
+
+
+def test_a_waiting_handler_is_woken() -> None:
+    one = One(batches=0)
+    taken: list[Hand | None] = []
+
+    def wait() -> None:
+        with one.inbox.lock:
+            while (hand := one.inbox.take(whole=False)) is None:
+                one.inbox.filled.wait(10)
+            taken.append(hand)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    one.inbox.put(one.state, [batch(TP, 0, 1)])
+    thread.join(10)
+    assert len(taken) == 1
+
+
+# Any sequence of steps
+
+
+@dataclass(eq=False)
+class Handler:
+    """Has at most one batch; `in_hand` is the offset of its last message, None before the first and of a whole one."""
+
+    hand: Hand | None = None
+    fields: Iterator[tuple[Any, ...]] | None = None
+    in_hand: int | None = None
+
+
+@dataclass(eq=False)
+class Partition:
+    """One partition as the model sees it: what is done, and what has to come next."""
+
+    state: PartitionState
+    done: int = 0
+    expected: int = 0
+    fetch_offset: int = 0
+    paused: bool = False
+    released: list[bool] = field(default_factory=list)
+
+
+class InboxModel:
+    """The loop and three handlers, over logs in which offset n holds message n."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox(lambda: True)
+        self.handlers = [Handler() for _ in range(3)]
+        self.partitions = {tp: Partition(PartitionState(tp, None, 0)) for tp in (TP, OTHER)}
+        for partition in self.partitions.values():
+            self.inbox.add(partition.state)
+
+    def is_current(self, handler: Handler) -> bool:
+        assert handler.hand is not None
+        return self.partitions[handler.hand.state.tp].state.hand is handler.hand
+
+    # The loop
+
+    def fetched(self, tp: TopicPartition, count: int, batches: int) -> None:
+        partition = self.partitions[tp]
+        if not partition.paused and not partition.state.closing:
+            news = []
+            for _ in range(batches):
+                news.append(batch(tp, partition.fetch_offset, count))
+                partition.fetch_offset += count
+            self.inbox.put(partition.state, news)
+
+    def refetch(self, tp: TopicPartition) -> None:
+        partition = self.partitions[tp]
+        if partition.state.rewinding:
+            partition.fetch_offset = self.inbox.rewind(partition.state)
+
+    def pause(self, tp: TopicPartition) -> None:
+        partition = self.partitions[tp]
+        partition.paused = True
+        self.inbox.rewind(partition.state)
+
+    def resume(self, tp: TopicPartition) -> None:
+        partition = self.partitions[tp]
+        if partition.paused:
+            partition.paused = False
+            partition.fetch_offset = self.inbox.rewind(partition.state)
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        partition = self.partitions[tp]
+        if not partition.state.closing:
+            partition.fetch_offset = self.inbox.rewind(partition.state, offset)
+            partition.done = partition.expected = offset
+
+    def begin_to_revoke(self, tp: TopicPartition) -> None:
+        partition = self.partitions[tp]
+        if not partition.state.closing:
+            partition.state.closing = True
+            self.inbox.rewind(partition.state)
+            self.inbox.when_released(partition.state, lambda: partition.released.append(True))
+
+    def end_to_revoke(self, tp: TopicPartition) -> None:
+        partition = self.partitions[tp]
+        if partition.released:
+            assert not any(handler.hand is not None and handler.hand.state.tp == tp for handler in self.handlers), (
+                "given away with a message in hand"
+            )
+            assert partition.state.done_offset() == partition.done
+            self.inbox.remove(partition.state)
+            self.comes_back(tp)
+
+    def lose(self, tp: TopicPartition) -> None:
+        self.inbox.remove(self.partitions[tp].state)
+        self.comes_back(tp)
+
+    def comes_back(self, tp: TopicPartition) -> None:
+        done = self.partitions[tp].done
+        self.partitions[tp] = Partition(PartitionState(tp, None, done), done, done, done)
+        self.inbox.add(self.partitions[tp].state)
+
+    # The handlers
+
+    def busy_one(self, number: int) -> Handler | None:
+        busy = [handler for handler in self.handlers if handler.hand is not None]
+        return busy[number % len(busy)] if busy else None
+
+    def take(self, whole: bool) -> None:
+        handler = next((handler for handler in self.handlers if handler.hand is None), None)
+        if handler is None:
+            return
+        with self.inbox.lock:
+            hand = self.inbox.take(whole=whole)
+        if hand is None:
+            return
+        tp = hand.state.tp
+        others = [other for other in self.handlers if other.hand is not None and other.hand.state.tp == tp]
+        assert others == [], "two handlers have the same partition"
+        partition = self.partitions[tp]
+        assert hand.state is partition.state
+        assert not partition.paused
+        assert not partition.state.closing
+        assert hand.batch.offset == partition.expected
+        handler.hand = hand
+        if whole:
+            partition.expected = hand.batch.end_offset
+
+    def next_messages(self, number: int, count: int) -> None:
+        handler = self.busy_one(number)
+        for _ in range(count):
+            if handler is not None and handler.hand is not None and not handler.hand.whole:
+                self.next_message(handler)
+
+    def next_message(self, handler: Handler) -> None:
+        assert handler.hand is not None
+        partition = self.partitions[handler.hand.state.tp]
+        current = self.is_current(handler)
+        if handler.fields is None:
+            handler.fields = handler.hand.iterate()
+        fields = next(handler.fields, None)
+        if fields is None:
+            self.let_go(handler, in_hand=True)
+            return
+        assert current, "a message of a partition that is not ours any more, or after a seek"
+        assert not partition.paused
+        assert offset_of(fields) == partition.expected
+        handler.in_hand = partition.done = partition.expected
+        partition.expected += 1
+
+    def stop_in_the_middle(self, number: int, in_hand: bool) -> None:
+        handler = self.busy_one(number)
+        if handler is not None:
+            self.let_go(handler, in_hand=in_hand)
+
+    def let_go(self, handler: Handler, *, in_hand: bool) -> None:
+        hand = handler.hand
+        assert hand is not None
+        partition = self.partitions[hand.state.tp]
+        if self.is_current(handler):
+            if in_hand:
+                partition.done = partition.expected
+            elif hand.whole:
+                partition.expected = hand.batch.offset
+            elif handler.in_hand is not None:
+                partition.expected = handler.in_hand
+        self.inbox.finish(hand, in_hand=in_hand)
+        handler.hand = handler.fields = handler.in_hand = None
+
+    def check_what_is_done(self) -> None:
+        for tp, partition in self.partitions.items():
+            assert partition.state.done_offset() == partition.done, tp
+        assert self.inbox.buffered_bytes == sum(state.buffered_bytes for state in self.inbox.states.values())
+        in_hand = [state.hand.batch.size_bytes for state in self.inbox.states.values() if state.hand]
+        buffered = [each.size_bytes for state in self.inbox.states.values() for each in state.buffered]
+        assert self.inbox.buffered_bytes == sum(in_hand) + sum(buffered)
+
+    def drain(self) -> None:
+        """Whatever came before, nothing is stuck: every partition gives what comes next."""
+        for handler in self.handlers:
+            if handler.hand is not None:
+                self.let_go(handler, in_hand=True)
+        for tp in self.partitions:
+            if self.partitions[tp].state.closing:
+                self.end_to_revoke(tp)
+            self.resume(tp)
+            self.refetch(tp)
+            self.fetched(tp, 1, 1)
+        while self.inbox.buffered_bytes:
+            hand = take(self.inbox)
+            partition = self.partitions[hand.state.tp]
+            offsets = list(map(offset_of, hand.iterate()))
+            assert offsets == list(range(partition.expected, partition.expected + len(offsets)))
+            partition.expected += len(offsets)
+            self.inbox.finish(hand)
+        for partition in self.partitions.values():
+            assert partition.state.done_offset() == partition.fetch_offset
+
+    def step(self, chance: random.Random) -> str:
+        """One step at random; returns what was done."""
+        tp = chance.choice([TP, OTHER])
+        name = chance.choice(STEPS)
+        arguments: dict[str, Any] = {
+            "fetched": (tp, chance.randint(1, 4), chance.randint(1, 2)),
+            "seek": (tp, chance.randint(0, 30)),
+            "take": (chance.random() < 0.3,),
+            "next_messages": (chance.randrange(3), chance.randint(1, 5)),
+            "stop_in_the_middle": (chance.randrange(3), chance.random() < 0.5),
+        }
+        getattr(self, name)(*arguments.get(name, (tp,)))
+        return f"{name}{arguments.get(name, (tp,))}"
+
+
+STEPS = [
+    *["fetched", "take", "next_messages"] * 4,
+    *["refetch", "stop_in_the_middle", "end_to_revoke"] * 2,
+    *["pause", "resume", "seek", "begin_to_revoke", "lose"],
+]
+
+
+def test_any_sequence_of_steps_hands_out_what_comes_next() -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    for _ in range(500):
+        model = InboxModel()
+        steps = []
+        try:
+            for _ in range(60):
+                steps.append(model.step(chance))
+                model.check_what_is_done()
+            model.drain()
+        except BaseException:
+            print("steps", *steps, sep="\n")
+            raise
