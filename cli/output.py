@@ -61,6 +61,11 @@ def _is_number(value: object) -> bool:
     return value is None or isinstance(value, int)
 
 
+def count(number: int, noun: str) -> str:
+    """ "1 message", "2,000 messages"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def styled(text: str, stream: Any, **style: Any) -> str:
     """Coloured, where a person looks at the stream and has not said NO_COLOR."""
     return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text

@@ -10,7 +10,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.output import TABLE_OR_JSON, YES, confirm, print_json, print_table, say
+from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, print_json, print_table, say
 from metamq.cli.units import (
     DURATION,
     DURATION_OR_FOREVER,
@@ -82,8 +82,8 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, *
         config = admin.create_topic(
             name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
         )
-    places = ", ".join(f"broker {broker_id}: {count}" for broker_id, count in config.partitions.items())
-    say(f"Topic {name} has {partitions} partitions ({places}).")
+    places = ", ".join(f"{number} on broker {broker_id}" for broker_id, number in config.partitions.items())
+    say(f"Topic {name} has {count(partitions, 'partition')} ({places}).")
 
 
 @topic.command("list")
@@ -121,7 +121,7 @@ def list_topics(output: str) -> None:
 def config_json(config: TopicConfig) -> dict[str, Any]:
     """A topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
     document = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "unknown"}
-    document["partitions"] = {str(broker_id): count for broker_id, count in config.partitions.items()}
+    document["partitions"] = {str(broker_id): number for broker_id, number in config.partitions.items()}
     if isinstance(config.flush, FlushEvery):
         document["flush"] = {"messages": config.flush.messages, "ms": config.flush.ms}
     return document
@@ -169,7 +169,8 @@ def _description_json(one: TopicDescription) -> dict[str, Any]:
 
 def _print_description(one: TopicDescription) -> None:
     config = one.config
-    click.echo(f"{config.topic}: {len(one.partitions)} partitions, {one.messages:,} messages, id {config.id}")
+    size = f"{count(len(one.partitions), 'partition')}, {count(one.messages, 'message')}"
+    click.echo(f"{config.topic}: {size}, id {config.id}")
     click.echo(
         f"flush {show_flush(config.flush)}, retention {show_ms(config.retention_ms)} and "
         f"{show_bytes(config.retention_bytes)}, {config.cleanup}, segments {show_bytes(config.segment_bytes)}, "
@@ -251,7 +252,8 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool) -> None:
         readers = admin.groups().values()
         for name in names:
             one = admin.describe_topic(name)
-            plan.append(f"Delete topic {name}: {len(one.partitions)} partitions, {one.messages:,} messages.")
+            size = f"{count(len(one.partitions), 'partition')}, {count(one.messages, 'message')}"
+            plan.append(f"Delete topic {name}: {size}.")
             plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
         confirm(plan, yes=yes)
         for name in names:

@@ -14,7 +14,7 @@ from metamq.zk.topics import Flush, FlushEvery
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
-else:  # generic from click 8.4 on
+else:  # not generic at run time in every click
     _ParamType = click.ParamType
 
 MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
