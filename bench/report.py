@@ -29,8 +29,8 @@ HOW = """
 ## How to read them
 
 `send` is one call and one Delivery a message; `send_many` one call for all. `iteration` is `for message in consumer`;
-`batches` yields verified batches and touches nothing in them; `values` makes every value a `bytes` object; `arrow` makes a
-RecordBatch. All of them include connecting. The listener is `consumer.run(listener)` with one thread.
+`batches` yields verified batches and touches nothing in them; `values` makes every value a `bytes` object; `arrow`
+makes a RecordBatch. All of them include connecting. The listener is `consumer.run(listener)` with one thread.
 
 A consumer of 1,000 partitions sends no more with a poll than one of 4: a fetch session carries only what changed.
 """
@@ -72,8 +72,10 @@ def _lifecycle(results: dict[str, Any]) -> list[str]:
         "| log | up after a clean stop | up after kill -9 |",
         "|---|---|---|",
     ]
-    for row in results["by_log_size"]:
-        lines.append(f"| {row['log_mb']:,.0f} MB | {row['after_clean_stop_s']:.2f} s | {row['after_kill_s']:.2f} s |")
+    lines += [
+        f"| {row['log_mb']:,.0f} MB | {row['after_clean_stop_s']:.2f} s | {row['after_kill_s']:.2f} s |"
+        for row in results["by_log_size"]
+    ]
     many = results["many_partitions"]
     lines += [
         "",
