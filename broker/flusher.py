@@ -24,6 +24,8 @@ class Flusher:
     def __init__(self, failed: Callable[[MetamqError], None], *, threads: int = 4) -> None:
         self._failed = failed
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="metamq-fsync")
+        self.flushes = 0
+        """Since the start: with group commit, fewer than the appends they acknowledged."""
         self._dirty: dict[Partition, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -34,33 +36,23 @@ class Flusher:
             self.start(partition)
 
     def start(self, partition: Partition) -> None:
-        """Starts a flush unless one runs, which then starts the next by itself."""
-        if partition.flushing or partition.closed_by:
-            return
-        ticket = partition.log.start_flush()
+        """Starts a flush unless one runs, which then starts the next by itself. Raises StorageError."""
+        ticket = partition.start_flush(time.time_ns() // 1_000_000)
         if ticket is None:
             return
-        partition.flushing = True
+        self.flushes += 1
         task = asyncio.get_running_loop().create_task(self._flush(partition, ticket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _flush(self, partition: Partition, ticket: FlushTicket) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._executor, ticket.sync)
-            partition.flushing = False
-            if partition.closed_by:
-                return
-            before = partition.log.stable_position
-            partition.log.finish_flush(ticket)
-            partition.dirty_since_ms = None
-            partition.publish(partition.log.stable_position - before)
+            await asyncio.get_running_loop().run_in_executor(self._executor, ticket.sync)
+            partition.finish_flush(ticket)
+            if partition.waiting or partition.flush_due(0):
+                self.start(partition)
         except MetamqError as error:
             self._failed(error)
-            return
-        if partition.waiting:
-            self.start(partition)
 
     async def run(self) -> None:
         """Flushes by time, for ever."""

@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.data_folder import DataFolder
+from metamq.broker.partition import Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
-from metamq.errors import DiskFull, MetamqError
+from metamq.errors import CorruptData, DiskFull, MetamqError
 
 log = logging.getLogger("metamq.broker")
 
-DISK_CHECK_S = 0.5
+DISK_CHECK_S = 0.05
+"""Short enough for what a broker writes meanwhile to fit into the reserve."""
 
 
 class Housekeeping:
@@ -55,7 +57,7 @@ class Housekeeping:
             self._processors.refuse_writes = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
             log.error("writes are refused: %s", self._processors.refuse_writes)
             self._next_round = 0.0
-        elif not full and self._processors.refuse_writes is not None:
+        elif not full and isinstance(self._processors.refuse_writes, DiskFull):
             self._processors.refuse_writes = None
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
 
@@ -64,10 +66,17 @@ class Housekeeping:
             if partition.closed_by is not None:
                 continue
             try:
-                for segment in partition.log.apply_retention(time.time_ns() // 1000):
-                    log.info("%s: retention removed %s", partition.name, segment)
-                partition.log.checkpoint()
+                self._look_after(partition)
+            except CorruptData as error:
+                log.critical("%s is not served any more: %s", partition.name, error)
+                partition.close(error, clean=False)
             except MetamqError as error:
                 self._failed(error)
                 return
+            self.check_disk()
             await asyncio.sleep(0)
+
+    def _look_after(self, partition: Partition) -> None:
+        for segment in partition.log.apply_retention(time.time_ns() // 1000):
+            log.info("%s: retention removed %s", partition.name, segment)
+        partition.checkpoint()

@@ -6,10 +6,12 @@ Theory of operation
 A message without a key goes into its topic's *floating* batch, which gets its partition only when the sender takes
 it: whole batches rotate over the partitions. A message with a key goes into the open batch of its partition.
 
-A topic's partitions are learned by the loop. Until then its messages wait, in order, in `unplaced`; their deliveries
-point at a placeholder batch and are moved when the partitions are known.
+A topic's partitions are learned by the loop. Until then messages that need one wait, in order, in `unplaced`; their
+deliveries point at a placeholder batch and are moved when the partitions are known.
 
-The buffer's bound is checked when a batch is begun, not for every message: it may be exceeded by one batch a topic.
+The buffer's bound is checked when a batch is begun, not for every message, and once for a send_many: it may be exceeded
+by one batch a partition, and by one send_many. Waiting for room lets go of the lock, after which nothing that was
+looked at before holds: so `send` starts again from the top.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
-from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, ManyDelivery, OutgoingBatch
+from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, ManyDelivery, OutgoingBatch, Owner
 from metamq.client.partitioner import Partitioner
 from metamq.errors import BufferFull, ClosedError, ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX
@@ -30,12 +32,37 @@ from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.topics import TopicConfig
 
 Headers = Mapping[str, bytes]
+Keys = Sequence[bytes | None]
+
+TIMESTAMP_US_MAX = (1 << 63) - 1
+
+
+class Busy(NamedTuple):
+    """Where batches wait to be sent as it is: open ones may as well grow."""
+
+    brokers: Set[int]
+    places: Mapping[str, Set[tuple[int, int]]]
+    """(broker id, index) by topic."""
+
+
+IDLE = Busy(frozenset(), {})
 
 
 class TopicBuffer:
     """The messages of one topic that no sender has taken."""
 
-    __slots__ = ("config", "floating", "limit_bytes", "open", "places", "sealed", "topic", "unplaced", "unplaced_batch")
+    __slots__ = (
+        "config",
+        "floating",
+        "limit_bytes",
+        "numbers",
+        "open",
+        "placeholder",
+        "places",
+        "sealed",
+        "topic",
+        "unplaced",
+    )
 
     def __init__(self, topic: str, limit_bytes: int) -> None:
         self.topic = topic
@@ -43,12 +70,15 @@ class TopicBuffer:
         self.config: TopicConfig | None = None
         self.places: list[tuple[int, int]] = []
         """(broker id, index) of each configured partition, in numeric order."""
+        self.numbers: dict[tuple[int, int], int] = {}
+        """The number of each place in `places`."""
         self.floating: OutgoingBatch | None = None
         self.open: dict[int, OutgoingBatch] = {}
         """Open batches by number of the place."""
         self.sealed: deque[OutgoingBatch] = deque()
-        self.unplaced: list[Callable[[], None]] = []
-        self.unplaced_batch: OutgoingBatch | None = None
+        self.unplaced: list[Callable[[], OutgoingBatch | None]] = []
+        """Each places a message or a send_many; returns a failed batch when that is not possible."""
+        self.placeholder: OutgoingBatch | None = None
 
 
 class Accumulator:
@@ -63,7 +93,7 @@ class Accumulator:
         partitioner: Partitioner,
         wake: Callable[[], None],
         wait_s: float | None,
-        owner: Any,
+        owner: Owner,
     ) -> None:
         self.lock = threading.Lock()
         self.room = threading.Condition(self.lock)
@@ -81,6 +111,8 @@ class Accumulator:
         self._wait_s = wait_s
         """How long `send` may block for room: None for ever, 0 not at all."""
         self._owner = owner
+
+    # -- accepting ------------------------------------------------------------------------------------------------
 
     def send(self, topic: str, value: bytes) -> Delivery:
         """Accepts a message that has nothing but a value. The hot path."""
@@ -110,43 +142,68 @@ class Accumulator:
         timestamp_us: int | None,
     ) -> Delivery:
         """Accepts any message. Raises MessageTooLarge, BufferFull, ConfigError, PartitionNotFound, ClosedError."""
-        size = len(value) + MESSAGE_OVERHEAD_BYTES
-        if key is not None:
-            size += len(key)
-        if headers:
-            size += sum(len(name) + len(text) + 4 for name, text in headers.items())
+        size = _size(value, key, headers)
+        if timestamp_us is not None and abs(timestamp_us) > TIMESTAMP_US_MAX:
+            raise ConfigError(f"timestamp {timestamp_us} is not microseconds since 1970", hint="It has 63 bits.")
+        waiting_since: float | None = None
         with self.lock:
-            buffer = self._buffer(topic)
-            if size > buffer.limit_bytes:
-                raise MessageTooLarge(f"the message for topic {topic!r}", size, buffer.limit_bytes)
-            if buffer.config is None and (key is not None or partition is not None):
-                return self._send_unplaced(buffer, value, key, headers, partition, timestamp_us, size)
-            number = self._number(buffer, key, partition)
-            batch = self._batch_for(buffer, number)
-            index = _add(batch, value, key, headers, timestamp_us)
-            batch.size += size
-            if batch.size >= self._batch_bytes:
-                self._seal(buffer, number)
+            while True:
+                buffer = self._buffer(topic)
+                if size > buffer.limit_bytes:
+                    raise MessageTooLarge(f"the message for topic {topic!r}", size, buffer.limit_bytes)
+                unplaced = buffer.config is None and (key is not None or partition is not None)
+                if not unplaced:
+                    number = self._number(buffer, key, partition)
+                    batch = buffer.floating if number is None else buffer.open.get(number)
+                    if batch is not None:
+                        break
+                if self.buffered_bytes < self._buffer_bytes:
+                    if unplaced:
+                        return self._send_unplaced(buffer, value, key, headers, partition, timestamp_us, size)
+                    batch = self._open(buffer, number)
+                    break
+                waiting_since = self._wait_for_room(waiting_since)
+            index = self._append(buffer, number, batch, value, key, headers, timestamp_us, size)
         return Delivery(self._owner, batch, index)
 
+    def _append(
+        self,
+        buffer: TopicBuffer,
+        number: int | None,
+        batch: OutgoingBatch,
+        value: bytes,
+        key: bytes | None,
+        headers: Headers | None,
+        timestamp_us: int | None,
+        size: int,
+    ) -> int:
+        index = _add(batch, value, key, headers, timestamp_us)
+        batch.size += size
+        if batch.size >= self._batch_bytes:
+            self._seal(buffer, number)
+        return index
+
     def _number(self, buffer: TopicBuffer, key: bytes | None, partition: str | None) -> int | None:
-        """The place that a message has to go to, None for any."""
+        """The place that a message has to go to, None for any. Raises PartitionNotFound, ConfigError."""
         if partition is not None:
-            place = parse_partition(partition)
-            if place not in buffer.places:
+            place = buffer.numbers.get(parse_partition(partition))
+            if place is None:
                 names = buffer.config.partition_names if buffer.config else []
                 raise PartitionNotFound(buffer.topic, partition, tuple(names))
-            return buffer.places.index(place)
+            return place
         if key is None:
             return None
         number = self._partitioner(buffer.topic, key, len(buffer.places))
-        if not 0 <= number < len(buffer.places):
-            raise ConfigError(f"the partitioner gave {number} for a topic of {len(buffer.places)} partitions")
+        if not isinstance(number, int) or not 0 <= number < len(buffer.places):
+            raise ConfigError(
+                f"the partitioner gave {number!r} for a topic of {len(buffer.places)} partitions",
+                hint="It is to give an index among them: 0, 1, and so on.",
+            )
         return number
 
     def _buffer(self, topic: str) -> TopicBuffer:
         if self.closed_by is not None:
-            raise self.closed_by
+            raise self.closed_by.with_traceback(None)
         buffer = self.buffers.get(topic)
         if buffer is None:
             check_topic(topic)
@@ -154,18 +211,13 @@ class Accumulator:
             self.buffers[topic] = self._fast[topic] = buffer
         return buffer
 
-    def _batch_for(self, buffer: TopicBuffer, number: int | None) -> OutgoingBatch:
-        batch = buffer.floating if number is None else buffer.open.get(number)
-        if batch is None:
-            self._wait_for_room()
-            batch = buffer.floating if number is None else buffer.open.get(number)
-        if batch is None:
-            batch = self._begin(buffer)
-            if number is None:
-                buffer.floating = batch
-            else:
-                batch.broker_id, batch.partition = buffer.places[number]
-                buffer.open[number] = batch
+    def _open(self, buffer: TopicBuffer, number: int | None) -> OutgoingBatch:
+        batch = self._begin(buffer)
+        if number is None:
+            buffer.floating = batch
+        else:
+            batch.broker_id, batch.partition = buffer.places[number]
+            buffer.open[number] = batch
         return batch
 
     def _begin(self, buffer: TopicBuffer) -> OutgoingBatch:
@@ -184,20 +236,170 @@ class Accumulator:
             self.buffered_bytes += batch.size
             buffer.sealed.append(batch)
 
-    def take(self, *, open_before_ns: int) -> list[OutgoingBatch]:
+    def _seal_all(self, buffer: TopicBuffer) -> None:
+        for number in [None, *buffer.open]:
+            self._seal(buffer, number)
+
+    def _wait_for_room(self, waiting_since: float | None) -> float:
+        """Waits for some, under the lock, which waiting releases. Returns since when the caller has been waiting.
+
+        Raises BufferFull when that is too long, or when this is the thread that makes room; what closed the producer.
+        """
+        now = time.monotonic()
+        since = now if waiting_since is None else waiting_since
+        left_s = None if self._wait_s is None else since + self._wait_s - now
+        if (left_s is not None and left_s <= 0) or self._owner.is_loop_thread():
+            raise BufferFull(self._buffer_bytes)
+        self._wake()
+        self.room.wait(left_s)
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
+        return since
+
+    # -- messages whose topic's partitions are not known yet ---------------------------------------------------------
+
+    def _send_unplaced(
+        self,
+        buffer: TopicBuffer,
+        value: bytes,
+        key: bytes | None,
+        headers: Headers | None,
+        partition: str | None,
+        timestamp_us: int | None,
+        size: int,
+    ) -> Delivery:
+        delivery = Delivery(self._owner, self._placeholder(buffer, size), 0)
+
+        def place() -> OutgoingBatch | None:
+            try:
+                number = self._number(buffer, key, partition)
+            except Exception as error:
+                failed = _failed_batch(buffer.topic, error)
+                delivery.moved(failed, 0)
+                return failed
+            batch = buffer.open.get(number) if number is not None else None
+            if batch is None:
+                batch = self._open(buffer, number)
+            delivery.moved(batch, self._append(buffer, number, batch, value, key, headers, timestamp_us, size))
+            return None
+
+        buffer.unplaced.append(place)
+        return delivery
+
+    def _send_many_unplaced(
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int]
+    ) -> ManyDelivery:
+        total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
+        parts = [self._placeholder(buffer, total)]
+
+        def place() -> OutgoingBatch | None:
+            try:
+                parts[:] = self._add_keyed(buffer, values, keys, sizes)
+            except Exception as error:
+                failed = _failed_batch(buffer.topic, error)
+                parts[:] = [failed]
+                return failed
+            return None
+
+        buffer.unplaced.append(place)
+        return ManyDelivery(self._owner, parts)
+
+    def _placeholder(self, buffer: TopicBuffer, size: int) -> OutgoingBatch:
+        """The batch that stands for what is unplaced, larger by `size`."""
+        if buffer.placeholder is None:
+            buffer.placeholder = self._begin(buffer)
+        buffer.placeholder.size += size
+        self.buffered_bytes += size
+        return buffer.placeholder
+
+    # -- many at once -----------------------------------------------------------------------------------------------
+
+    def send_many(self, topic: str, values: Sequence[bytes], keys: Keys | None) -> ManyDelivery:
+        """Accepts a list of messages as whole batches, all or none: no work a message but what C does."""
+        sizes = [*map(len, values)]
+        if keys is not None:
+            sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
+        largest = max(sizes, default=0) + MESSAGE_OVERHEAD_BYTES
+        waiting_since: float | None = None
+        with self.lock:
+            while True:
+                buffer = self._buffer(topic)
+                if largest > buffer.limit_bytes:
+                    raise MessageTooLarge(f"a message for topic {topic!r}", largest, buffer.limit_bytes)
+                if self.buffered_bytes < self._buffer_bytes:
+                    break
+                waiting_since = self._wait_for_room(waiting_since)
+            if keys is None or all(key is None for key in keys):
+                self._seal(buffer, None)
+                return ManyDelivery(self._owner, self._add_chunks(buffer, None, values, None, sizes))
+            if buffer.config is None:
+                return self._send_many_unplaced(buffer, values, keys, sizes)
+            return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
+
+    def _add_keyed(
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int]
+    ) -> list[OutgoingBatch]:
+        """Groups messages by partition, in their order; the keyless ones float as a group."""
+        groups: dict[int | None, list[int]] = {}
+        for i, key in enumerate(keys):
+            groups.setdefault(self._number(buffer, key, None), []).append(i)
+        parts: list[OutgoingBatch] = []
+        for number, picked in groups.items():
+            self._seal(buffer, number)
+            parts += self._add_chunks(
+                buffer,
+                None if number is None else buffer.places[number],
+                [values[i] for i in picked],
+                None if number is None else [keys[i] for i in picked],
+                [sizes[i] for i in picked],
+            )
+        return parts
+
+    def _add_chunks(
+        self,
+        buffer: TopicBuffer,
+        place: tuple[int, int] | None,
+        values: Sequence[bytes],
+        keys: list[bytes | None] | None,
+        sizes: list[int],
+    ) -> list[OutgoingBatch]:
+        """Sealed batches of at most `batch_bytes` each, or of one message."""
+        parts: list[OutgoingBatch] = []
+        for start, end, size in chunk_bounds(sizes, self._batch_bytes):
+            batch = self._begin(buffer)
+            if place is not None:
+                batch.broker_id, batch.partition = place
+            batch.values = values[start:end]
+            batch.keys = keys[start:end] if keys is not None else None
+            batch.size = size
+            self.buffered_bytes += size
+            buffer.sealed.append(batch)
+            parts.append(batch)
+        return parts
+
+    # -- the sender's side --------------------------------------------------------------------------------------------
+
+    def take(self, *, begun_before_ns: int, busy: Busy = IDLE, busy_before_ns: int = 0) -> list[OutgoingBatch]:
         """The batches to send, in order, of topics whose partitions are known.
 
-        All that are sealed, and the open ones that were begun before `open_before_ns` (time_ns; 0: none of them).
+        All that are sealed, and the open ones that were begun before `begun_before_ns` (time_ns), or before
+        `busy_before_ns` where it is busy.
         """
         taken: list[OutgoingBatch] = []
         with self.lock:
             for buffer in self.buffers.values():
                 if buffer.config is None:
                     continue
-                if buffer.floating is not None and buffer.floating.created_ns < open_before_ns:
-                    self._seal(buffer, None)
-                for number in [n for n, batch in buffer.open.items() if batch.created_ns < open_before_ns]:
-                    self._seal(buffer, number)
+                places = busy.places.get(buffer.topic, frozenset())
+                floating = buffer.floating
+                if floating is not None:
+                    is_busy = len(places) >= len(buffer.places) or busy.brokers >= buffer.config.partitions.keys()
+                    if floating.created_ns < (busy_before_ns if is_busy else begun_before_ns):
+                        self._seal(buffer, None)
+                for number, batch in list(buffer.open.items()):
+                    is_busy = batch.broker_id in busy.brokers or (batch.broker_id, batch.partition) in places
+                    if batch.created_ns < (busy_before_ns if is_busy else begun_before_ns):
+                        self._seal(buffer, number)
                 taken += buffer.sealed
                 buffer.sealed.clear()
         return taken
@@ -214,160 +416,39 @@ class Accumulator:
             begun += [b.floating.created_ns for b in self.buffers.values() if b.floating is not None]
         return min(begun, default=None)
 
-    def _wait_for_room(self) -> None:
-        """Under the lock, which waiting releases."""
-        if self.buffered_bytes < self._buffer_bytes:
-            return
-        self._wake()
-        deadline = None if self._wait_s is None else time.monotonic() + self._wait_s
-        while self.buffered_bytes >= self._buffer_bytes and self.closed_by is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise BufferFull(self._buffer_bytes)
-            self.room.wait(left)
-        if self.closed_by is not None:
-            raise self.closed_by
+    def resolved(self, config: TopicConfig) -> list[OutgoingBatch]:
+        """The loop learned, or learned anew, the topic's configuration: places what waited for it.
 
-    def _send_unplaced(
-        self,
-        buffer: TopicBuffer,
-        value: bytes,
-        key: bytes | None,
-        headers: Headers | None,
-        partition: str | None,
-        timestamp_us: int | None,
-        size: int,
-    ) -> Delivery:
-        self._wait_for_room()
-        placeholder = self._placeholder(buffer)
-        delivery = Delivery(self._owner, placeholder, 0)
-        self.buffered_bytes += size
-
-        def place() -> None:
-            self.buffered_bytes -= size
-            number = self._number(buffer, key, partition)
-            batch = buffer.open.get(number) if number is not None else None
-            if batch is None:
-                assert number is not None
-                batch = self._begin(buffer)
-                batch.broker_id, batch.partition = buffer.places[number]
-                buffer.open[number] = batch
-            delivery.moved(batch, _add(batch, value, key, headers, timestamp_us))
-            batch.size += size
-            if batch.size >= self._batch_bytes:
-                self._seal(buffer, number)
-
-        def place_or_fail() -> None:
-            try:
-                place()
-            except MetamqError as error:  # such as a partition that the topic turns out not to have
-                failed = OutgoingBatch(buffer.topic)
-                failed.complete(-1, error)
-                delivery.moved(failed, 0)
-
-        buffer.unplaced.append(place_or_fail)
-        return delivery
-
-    def _placeholder(self, buffer: TopicBuffer) -> OutgoingBatch:
-        if buffer.unplaced_batch is None:
-            buffer.unplaced_batch = self._begin(buffer)
-        return buffer.unplaced_batch
-
-    def send_many(self, topic: str, values: Sequence[bytes], keys: Sequence[bytes | None] | None) -> ManyDelivery:
-        """Accepts a list of messages as whole batches: no work a message but what C does."""
+        Returns a failed batch for each message that has no place, such as one for a partition there is not.
+        """
         with self.lock:
-            buffer = self._buffer(topic)
-            sizes = [*map(len, values)]
-            if keys is not None:
-                sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
-            largest = max(sizes, default=0) + MESSAGE_OVERHEAD_BYTES
-            if largest > buffer.limit_bytes:
-                raise MessageTooLarge(f"a message for topic {topic!r}", largest, buffer.limit_bytes)
-            if keys is None or all(key is None for key in keys):
-                self._seal(buffer, None)
-                return ManyDelivery(self._owner, self._add_chunks(buffer, None, values, None, sizes))
-            parts: list[OutgoingBatch] = []
-            delivery = ManyDelivery(self._owner, parts)
-            if buffer.config is not None:
-                parts += self._add_keyed(buffer, values, keys, sizes)
-            else:
-                parts.append(self._placeholder(buffer))
-
-                def place() -> None:
-                    parts[:] = self._add_keyed(buffer, values, keys, sizes)
-
-                buffer.unplaced.append(place)
-            return delivery
-
-    def _add_keyed(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Sequence[bytes | None], sizes: list[int]
-    ) -> list[OutgoingBatch]:
-        """Groups messages by partition, in their order; the keyless ones go to the first group's place."""
-        groups: dict[int, list[int]] = {}
-        for i, key in enumerate(keys):
-            number = self._number(buffer, key, None) if key is not None else -1
-            groups.setdefault(number, []).append(i)  # type: ignore[arg-type]
-        parts: list[OutgoingBatch] = []
-        for number, picked in groups.items():
-            self._seal(buffer, number if number >= 0 else None)
-            parts += self._add_chunks(
-                buffer,
-                buffer.places[number] if number >= 0 else None,
-                [values[i] for i in picked],
-                [keys[i] for i in picked],
-                [sizes[i] for i in picked],
-            )
-        return parts
-
-    def _add_chunks(
-        self,
-        buffer: TopicBuffer,
-        place: tuple[int, int] | None,
-        values: Sequence[bytes],
-        keys: list[bytes | None] | None,
-        sizes: list[int],
-    ) -> list[OutgoingBatch]:
-        """Sealed batches of at most `batch_bytes` each, or of one message."""
-        parts: list[OutgoingBatch] = []
-        for start, end, size in chunk_bounds(sizes, self._batch_bytes):
-            self._wait_for_room()
-            batch = self._begin(buffer)
-            if place is not None:
-                batch.broker_id, batch.partition = place
-            batch.values = values[start:end]
-            batch.keys = keys[start:end] if keys is not None else None
-            batch.size = size
-            self.buffered_bytes += size
-            buffer.sealed.append(batch)
-            parts.append(batch)
-        return parts
-
-    def resolved(self, config: TopicConfig) -> None:
-        """The loop learned, or learned anew, the topic's configuration: places what waited for it."""
-        with self.lock:
-            buffer = self.buffers[config.topic]
+            buffer = self.buffers.get(config.topic)
+            if buffer is None:
+                return []
+            self._seal_all(buffer)  # the numbers of their places were those of the former configuration
             buffer.config = config
             buffer.places = [parse_partition(name) for name in config.partition_names]
+            buffer.numbers = {place: number for number, place in enumerate(buffer.places)}
             buffer.limit_bytes = min(self._message_bytes_max, config.max_message_bytes)
             unplaced, buffer.unplaced = buffer.unplaced, []
-            placeholder, buffer.unplaced_batch = buffer.unplaced_batch, None
-            for place in unplaced:
-                place()
-            if placeholder is not None:
-                self.outstanding.pop(placeholder, None)
+            placeholder, buffer.placeholder = buffer.placeholder, None
+            failed = [batch for place in unplaced if (batch := place()) is not None]
         if placeholder is not None:
+            self.finished(placeholder)
             placeholder.complete(-1, None)
+        return failed
 
     def forget(self, topic: str) -> list[OutgoingBatch]:
         """Drops a topic's buffer, as when it does not exist; returns its batches, for the caller to fail."""
         with self.lock:
-            buffer = self.buffers.pop(topic)
+            buffer = self.buffers.pop(topic, None)
+            if buffer is None:
+                return []
             self._fast.pop(topic, None)
-            for number in [None, *buffer.open]:
-                self._seal(buffer, number)
+            self._seal_all(buffer)
             batches = [*buffer.sealed]
-            if buffer.unplaced_batch is not None:
-                batches.append(buffer.unplaced_batch)
+            if buffer.placeholder is not None:
+                batches.append(buffer.placeholder)
         return batches
 
     def finished(self, batch: OutgoingBatch) -> None:
@@ -378,11 +459,44 @@ class Accumulator:
             self.room.notify_all()
 
     def close(self, error: MetamqError | None = None) -> None:
-        """Refuses further messages."""
+        """Refuses further messages; what was accepted may still be taken."""
         with self.lock:
             self.closed_by = error or ClosedError("producer")
             self._fast = {}
+            for buffer in self.buffers.values():
+                self._seal_all(buffer)  # a `send` that is just now looking at one of them finds none
             self.room.notify_all()
+
+    def forked(self, error: MetamqError) -> None:
+        """In a fork's child: nothing is accepted, and nothing that was will be stored from here."""
+        self.lock = threading.Lock()  # another thread may have held it at the fork
+        self.room = threading.Condition(self.lock)
+        self.closed_by = error
+        self._fast = {}
+        for batch in self.outstanding:
+            if not batch.done:
+                batch.fail_in_child(error)
+
+
+def _size(value: bytes, key: bytes | None, headers: Headers | None) -> int:
+    """Bytes that a message counts for."""
+    size = len(value) + MESSAGE_OVERHEAD_BYTES
+    if key is not None:
+        size += len(key)
+    if headers:
+        size += sum(len(name.encode()) + len(text) + 4 for name, text in headers.items())
+    return size
+
+
+def _failed_batch(topic: str, error: Exception) -> OutgoingBatch:
+    """Stands for a message that could not be placed. `error` is a MetamqError, or what a user's partitioner raised."""
+    batch = OutgoingBatch(topic)
+    if not isinstance(error, MetamqError):
+        wrapped = ConfigError(f"the partitioner failed for a message to topic {topic!r}: {error!r}")
+        wrapped.__cause__ = error
+        error = wrapped
+    batch.complete(-1, error)
+    return batch
 
 
 def _add(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from metamq.client.producer import SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_servers
+from metamq.errors import ConfigError
 from metamq.zk.paths import DEFAULT_ROOT
 
 T = TypeVar("T")
@@ -39,10 +40,21 @@ class Producer(ProducerFace[T]):
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = root
         self._encode = encode
+        self._opened = False
         self._closed = False
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_core":  # what everything works on is made by open()
+            raise ConfigError(
+                "this Producer is not open", hint="Use `async with Producer(...)`, or `await open()` first."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     async def open(self) -> Self:
-        """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""
+        """Connects to ZooKeeper; `async with` does it. Raises ConnectError; ConfigError the second time."""
+        if self._opened:
+            raise ConfigError("this Producer was opened before", hint="Make another one.")
+        self._opened = True
         self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
         await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
         return self
@@ -57,7 +69,7 @@ class Producer(ProducerFace[T]):
 
     async def close(self, timeout: float | None = 30) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
-        if not self._closed:
+        if self._opened and not self._closed:
             self._closed = True
             await self._core.close(timeout)
 

@@ -7,14 +7,15 @@ the batch's event; the loop completes a batch with one call, whatever its number
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from metamq.client.model import Receipt, ReceiptRange
-from metamq.errors import MetamqError, Timeout
+from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.wire import columns
 from metamq.wire.columns import Headers
 from metamq.wire.compression import Codec
@@ -23,17 +24,51 @@ from metamq.zk.names import partition_name
 MESSAGE_OVERHEAD_BYTES = 8
 """What a message costs in a batch besides its bytes: its entry in the offsets, and room for a short key's."""
 
+log = logging.getLogger("metamq.client")
+
 _event_lock = threading.Lock()
+
+
+class Owner(Protocol):
+    """The producer, as its deliveries see it."""
+
+    def hurry(self) -> None:
+        """Somebody waits for a delivery: do not linger. Any thread."""
+
+    def in_loop(self, callback: Callable[..., object], *args: object) -> None:
+        """Runs a callback in the producer's loop, from any thread. Raises ForkedError in a fork."""
+
+    def is_loop_thread(self) -> bool:
+        """Whether this is the thread of the producer's loop, which must not wait for a delivery."""
 
 
 class OutgoingBatch:
     """Messages of one topic, and of one partition once it is known, on their way to a broker."""
 
     __slots__ = (
-        "attempts", "base_offset", "broker_id", "callbacks", "created_ns", "done", "encoded", "error", "event",
-        "gapped", "headers", "keys", "partition", "seen", "sequence",
-        "size", "timestamp_us", "timestamps", "topic", "values",
-    )  # fmt: skip
+        "attempts",
+        "base_offset",
+        "broker_id",
+        "callbacks",
+        "count",
+        "created_ns",
+        "done",
+        "encoded",
+        "error",
+        "event",
+        "gapped",
+        "headers",
+        "keys",
+        "partition",
+        "seen",
+        "sequence",
+        "size",
+        "timestamp_us",
+        "timestamps",
+        "topic",
+        "unsure",
+        "values",
+    )
 
     def __init__(self, topic: str) -> None:
         self.topic = topic
@@ -43,12 +78,16 @@ class OutgoingBatch:
         self.keys: list[bytes | None] | None = None
         self.timestamps: list[int] | None = None
         self.headers: list[Headers | None] | None = None
+        self.count = 0
+        """Messages; known once done. The messages themselves are let go of then."""
         self.size = 0
         self.created_ns = time.time_ns()
         self.encoded: bytearray | None = None
         self.attempts = 0
         self.sequence = -1
         self.gapped = False
+        self.unsure = False
+        """An attempt at it has no answer: it may be stored."""
         self.done = False
         self.error: MetamqError | None = None
         self.seen = False
@@ -78,18 +117,35 @@ class OutgoingBatch:
         """For errors: topic and partition, where it is known."""
         return f"{self.topic}/{partition_name(self.broker_id, self.partition)}" if self.partition >= 0 else self.topic
 
-    def complete(self, base_offset: int, error: MetamqError | None) -> None:
-        """The batch is stored, or has failed for good. Called once, in the loop."""
+    def complete(self, base_offset: int, error: MetamqError | None, *, keep_encoded: bool = False) -> None:
+        """The batch is stored, or has failed. Called once, in the loop.
+
+        `keep_encoded`: it is to be sent again all the same, see metamq.client.partition_queue.
+        """
         assert not self.done
         self.base_offset = base_offset
-        self.error = error
-        self.encoded = None
-        self.done = True
+        self._end(error)
+        if not keep_encoded:
+            self.encoded = None
         if self.event is not None:  # made before `done` was looked at, or not needed: see wait()
             self.event.set()
-        if self.callbacks:
-            for callback in self.callbacks:
+        callbacks, self.callbacks = self.callbacks, None
+        for callback in callbacks or ():
+            try:
                 callback(self)
+            except Exception:  # a user's: the others are called, and the producer goes on
+                log.exception("a delivery's callback failed")
+
+    def fail_in_child(self, error: MetamqError) -> None:
+        """In a fork's child: nobody waits for the batch here, and no loop calls anybody back."""
+        self._end(error)
+
+    def _end(self, error: MetamqError | None) -> None:
+        self.error = error
+        self.count = len(self.values)
+        self.values = ()
+        self.keys = self.headers = None
+        self.done = True
 
     def wait(self, timeout_s: float | None) -> bool:
         """Blocks until the batch is done; False after `timeout_s`."""
@@ -116,7 +172,7 @@ class _Waitable:
 
     __slots__ = ("_producer",)
 
-    def __init__(self, producer: Any) -> None:
+    def __init__(self, producer: Owner) -> None:
         self._producer = producer
 
     def _batches(self) -> Sequence[OutgoingBatch]:
@@ -140,19 +196,30 @@ class _Waitable:
     def _result(self, timeout: float | None) -> Any:
         error = self.exception(timeout)
         if error is not None:
-            raise error
+            raise error.with_traceback(None)  # many deliveries share it
         return self._value()
 
     def _wait(self, timeout: float | None) -> None:
         if self.done():
             return
+        if timeout != 0:
+            self._check_may_block()
         self._producer.hurry()
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.done():
-            batch = next(batch for batch in self._batches() if not batch.done)
+        while True:
+            batch = next((batch for batch in self._batches() if not batch.done), None)
+            if batch is None:
+                return
             left = None if deadline is None else deadline - time.monotonic()
             if (left is not None and left <= 0) or not batch.wait(left):
                 raise Timeout(f"the delivery to {batch.name}", timeout or 0)
+
+    def _check_may_block(self) -> None:
+        if self._producer.is_loop_thread():
+            raise ConfigError(
+                "waiting here would block the event loop that is to bring the answer",
+                hint="Await the delivery, or use add_done_callback().",
+            )
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Calls `callback(self)` in the background loop once the outcome is known; at once when it is."""
@@ -190,7 +257,7 @@ class Delivery(_Waitable):
 
     __slots__ = ("_batch", "_index")
 
-    def __init__(self, producer: Any, batch: OutgoingBatch, index: int) -> None:
+    def __init__(self, producer: Owner, batch: OutgoingBatch, index: int) -> None:
         self._producer = producer
         self._batch = batch
         self._index = index
@@ -229,7 +296,7 @@ class ManyDelivery(_Waitable):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, producer: Any, parts: list[OutgoingBatch]) -> None:
+    def __init__(self, producer: Owner, parts: list[OutgoingBatch]) -> None:
         self._producer = producer
         self._parts = parts
 
@@ -240,7 +307,7 @@ class ManyDelivery(_Waitable):
         ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for batch in self._parts:
             runs = ranges.setdefault((batch.broker_id, batch.partition), [])
-            count = len(batch.values)
+            count = batch.count
             if runs and runs[-1][0] + runs[-1][1] == batch.base_offset:
                 runs[-1] = runs[-1][0], runs[-1][1] + count
             else:
@@ -258,3 +325,9 @@ class ManyDelivery(_Waitable):
         """
         ranges: list[ReceiptRange] = self._result(timeout)
         return ranges
+
+
+def forget_locks() -> None:
+    """In a fork's child: another thread may have held the lock at the fork."""
+    global _event_lock
+    _event_lock = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
@@ -56,12 +57,13 @@ class Producer(ProducerFace[T]):
             raise ConfigError(f"`on_full` is {on_full!r}", hint="Choose 'block' or 'raise'.")
         options = load(ProducerOptions, "producer", file=config, arguments=settings)
         self._encode = encode
-        self._closed = False
+        self._closed = True
         self._background = background()
         wait_s = 0.0 if on_full == "raise" else full_timeout_s
         self._core = ProducerCore(options, self._background.loop, wait_s=wait_s)
         servers = zookeeper_servers(zookeeper, config)
         self._background.run(self._core.open(servers, root, SESSION_TIMEOUT_MS))
+        self._closed = False
         self._background.add(self)
         _unclosed.add(self)
 
@@ -104,10 +106,28 @@ class Producer(ProducerFace[T]):
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not isinstance(self._core.accumulator.closed_by, ForkedError):
-            warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
-            core, loop = self._core, self._background.loop
-            loop.call_soon_threadsafe(lambda: loop.create_task(core.close(AT_EXIT_FLUSH_S)))
+        if getattr(self, "_closed", True) or isinstance(self._core.accumulator.closed_by, ForkedError):
+            return
+        try:
+            _warn_unclosed(self)
+        finally:  # warnings may be errors
+            core = self._core
+            self._background.call_soon(lambda: _closing.add(asyncio.ensure_future(_close_quietly(core))))
+
+
+def _warn_unclosed(producer: Producer[Any]) -> None:
+    warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=producer, stacklevel=3)
+
+
+_closing: set[asyncio.Future[None]] = set()
+"""Nobody else refers to them."""
+
+
+async def _close_quietly(core: ProducerCore) -> None:
+    try:
+        await core.close(AT_EXIT_FLUSH_S)
+    except Exception as error:
+        log.error("messages of a Producer that was not closed were not stored: %s", error)
 
 
 _unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
@@ -116,7 +136,10 @@ _unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
 @atexit.register
 def _flush_unclosed() -> None:
     for producer in list(_unclosed):
-        warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=producer, stacklevel=1)
+        try:
+            _warn_unclosed(producer)
+        except ResourceWarning as warning:  # warnings are errors here; the messages are no less worth for it
+            log.error("%s", warning)
         try:
             producer.close(AT_EXIT_FLUSH_S)
         except Exception as error:

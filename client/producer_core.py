@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from metamq.client.accumulator import Accumulator
 from metamq.client.cluster import Cluster
-from metamq.client.outgoing import OutgoingBatch
+from metamq.client.outgoing import OutgoingBatch, forget_locks
 from metamq.client.partitioner import Partitioner, partitioner_named
 from metamq.client.sender import Sender
-from metamq.errors import ClosedError, ConfigError, ConnectError, ForkedError, MetamqError, Timeout
+from metamq.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    ForkedError,
+    MetamqError,
+    Timeout,
+    TopicNotFound,
+)
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.zk.session import Session
@@ -26,6 +36,8 @@ log = logging.getLogger("metamq.client")
 
 FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
+BUSY_LINGER_NS = 50_000_000
+"""How long a batch grows, linger or not, where others wait to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +82,12 @@ class ProducerCore:
         self.loop = loop
         self.options = options
         self._thread = threading.get_ident()
-        self._wake_lock = threading.Lock()
         self._awake = False
         self._hurry = False
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._forked = False
         self._failures: list[OutgoingBatch] = []
+        self._drained: list[asyncio.Future[None]] = []
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._session: Session | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -88,6 +101,7 @@ class ProducerCore:
             wait_s=wait_s,
             owner=self,
         )
+        _cores.add(self)
 
     async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
@@ -101,7 +115,7 @@ class ProducerCore:
             request_timeout_s=self.options.request_timeout_s,
         )
         self.sender.on_done = self._done
-        self.sender.on_answer = self._pump
+        self.sender.on_room = self._pump
         self.sender.on_topic_lost = self._topic_lost
         self._ticker = asyncio.ensure_future(self.sender.run())
 
@@ -117,8 +131,14 @@ class ProducerCore:
             self._hurry = True
             self.wake()
 
+    def is_loop_thread(self) -> bool:
+        """Whether this is the thread of the producer's loop."""
+        return threading.get_ident() == self._thread
+
     def in_loop(self, callback: Callable[..., object], *args: object) -> None:
-        """Runs a callback in the loop, from any thread."""
+        """Runs a callback in the loop, from any thread. Raises ForkedError in a fork."""
+        if self._forked:
+            raise ForkedError("producer")
         if threading.get_ident() == self._thread:
             self.loop.call_soon(callback, *args)
         else:
@@ -130,13 +150,16 @@ class ProducerCore:
             if topic not in self._resolving:
                 self._resolving[topic] = asyncio.ensure_future(self._resolve(topic))
         self._refresh_resolved()
-        self.sender.add(self.accumulator.take(open_before_ns=self._open_before_ns()))
+        begun_before_ns = self._begun_before_ns()
+        busy_before_ns = min(begun_before_ns, time.time_ns() - BUSY_LINGER_NS)
+        taken = self.accumulator.take(
+            begun_before_ns=begun_before_ns, busy=self.sender.busy(), busy_before_ns=busy_before_ns
+        )
+        self.sender.add(taken)
         self.sender.pump()
 
-    def _open_before_ns(self) -> int:
-        """Which open batches to take: none while others wait to be sent, else those that lingered long enough."""
-        if self.sender.congested:
-            return 0
+    def _begun_before_ns(self) -> int:
+        """Which open batches to take: those that lingered long enough."""
         now_ns = time.time_ns() + 1
         if not self.options.linger_ms or self._hurry:
             self._hurry = False
@@ -152,15 +175,19 @@ class ProducerCore:
         """Hands configurations that changed, as by added partitions, to the accumulator."""
         for topic, buffer in list(self.accumulator.buffers.items()):
             config = self.cluster.configs.get(topic)
-            if config is not None and buffer.config is not None and buffer.config is not config:
-                self.accumulator.resolved(config)
+            if config is None or buffer.config is None or buffer.config is config:
+                continue
+            if config.id == buffer.config.id:
+                self._failed(self.accumulator.resolved(config))
+            else:
+                self._drop(topic, _made_anew(topic))
 
     async def _resolve(self, topic: str) -> None:
         deadline = self.loop.time() + self.options.delivery_timeout_s
         try:
             while True:
                 try:
-                    self.accumulator.resolved(await self.cluster.topic(topic))
+                    self._failed(self.accumulator.resolved(await self.cluster.topic(topic)))
                     break
                 except ConnectError as error:
                     if self.loop.time() > deadline:
@@ -175,18 +202,29 @@ class ProducerCore:
         self._pump()
 
     def _drop(self, topic: str, error: MetamqError) -> None:
+        """Fails what was accepted for a topic and not handed to the sender."""
         for batch in self.accumulator.forget(topic):
             batch.complete(-1, error)
             self._done(batch)
 
-    def _topic_lost(self, topic: str) -> None:
-        if topic in self.accumulator.buffers:
-            self._drop(topic, MetamqError(f"topic {topic!r} was deleted or made anew", hint="Send again."))
+    def _topic_lost(self, topic: str, topic_id: str, error: TopicNotFound) -> None:
+        buffer = self.accumulator.buffers.get(topic)
+        if buffer is not None and buffer.config is not None and buffer.config.id == topic_id:
+            self._drop(topic, error)
 
     def _done(self, batch: OutgoingBatch) -> None:
         self.accumulator.finished(batch)
         if batch.error is not None:
-            log.warning("%d messages for %s were not stored: %s", len(batch.values), batch.name, batch.error)
+            self._failed([batch])
+        if self._drained and self._is_drained():
+            for waiting in self._drained:
+                if not waiting.done():
+                    waiting.set_result(None)
+            self._drained.clear()
+
+    def _failed(self, batches: list[OutgoingBatch]) -> None:
+        for batch in batches:
+            log.warning("%d messages for %s were not stored: %s", batch.count, batch.name, batch.error)
             if len(self._failures) < FAILURES_MAX:
                 self._failures.append(batch)
 
@@ -199,7 +237,7 @@ class ProducerCore:
             async with asyncio.timeout(timeout_s):
                 batches = self._outstanding()
                 await self._wait_for(batches)
-                if any(not batch.values for batch in batches):  # placeholders, whose messages are in batches now
+                if any(not batch.count for batch in batches):  # placeholders, whose messages are in batches now
                     await self._wait_for(self._outstanding())
         except TimeoutError:
             raise Timeout("flush()", timeout_s or 0) from None
@@ -230,13 +268,17 @@ class ProducerCore:
         self._pump()
         await all_done
 
+    def _is_drained(self) -> bool:
+        return self.accumulator.buffered_bytes <= self.options.buffer_bytes // 2
+
     async def drain(self) -> None:
         """Waits until the buffer is below half of its bound."""
-        while self.accumulator.buffered_bytes > self.options.buffer_bytes // 2:
-            batches = self._outstanding()
-            if not batches:
-                return
-            await self._wait_for(batches[:1])
+        if not self._is_drained():
+            waiting: asyncio.Future[None] = self.loop.create_future()
+            self._drained.append(waiting)
+            self._hurry = True
+            self._pump()
+            await waiting
 
     async def close(self, timeout_s: float | None) -> None:
         """Refuses further messages, flushes, closes. What is not stored by then fails with ClosedError."""
@@ -265,7 +307,24 @@ class ProducerCore:
 
     def forked(self) -> None:
         """In a fork's child: nothing works any more."""
-        self.accumulator.lock = threading.Lock()  # the parent may have held it at the fork
-        self.accumulator.room = threading.Condition(self.accumulator.lock)
-        self.accumulator.close(ForkedError("producer"))
+        self._forked = True
         self._session = None
+        self.accumulator.forked(ForkedError("producer"))
+
+
+def _made_anew(topic: str) -> TopicNotFound:
+    return TopicNotFound(
+        topic, hint="It was deleted and made anew while messages for it waited to be sent. Send them again."
+    )
+
+
+_cores: weakref.WeakSet[ProducerCore] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    forget_locks()
+    for core in list(_cores):
+        core.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,21 +1,17 @@
 """Sends a producer's batches: which go into the next PUT, what an answer means, what is sent again.
 
-Theory of operation
--------------------
-Each partition has a queue of batches in order. A batch gets the next sequence number of the partition's producer id
-when it is first encoded, and keeps both for every repetition: the broker stores it once, however often it comes, and
-refuses one that comes before its predecessor. Up to INFLIGHT_BATCHES of a partition are under way at once, which is
-as many as a broker remembers. So order holds and nothing is doubled, through lost connections and lost answers.
-
-    answer                        what is done
+    answer                        what is done; metamq.client.partition_queue says why nothing is lost or doubled by it
     stored                        the batch is complete
-    SequenceGap                   back into the queue; if it is still the first when all others are back, then its
-                                  predecessor failed for good and was never stored, so nothing after it was: a new
-                                  producer id starts at 0
-    retriable error, lost link    back into the queue, in order; sent again when all others are back
+    SequenceGap                   back into the queue; new numbers if its predecessor failed for good
+    TopicNotFound                 back into the queue, and ZooKeeper is asked: the broker lags, or the topic is gone
+    Fenced                        back into the queue, and the master is looked up
+    retriable, unknown outcome,   back into the queue, in order; sent again when all others are back
+    broker stops, lost link
     any other error               the batch fails
     none within its time          the batch fails with DeliveryTimeout
 
+Where batches wait, at a partition or at a broker that nothing can be sent to, it is *busy*: open batches may as well
+grow, and messages without a key go elsewhere.
 Everything here runs in the producer's loop.
 """
 
@@ -25,24 +21,34 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+from metamq.client.accumulator import Busy
 from metamq.client.cluster import Cluster
 from metamq.client.outgoing import OutgoingBatch
+from metamq.client.partition_queue import PartitionQueue
 from metamq.client.transport import BrokerConnection
-from metamq.errors import DeliveryTimeout, MetamqError, SequenceGap, TopicNotFound
+from metamq.errors import (
+    ClosedError,
+    DeliveryTimeout,
+    Fenced,
+    MetamqError,
+    PartitionNotFound,
+    ProtocolError,
+    SequenceGap,
+    TopicNotFound,
+)
 from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.compression import Codec
 from metamq.wire.connection import Response
+from metamq.zk.topics import TopicConfig
 
 log = logging.getLogger("metamq.client")
 
-INFLIGHT_BATCHES = 5
-"""Of one partition; brokers remember as many of a producer's last batches."""
 INFLIGHT_REQUESTS = 8
 """On one connection."""
 PUT_BYTES = 2 * 1024 * 1024
@@ -51,68 +57,33 @@ RETRY_PAUSE_S = 0.1
 TICK_S = 0.1
 
 
-class PartitionQueue:
-    """The batches of one partition: waiting, in order, and under way, in order."""
+class Verdict(Enum):
+    """What a refusal means for the batch."""
 
-    __slots__ = (
-        "broker_id", "index", "inflight", "next_sequence", "paused_until", "producer_id", "recovering", "topic",
-        "topic_id", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, topic: str, topic_id: str, broker_id: int, index: int) -> None:
-        self.topic = topic
-        self.topic_id = topic_id
-        self.broker_id = broker_id
-        self.index = index
-        self.waiting: deque[OutgoingBatch] = deque()
-        self.inflight: deque[OutgoingBatch] = deque()
-        self.paused_until = 0.0
-        self.recovering = False
-        """A batch came back: nothing is sent until all that are under way are back or stored."""
-        self.producer_id = _new_producer_id()
-        self.next_sequence = 0
-
-    def sendable(self, now: float) -> bool:
-        """Whether a batch may be sent now."""
-        if self.recovering and not self.inflight:
-            self._recover()
-        free = len(self.inflight) < INFLIGHT_BATCHES and not self.recovering
-        return free and bool(self.waiting) and now >= self.paused_until
-
-    def next_batch(self, codec: Codec) -> OutgoingBatch:
-        """Moves the first waiting batch to those under way, encoded."""
-        batch = self.waiting.popleft()
-        self.inflight.append(batch)
-        if batch.encoded is None:
-            batch.encode(codec, self.producer_id, self.next_sequence)
-            self.next_sequence += 1
-        batch.attempts += 1
-        return batch
-
-    def put_back(self, batch: OutgoingBatch) -> None:
-        """Returns a batch that was under way to the queue, in its place."""
-        self.inflight.remove(batch)
-        self.recovering = True
-        place = 0
-        while place < len(self.waiting) and 0 <= self.waiting[place].sequence < batch.sequence:
-            place += 1
-        self.waiting.insert(place, batch)
-
-    def _recover(self) -> None:
-        """All that was under way is back. A gap before the very first: its predecessor was never stored."""
-        self.recovering = False
-        if self.waiting and self.waiting[0].gapped:
-            self.producer_id = _new_producer_id()
-            self.next_sequence = 0
-            for batch in self.waiting:
-                batch.encoded = None
-                batch.sequence = -1
-        for batch in self.waiting:
-            batch.gapped = False
+    GAP = "its predecessor is missing"
+    LOOK = "again, and see whether the topic is there"
+    MOVE = "again, where the master is now"
+    AGAIN = "again, since nothing was stored"
+    UNSURE = "again, since nobody knows whether it was stored"
+    NEVER = "it failed for good"
 
 
-def _new_producer_id() -> int:
-    return secrets.randbits(63) | 1
+_VERDICTS: tuple[tuple[type[MetamqError], Verdict], ...] = (
+    (SequenceGap, Verdict.GAP),
+    (TopicNotFound, Verdict.LOOK),
+    (Fenced, Verdict.MOVE),
+    (ClosedError, Verdict.UNSURE),  # the broker stops: what waits for a flush then is stored, most likely
+)
+
+
+def verdict_on(error: MetamqError) -> Verdict:
+    """What to do with a batch that a broker answered with `error`."""
+    for kind, verdict in _VERDICTS:
+        if isinstance(error, kind):
+            return verdict
+    if error.outcome == "unknown":
+        return Verdict.UNSURE
+    return Verdict.AGAIN if error.retriable else Verdict.NEVER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +91,7 @@ class _Sent:
     """One PUT under way."""
 
     batches: list[tuple[PartitionQueue, OutgoingBatch]]
-    sent_at: float
+    sent_at_s: float
     connection: BrokerConnection
 
 
@@ -137,13 +108,24 @@ class BrokerSender:
         self.last_error: MetamqError | None = None
 
     @property
-    def congested(self) -> bool:
-        """Whether batches wait here: then open ones may as well grow."""
-        return bool(self._ready)
+    def blocked(self) -> bool:
+        """Whether nothing can be sent now, to whichever partition."""
+        if len(self._sent) >= INFLIGHT_REQUESTS:
+            return True
+        return bool(self._ready) and (self._connection is None or not self._connection.alive)
+
+    @property
+    def backed_up(self) -> Iterable[PartitionQueue]:
+        """The queues with batches that cannot be sent yet."""
+        return self._ready
 
     def enqueue(self, queue: PartitionQueue) -> None:
         """The queue has something to send."""
         self._ready[queue] = None
+
+    def look_up(self) -> None:
+        """Another one may be the master now."""
+        self._connection = None
 
     def pump(self) -> None:
         """Sends what can be sent now."""
@@ -168,11 +150,11 @@ class BrokerSender:
 
     def _send_one(self, connection: BrokerConnection) -> bool:
         """Sends one PUT; False when there is nothing that may be sent."""
-        now = time.monotonic()
-        batches = self._pick(now)
+        now_s = time.monotonic()
+        batches = self._pick(now_s)
         if not batches:
             return False
-        sent = _Sent(batches, now, connection)
+        sent = _Sent(batches, now_s, connection)
         self._sent[sent] = None
         entries: list[PutEntry] = []
         bodies: list[bytes | bytearray | memoryview] = []
@@ -188,17 +170,17 @@ class BrokerSender:
         future.add_done_callback(lambda done: self._answered(sent, done))
         return True
 
-    def _pick(self, now: float) -> list[tuple[PartitionQueue, OutgoingBatch]]:
+    def _pick(self, now_s: float) -> list[tuple[PartitionQueue, OutgoingBatch]]:
         """The batches of the next PUT, from the partitions in turn."""
         picked: list[tuple[PartitionQueue, OutgoingBatch]] = []
         size = 0
         for queue in list(self._ready):
             del self._ready[queue]
-            while size < PUT_BYTES and queue.sendable(now):
+            while size < PUT_BYTES and queue.sendable(now_s):
                 try:
-                    batch = queue.next_batch(self._sender.codec)
-                except MetamqError as error:  # the batch is over a limit only its encoding shows
-                    self._sender.settle(queue, queue.inflight[-1], error)
+                    batch = queue.next_batch(self._sender.codec, now_s)
+                except MetamqError as error:  # such as a limit that only the encoded batch is seen to exceed
+                    self._sender.settle(queue, queue.waiting[0], error)
                     continue
                 picked.append((queue, batch))
                 size += len(batch.encoded or b"")
@@ -216,41 +198,53 @@ class BrokerSender:
             assert isinstance(error, MetamqError)
             self._lost(sent, error)
             return
-        del self._sent[sent]
         response = done.result()
-        if response.status != status.OK:
-            self._each(sent, [status.decode_error(response.status, response.header)] * len(sent.batches))
-        else:
-            self._each(sent, unpack_list(PutResult, response.header))
-        self._sender.on_answer()
-
-    def _each(self, sent: _Sent, results: Sequence[PutResult | MetamqError]) -> None:
+        try:
+            results = _results(response, len(sent.batches))
+        except ProtocolError as protocol_error:
+            log.warning("broker %d: %s", self.broker_id, protocol_error)
+            sent.connection.abort()
+            self._lost(sent, protocol_error)
+            return
+        del self._sent[sent]
         for (queue, batch), result in zip(sent.batches, results, strict=True):
             if isinstance(result, MetamqError):
-                self._sender.failed(queue, batch, result)
-            elif result.status == status.OK:
-                self._sender.stored(queue, batch, result)
+                self._sender.refused(queue, batch, result)
             else:
-                self._sender.failed(queue, batch, status.decode_error(result.status, result.error))
+                self._sender.stored(queue, batch, result)
+        self._sender.on_room()
 
     def _lost(self, sent: _Sent, error: MetamqError) -> None:
         """The connection broke: everything under way on it goes back, in order."""
         self._sent.pop(sent, None)
         self.last_error = error
         for queue, batch in sent.batches:
-            queue.put_back(batch)
-            self.enqueue(queue)
+            # A connection that breaks whenever it is written to is not to keep us busy.
+            queue.paused_until_s = max(queue.paused_until_s, sent.sent_at_s + RETRY_PAUSE_S)
+            self._sender.back(queue, batch, unsure=True)
 
-    def tick(self, now: float, request_timeout_s: float) -> None:
+    def tick(self, now_s: float, request_timeout_s: float) -> None:
         """Gives up on a connection that does not answer, and tries again what waits."""
         for sent in list(self._sent):
-            if now - sent.sent_at > request_timeout_s:
+            if now_s - sent.sent_at_s > request_timeout_s:
                 log.warning(
                     "broker %d did not answer a PUT within %g s: reconnecting", self.broker_id, request_timeout_s
                 )
                 sent.connection.abort()
                 break
         self.pump()
+
+
+def _results(response: Response, count: int) -> list[PutResult | MetamqError]:
+    """What became of each batch of a PUT. Raises ProtocolError."""
+    if response.status != status.OK:
+        return [status.decode_error(response.status, response.header)] * count
+    results = unpack_list(PutResult, response.header)
+    if len(results) != count:
+        raise ProtocolError(f"a PUT of {count} batches was answered with {len(results)} results")
+    return [
+        result if result.status == status.OK else status.decode_error(result.status, result.error) for result in results
+    ]
 
 
 def _nothing(*_: object) -> None:
@@ -268,13 +262,15 @@ class Sender:
         self._queues: dict[tuple[str, str, int, int], PartitionQueue] = {}
         self._brokers: dict[int, BrokerSender] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._places: dict[str, tuple[TopicConfig, list[tuple[int, int]]]] = {}
         self._rotation: dict[str, int] = {}
+        self._looking_at: set[str] = set()
         self.on_done: Callable[[OutgoingBatch], None] = _nothing
-        """A batch is stored or has failed for good."""
-        self.on_answer: Callable[[], None] = _nothing
-        """A broker answered: there may be room for more."""
-        self.on_topic_lost: Callable[[str], None] = _nothing
-        """A topic is not there any more, or is another one now."""
+        """A batch is stored or has failed."""
+        self.on_room: Callable[[], None] = _nothing
+        """There may be room for more: a broker answered, or some time has passed."""
+        self.on_topic_lost: Callable[[str, str, TopicNotFound], None] = _nothing
+        """The topic with this id is not there any more."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine as a task of the sender's."""
@@ -282,10 +278,13 @@ class Sender:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    @property
-    def congested(self) -> bool:
-        """Whether batches wait to be sent."""
-        return any(broker.congested for broker in self._brokers.values())
+    def busy(self) -> Busy:
+        """Where batches wait."""
+        places: dict[str, set[tuple[int, int]]] = {}
+        for broker in self._brokers.values():
+            for queue in broker.backed_up:
+                places.setdefault(queue.topic, set()).add((queue.broker_id, queue.index))
+        return Busy({broker_id for broker_id, broker in self._brokers.items() if broker.blocked}, places)
 
     def add(self, batches: list[OutgoingBatch]) -> None:
         """Queues batches; those without a partition take turns over the topic's."""
@@ -295,10 +294,7 @@ class Sender:
                 self._finish(batch, -1, TopicNotFound(batch.topic))
                 continue
             if batch.partition < 0:
-                places = [(b, i) for b in sorted(config.partitions) for i in range(config.partitions[b])]
-                number = self._rotation.get(batch.topic, secrets.randbelow(len(places)))
-                self._rotation[batch.topic] = number + 1
-                batch.broker_id, batch.partition = places[number % len(places)]
+                batch.broker_id, batch.partition = self._next_place(config)
             key = batch.topic, config.id, batch.broker_id, batch.partition
             queue = self._queues.get(key)
             if queue is None:
@@ -306,47 +302,107 @@ class Sender:
             queue.waiting.append(batch)
             self._requeue(queue)
 
+    def _next_place(self, config: TopicConfig) -> tuple[int, int]:
+        """The next partition in turn where no batches wait, or just the next one."""
+        known = self._places.get(config.topic)
+        if known is None or known[0] is not config:
+            places = [(b, i) for b in sorted(config.partitions) for i in range(config.partitions[b])]
+            known = self._places[config.topic] = config, places
+            self._rotation.setdefault(config.topic, secrets.randbelow(len(places)))
+        places = known[1]
+        first = self._rotation[config.topic]
+        for number in range(first, first + len(places)):
+            place = places[number % len(places)]
+            if self._is_free(config, place):
+                break
+        else:
+            number, place = first, places[first % len(places)]
+        self._rotation[config.topic] = number + 1
+        return place
+
+    def _is_free(self, config: TopicConfig, place: tuple[int, int]) -> bool:
+        broker = self._brokers.get(place[0])
+        if broker is None:
+            return True
+        queue = self._queues.get((config.topic, config.id, *place))
+        return not broker.blocked and (queue is None or not queue.waiting)
+
     def pump(self) -> None:
         """Sends what can be sent."""
-        for broker in self._brokers.values():
+        for broker in list(self._brokers.values()):
             broker.pump()
 
     def stored(self, queue: PartitionQueue, batch: OutgoingBatch, result: PutResult) -> None:
         """The broker has the batch."""
-        queue.inflight.remove(batch)
+        queue.stored(batch, time.monotonic())
         self._finish(batch, result.base_offset, None)
         self._requeue(queue)
 
-    def failed(self, queue: PartitionQueue, batch: OutgoingBatch, error: MetamqError) -> None:
+    def refused(self, queue: PartitionQueue, batch: OutgoingBatch, error: MetamqError) -> None:
         """The broker refused the batch: again, or never."""
-        if isinstance(error, SequenceGap):
-            batch.gapped = True
-            queue.put_back(batch)
-        elif isinstance(error, TopicNotFound) or error.retriable:
-            queue.put_back(batch)
-            queue.paused_until = time.monotonic() + RETRY_PAUSE_S
-            self._brokers[queue.broker_id].last_error = error
-            if isinstance(error, TopicNotFound):
-                self.spawn(self._check_topic(queue, error))
-        else:
+        verdict = verdict_on(error)
+        if verdict is Verdict.NEVER:
             self.settle(queue, batch, error)
-        self._requeue(queue)
+            return
+        if verdict is Verdict.GAP:
+            batch.gapped = True
+            self.back(queue, batch, unsure=False)
+            return
+        broker = self._brokers[queue.broker_id]
+        broker.last_error = error
+        queue.paused_until_s = time.monotonic() + RETRY_PAUSE_S
+        self.back(queue, batch, unsure=verdict is Verdict.UNSURE)
+        if verdict is Verdict.MOVE:
+            broker.look_up()
+        elif verdict is Verdict.LOOK and queue.topic not in self._looking_at:
+            self._looking_at.add(queue.topic)
+            self.spawn(self._look(queue, error))
+
+    def back(self, queue: PartitionQueue, batch: OutgoingBatch, *, unsure: bool) -> None:
+        """The batch comes back to its queue, or fails where that is no more."""
+        if queue.lost_by is not None:
+            self.settle(queue, batch, queue.lost_by)
+        else:
+            queue.put_back(batch, unsure=unsure)
+            self._requeue(queue)
 
     def settle(self, queue: PartitionQueue, batch: OutgoingBatch, error: MetamqError) -> None:
         """The batch failed for good."""
-        queue.inflight.remove(batch)
+        queue.drop(batch)
         self._finish(batch, -1, error)
+        if queue.lost_by is not None:
+            self._forget_empty(queue)
+        self._requeue(queue)
 
-    async def _check_topic(self, queue: PartitionQueue, error: TopicNotFound) -> None:
+    async def _look(self, queue: PartitionQueue, error: MetamqError) -> None:
         """The broker does not know the topic: it lags behind ZooKeeper, or the topic is gone or another one."""
         try:
             config = await self.cluster.topics.get_or_none(queue.topic)
         except MetamqError:
-            return  # it is asked again after the pause
+            return  # it is looked at again after the pause
+        finally:
+            self._looking_at.discard(queue.topic)
         if config is None or config.id != queue.topic_id:
-            self.on_topic_lost(queue.topic)
-            while queue.waiting:
-                self._finish(queue.waiting.popleft(), -1, error)
+            lost = TopicNotFound(
+                queue.topic,
+                hint="It was deleted, or made anew, while messages for it were on their way. Send them again.",
+            )
+            for other in list(self._queues.values()):
+                if (other.topic, other.topic_id) == (queue.topic, queue.topic_id):
+                    self._lose(other, lost)
+            self.on_topic_lost(queue.topic, queue.topic_id, lost)
+        elif isinstance(error, PartitionNotFound) and queue.index >= config.partitions.get(queue.broker_id, 0):
+            self._lose(queue, error)
+
+    def _lose(self, queue: PartitionQueue, error: TopicNotFound) -> None:
+        queue.lost_by = error
+        for batch in queue.clear():
+            self._finish(batch, -1, error)
+        self._forget_empty(queue)
+
+    def _forget_empty(self, queue: PartitionQueue) -> None:
+        if not queue.inflight:
+            self._queues.pop((queue.topic, queue.topic_id, queue.broker_id, queue.index), None)
 
     def _requeue(self, queue: PartitionQueue) -> None:
         if queue.waiting:
@@ -355,8 +411,15 @@ class Sender:
                 broker = self._brokers[queue.broker_id] = BrokerSender(queue.broker_id, self)
             broker.enqueue(queue)
 
-    def _finish(self, batch: OutgoingBatch, base_offset: int, error: MetamqError | None) -> None:
-        batch.complete(base_offset, error)
+    def _finish(
+        self, batch: OutgoingBatch, base_offset: int, error: MetamqError | None, *, ghost: bool = False
+    ) -> None:
+        if batch.done:  # it was reported before, when its time was over
+            batch.encoded = None
+            if error is None:
+                log.warning("%s: %d messages whose delivery timed out were stored later", batch.name, batch.count)
+            return
+        batch.complete(base_offset, error, keep_encoded=ghost)
         self.on_done(batch)
 
     async def run(self) -> None:
@@ -364,24 +427,24 @@ class Sender:
         while True:
             await asyncio.sleep(TICK_S)
             self._expire(time.time_ns())
-            now = time.monotonic()
+            now_s = time.monotonic()
             for broker in list(self._brokers.values()):
-                broker.tick(now, self._request_timeout_s)
+                broker.tick(now_s, self._request_timeout_s)
+            self.on_room()
 
     def _expire(self, now_ns: int) -> None:
-        oldest_ns = now_ns - int(self._delivery_timeout_s * 1e9)
-        for queue in self._queues.values():
-            while queue.waiting and queue.waiting[0].created_ns < oldest_ns:
-                batch = queue.waiting.popleft()
-                self._finish(batch, -1, self._timeout(queue, batch))
+        before_ns = now_ns - int(self._delivery_timeout_s * 1e9)
+        for queue in list(self._queues.values()):
+            for batch in queue.expire(before_ns):
+                self._finish(batch, -1, self._timeout(queue, batch), ghost=batch.unsure)
 
     def _timeout(self, queue: PartitionQueue, batch: OutgoingBatch) -> DeliveryTimeout:
-        last_error = self._brokers[queue.broker_id].last_error
+        broker = self._brokers.get(queue.broker_id)
         return DeliveryTimeout(
             f"a batch of {len(batch.values)} messages for {batch.name}",
             self._delivery_timeout_s,
-            last_error.problem if last_error else "",
-            outcome="unknown" if batch.attempts else "not_done",
+            broker.last_error.problem if broker is not None and broker.last_error is not None else "",
+            outcome="unknown" if batch.unsure else "not_done",
         )
 
     async def close(self) -> None:
