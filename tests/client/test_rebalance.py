@@ -133,7 +133,8 @@ class Member:
             self.referee.begins(self, tp)
 
     def die(self) -> None:
-        """The process is gone: whatever it held, it consumes no more."""
+        """The process is gone: whatever it held or is still given, it consumes no more."""
+        self.is_paused = True
         for tp in list(self.consuming):
             self.stop_consuming(tp)
 
@@ -335,7 +336,7 @@ def test_a_slow_member_keeps_its_partition_until_it_is_done_and_holds_up_nothing
             other = await group.join("zoe", ("t", "u"))
             await group.until(lambda: len(other.consuming) == 2)
             await group.until(lambda: other.listener.health().waiting == {TopicPartition("t", "0-1"): "slow"})
-            assert slow.listener.health().revoking == (TopicPartition("t", "0-1"),)
+            await group.until(lambda: slow.listener.health().revoking == (TopicPartition("t", "0-1"),))
             # While it is busy, its own new partitions come all the same.
             await group.topics.alter("t", lambda config: replace(config, partitions={0: 2, 1: 2}))
             await group.until(lambda: TopicPartition("t", "0-0") in slow.consuming and len(other.consuming) == 4)
