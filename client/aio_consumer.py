@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from metamq.client.aio_producer import Producer
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
@@ -22,13 +22,13 @@ from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.client.settings import load, zookeeper_servers
+from metamq.client.typevars import T
 from metamq.errors import ConfigError, TopicExists
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import DEFAULT_ROOT
 
 log = logging.getLogger("metamq.client")
 
-T = TypeVar("T")
 
 POLL_S = 0.5
 """How often a message that waits for its next attempt looks whether it is still ours."""

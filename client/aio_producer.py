@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from metamq.client.producer import SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_servers
+from metamq.client.typevars import T
 from metamq.errors import ConfigError
 from metamq.zk.paths import DEFAULT_ROOT
-
-T = TypeVar("T")
 
 
 class Producer(ProducerFace[T]):

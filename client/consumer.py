@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from metamq.client.background import background
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
@@ -21,11 +21,10 @@ from metamq.client.model import Message
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
 from metamq.client.settings import load, zookeeper_servers
+from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import DEFAULT_ROOT
-
-T = TypeVar("T")
 
 
 class Consumer(ConsumerFace[T]):

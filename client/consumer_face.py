@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.health import ConsumerHealth
@@ -11,11 +11,10 @@ from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets import CommitRequest
 from metamq.client.offsets_database import Connection, DatabaseOffsets
+from metamq.client.typevars import T
 from metamq.errors import ConfigError, OwnershipLost
 from metamq.zk.ownership import Committed
 from metamq.zk.partitions import TopicPartition
-
-T = TypeVar("T")
 
 Position = Message[Any] | MessageBatch[Any] | Mapping[TopicPartition, int] | None
 

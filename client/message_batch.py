@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import repeat
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from metamq.client.model import Message, TopicPartition
+from metamq.client.typevars import T
 from metamq.errors import ConfigError
 from metamq.wire import columns
 from metamq.wire.batch import BatchHeader
 from metamq.wire.columns import Columns
-
-T = TypeVar("T")
 
 _NO_HEADERS: Mapping[str, bytes] = {}
 

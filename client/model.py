@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
+from metamq.client.typevars import T
 from metamq.zk.partitions import TopicPartition, partition_order
 
 __all__ = ["Message", "Receipt", "ReceiptRange", "TopicPartition", "partition_order", "time_of"]
 
-T = TypeVar("T")
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 

@@ -10,18 +10,18 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from metamq.client.background import background
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_servers
+from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
 from metamq.zk.paths import DEFAULT_ROOT
 
 log = logging.getLogger("metamq.client")
 
-T = TypeVar("T")
 
 SESSION_TIMEOUT_MS = 10_000
 AT_EXIT_FLUSH_S = 5.0

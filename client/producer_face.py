@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, Generic, TypedDict
 
 from metamq.client.model import EPOCH
 from metamq.client.outgoing import Delivery, ManyDelivery
 from metamq.client.partitioner import Partitioner
 from metamq.client.producer_core import ProducerCore
+from metamq.client.typevars import T
 
-T = TypeVar("T")
 Key = bytes | str | None
 
 
