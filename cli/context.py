@@ -38,11 +38,16 @@ class Globals:
         self.check_config()
         return zookeeper_servers(self.zookeeper, self.config)
 
+    @property
+    def config_file(self) -> str | None:
+        """The file with the settings, where there is one."""
+        return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
+
     def check_config(self) -> None:
         """Raise ConfigError when the file has a key at its top that nobody knows."""
-        for key in read_file(self.config):
+        for key in read_file(self.config_file):
             if key not in KNOWN_KEYS:
-                raise unknown(key, KNOWN_KEYS, str(self.config or os.environ.get(CONFIG_FILE_VARIABLE)))
+                raise unknown(key, KNOWN_KEYS, str(self.config_file))
 
     def client(self) -> dict[str, Any]:
         """The arguments of a Producer, Consumer or Admin. Raises ConfigError; ConnectError when nobody listens."""

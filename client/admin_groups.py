@@ -270,7 +270,9 @@ async def _targets(cluster: Cluster, config: TopicConfig, to: ResetTo) -> dict[T
             raise answer
         offset = answer.offset if explicit is None else explicit
         if not answer.start_offset <= offset <= answer.stable_offset:
-            raise OffsetOutOfRange(str(tp), offset, answer.start_offset, answer.stable_offset)
+            error = OffsetOutOfRange(str(tp), offset, answer.start_offset, answer.stable_offset)
+            error.hint = "Give an offset among these, 'earliest', 'latest' or a time."
+            raise error
         targets[tp] = (offset, answer.epoch)
     return targets
 

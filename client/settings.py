@@ -34,6 +34,7 @@ def load(cls: type[T], section: str, *, file: str | Path | None = None, argument
     Arguments that are None count as not given. Raises ConfigError, naming the source and the key.
     """
     values: dict[str, Any] = {}
+    file = file or os.environ.get(CONFIG_FILE_VARIABLE)
     for key, value in read_section(file, section).items():
         field = _field(cls, key, f"[{section}] of {file}")
         values[field.name] = _convert(cls, field, value, f"{key} in [{section}] of {file}")
@@ -70,6 +71,7 @@ def read_section(file: str | Path | None, section: str) -> dict[str, Any]:
 
 def zookeeper_servers(given: str | None, file: str | Path | None = None) -> str:
     """Where ZooKeeper is: the argument, $METAMQ_ZOOKEEPER, `zookeeper` in the file, else 127.0.0.1:2181."""
+    file = file or os.environ.get(CONFIG_FILE_VARIABLE)
     servers = given or os.environ.get("METAMQ_ZOOKEEPER") or read_file(file).get("zookeeper") or DEFAULT_ZOOKEEPER
     if not isinstance(servers, str):
         raise ConfigError(f"zookeeper in {file} is to be a string like 'zk1:2181,zk2:2181/chroot', got {servers!r}")

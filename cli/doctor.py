@@ -1,0 +1,296 @@
+"""`metamq doctor`: looks at every part, from the settings to the last partition, and says what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from metamq.broker.config import BrokerConfig
+from metamq.cli.command import Command
+from metamq.cli.context import Globals, current
+from metamq.cli.output import TABLE_OR_JSON, count, print_json, styled
+from metamq.cli.units import show_bytes
+from metamq.client.admin_groups import children
+from metamq.client.admin_topics import describe_topic
+from metamq.client.cluster import Cluster
+from metamq.client.consumer_options import ConsumerOptions
+from metamq.client.producer_core import ProducerOptions
+from metamq.client.settings import load
+from metamq.errors import ConfigError, MetamqError
+from metamq.wire.commands import Command as WireCommand
+from metamq.zk import jars
+from metamq.zk.brokers import live_brokers, read_state
+from metamq.zk.java import find_java, java_version
+from metamq.zk.members import owned_partitions, read_members
+from metamq.zk.plans import read_plan
+from metamq.zk.servers import parse_servers
+from metamq.zk.session import Session
+
+Status = Literal["ok", "warning", "problem"]
+
+UNREACHABLE = 3
+TIMEOUT_S = 5.0
+SKEW_MS_MAX = 1_000
+FREE_BYTES_MIN = 1024**3
+SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
+COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    status: Status
+    detail: str
+    hint: str = ""
+
+
+@click.command(cls=Command)
+@TABLE_OR_JSON
+def doctor(output: str) -> int:
+    """Look at every part: settings, Java, disk, ZooKeeper, brokers, clocks, topics, groups; and say what is wrong.
+
+    Ends with status 0 when there is no problem (a warning is none), 3 when ZooKeeper is not reachable, else 1.
+
+    \b
+    metamq doctor
+    metamq doctor --zookeeper zk1:2181,zk2:2181
+    metamq doctor -o json | jq '.[] | select(.status != "ok")'
+    """
+    settings = current()
+    settings.log(quiet=logging.CRITICAL)
+    findings: list[Finding] = []
+
+    def tell(finding: Finding) -> None:
+        findings.append(finding)
+        if output == "table":
+            _print(finding)
+
+    is_reachable = _look(settings, tell)
+    if output == "json":
+        print_json([asdict(finding) for finding in findings])
+    if not is_reachable:
+        return UNREACHABLE
+    return 1 if any(finding.status == "problem" for finding in findings) else 0
+
+
+def _print(finding: Finding) -> None:
+    status = styled(finding.status.ljust(8), sys.stdout, fg=COLOURS[finding.status])
+    click.echo(f"{status} {finding.what}: {finding.detail}")
+    if finding.hint:
+        click.echo(f"         {finding.hint}")
+
+
+def _look(settings: Globals, tell: Callable[[Finding], None]) -> bool:
+    """Tells of everything; False when ZooKeeper cannot be reached, after which nothing else is known."""
+    for finding in _local():
+        tell(finding)
+    try:
+        servers = settings.servers()
+        hosts, _chroot = parse_servers(servers)
+        for section, kind in SECTIONS.items():
+            load(kind, section, file=settings.config_file, arguments={})
+    except ConfigError as error:
+        tell(Finding("settings", "problem", error.problem, error.hint))
+        return True
+    source = f"file {settings.config_file}" if settings.config_file else "no file"
+    tell(Finding("settings", "ok", f"ZooKeeper at {servers}, root {settings.root}, {source}"))
+    for finding in _environment():
+        tell(finding)
+    reached = [_probe(host, port, tell) for host, port in hosts]
+    if not any(reached):
+        return False
+    try:
+        asyncio.run(_look_inside(servers, settings.root, tell))
+    except MetamqError as error:
+        tell(Finding("ZooKeeper", "problem", error.problem, error.hint))
+        return False
+    return True
+
+
+def _environment() -> Iterator[Finding]:
+    """Variables that look like settings, and are none."""
+    known = {f"METAMQ_{name}" for name in ("ZOOKEEPER", "CONFIG", "JAVA", "ZOOKEEPER_JARS", "MAVEN")}
+    for section, kind in SECTIONS.items():
+        known |= {f"METAMQ_{section.upper()}_{field.name.upper()}" for field in fields(kind)}
+    for name in sorted(os.environ):
+        if name.startswith("METAMQ_") and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            yield Finding("settings", "warning", f"{name} is no setting", f"Did you mean {near[0]}?" if near else "")
+
+
+# This machine
+
+
+def _local() -> Iterator[Finding]:
+    yield _java()
+    yield _jars()
+    yield _disk()
+
+
+def _java() -> Finding:
+    try:
+        program = find_java()
+    except ConfigError as error:
+        return Finding("Java, for `metamq up`", "warning", error.problem, error.hint)
+    return Finding("Java, for `metamq up`", "ok", f"{program}, version {java_version(program)}")
+
+
+def _jars() -> Finding:
+    """Looks where find_jars() does, but downloads nothing."""
+    what = "ZooKeeper's jars, for `metamq up`"
+    setting = os.environ.get("METAMQ_ZOOKEEPER_JARS")
+    places = [Path(setting)] if setting else [jars.cache_folder(), jars.pyspark_folder()]
+    for place in places:
+        if place is not None and not jars.jars_in_folder(place)[1]:
+            return Finding(what, "ok", str(place))
+    if setting:
+        missing = ", ".join(jars.jars_in_folder(Path(setting))[1])
+        return Finding(what, "warning", f"METAMQ_ZOOKEEPER_JARS={setting} has no jar of {missing}")
+    return Finding(what, "ok", "not here yet; the first start downloads them (4 MB)")
+
+
+def _disk() -> Finding:
+    place = Path("./metamq-data") if Path("./metamq-data").is_dir() else Path(".")
+    free = shutil.disk_usage(place).free
+    if free < FREE_BYTES_MIN:
+        return Finding("disk", "warning", f"{show_bytes(free)} free here", "A broker refuses writes below its reserve.")
+    return Finding("disk", "ok", f"{show_bytes(free)} free here")
+
+
+# ZooKeeper
+
+
+def _probe(host: str, port: int, tell: Callable[[Finding], None]) -> bool:
+    what = f"ZooKeeper server {host}:{port}"
+    began = time.monotonic()
+    try:
+        socket.create_connection((host, port), TIMEOUT_S).close()
+    except OSError as error:
+        hint = "Start one with `metamq up`, or say where yours is: --zookeeper or METAMQ_ZOOKEEPER."
+        tell(Finding(what, "problem", f"not reachable: {(error.strerror or str(error)).lower()}", hint))
+        return False
+    tell(Finding(what, "ok", f"listens, connected in {(time.monotonic() - began) * 1000:.1f} ms"))
+    return True
+
+
+async def _look_inside(servers: str, root: str, tell: Callable[[Finding], None]) -> None:
+    session = await Session.open(servers, root=root)
+    cluster = Cluster(session)
+    try:
+        began = time.monotonic()
+        await session.sync()
+        trip_ms = (time.monotonic() - began) * 1000
+        timeout_s = session.negotiated_timeout_ms / 1000
+        tell(Finding("ZooKeeper session", "ok", f"a round trip took {trip_ms:.1f} ms, time-out {timeout_s:g} s"))
+        await _look_at_brokers(cluster, tell)
+        await _look_at_topics(cluster, tell)
+        await _look_at_groups(session, tell)
+    finally:
+        await cluster.close()
+        await session.close()
+
+
+async def _checked(what: str, work: Awaitable[Finding], tell: Callable[[Finding], None]) -> None:
+    """Tells what `work` finds; an error is a finding too."""
+    try:
+        tell(await work)
+    except MetamqError as error:
+        tell(Finding(what, "problem", error.problem, error.hint))
+
+
+# Brokers
+
+
+async def _look_at_brokers(cluster: Cluster, tell: Callable[[Finding], None]) -> None:
+    session = cluster.session
+    names = await children(session, session.paths.broker_ids())
+    strange = [name for name in names if not name.isdecimal()]
+    if strange:
+        tell(Finding("brokers", "warning", f"strange nodes in {session.paths.broker_ids()}: {', '.join(strange)}"))
+    broker_ids = sorted(int(name) for name in names if name.isdecimal())
+    if not broker_ids:
+        tell(Finding("brokers", "problem", "none was ever registered", "Start one with `metamq broker`."))
+    for broker_id in broker_ids:
+        await _checked(f"broker {broker_id}", _broker(cluster, broker_id), tell)
+
+
+async def _broker(cluster: Cluster, broker_id: int) -> Finding:
+    """Registered, answering, of a release we know, with our time, accepting writes."""
+    what = f"broker {broker_id}"
+    stored = await read_state(cluster.session, broker_id)
+    master = (await live_brokers(cluster.session)).get(broker_id)
+    if master is None:
+        epoch = f", last seen in epoch {stored[0].epoch}" if stored else ""
+        return Finding(what, "problem", f"not registered{epoch}", "Start it, or see its log for why it has ended.")
+    connection = await cluster.connection(broker_id)
+    began_ms = time.time_ns() / 1e6
+    header = await connection.request(WireCommand.STATS, None, timeout_s=TIMEOUT_S)
+    ended_ms = time.time_ns() / 1e6
+    # Its clock was read some time between; the skew is at least what remains outside of that.
+    skew_ms = max(header["time_ms"] - ended_ms, began_ms - header["time_ms"] - 1, 0.0)
+    seen = f"{master.address}, epoch {header['epoch']}, version {master.version}, {ended_ms - began_ms:.1f} ms"
+    if header["writes_refused"]:
+        return Finding(what, "problem", f"{seen}; it refuses writes: {header['writes_refused']}")
+    if connection.greeting.broker_id != broker_id:
+        hint = "Two brokers share an address, or --advertise names the wrong host."
+        return Finding(what, "problem", f"{master.address} is broker {connection.greeting.broker_id}", hint)
+    if skew_ms > SKEW_MS_MAX:
+        hint = "Set both clocks by NTP: timestamps and retention go by them."
+        return Finding(what, "warning", f"{seen}; its clock is {skew_ms / 1000:.1f} s off ours", hint)
+    return Finding(what, "ok", f"{seen}, clock within {max(skew_ms, ended_ms - began_ms):.0f} ms of ours")
+
+
+# Topics and groups
+
+
+async def _look_at_topics(cluster: Cluster, tell: Callable[[Finding], None]) -> None:
+    async def look(name: str) -> Finding:
+        found = await describe_topic(cluster, name)
+        dark = [partition for partition in found.partitions if not partition.live]
+        size = f"{count(len(found.partitions), 'partition')}, {count(found.messages, 'message')}"
+        if dark:
+            reasons = "; ".join(dict.fromkeys(partition.problem for partition in dark))
+            names = ", ".join(partition.partition for partition in dark)
+            return Finding(f"topic {name}", "problem", f"{size}; not served: {names} ({reasons})")
+        return Finding(f"topic {name}", "ok", size)
+
+    names = await cluster.topics.names()
+    if not names:
+        tell(Finding("topics", "ok", "none yet"))
+    for name in names:
+        await _checked(f"topic {name}", look(name), tell)
+
+
+async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> None:
+    """That members, plans and owners can be read, and that no owner is without a member."""
+
+    async def look(name: str) -> Finding:
+        present = {}
+        if await session.exists(session.paths.members(name)) is not None:
+            present = await read_members(session, name)
+        await read_plan(session, name)
+        owners = await owned_partitions(session, name)
+        left = sorted({owner for owner in owners.values() if owner not in present})
+        if left:
+            hint = "They end with their owners' sessions; `metamq group evict` removes them at once."
+            return Finding(f"group {name}", "warning", f"partitions owned by no member: {', '.join(left)}", hint)
+        return Finding(
+            f"group {name}", "ok", f"{count(len(present), 'member')}, {count(len(owners), 'partition')} owned"
+        )
+
+    for name in await children(session, session.paths.groups()):
+        await _checked(f"group {name}", look(name), tell)

@@ -1,0 +1,315 @@
+"""A broker's files, looked at from outside: every batch checked, nothing locked, nothing changed.
+
+The broker's own code reads; what is added here is to go on behind damage, where the broker stops, so that its extent is
+known. Bad bytes that were never flushed are no damage: the broker cuts them at its next start. What tells the two apart
+is told in metamq.broker.log.recovery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.derived import load_index, load_producers
+from metamq.broker.log.files import FileCache
+from metamq.broker.log.flushed import FlushFile, FlushPoint
+from metamq.broker.log.scan import checked_batches, find_flushed_claim, read_at
+from metamq.broker.log.segments import Inventory, Segment, take_inventory
+from metamq.errors import ConfigError, CorruptData
+from metamq.wire.batch import BatchHeader
+from metamq.zk.names import partition_name
+
+ALIGNMENT = 8
+ANY_CLAIM = -1
+_INDEX_INTERVAL_BYTES = LogConfig().index_interval_bytes
+_TOPIC_FOLDER = re.compile(r"([^/@]+)@([^/@]+)")
+
+Advance = Callable[[int], None]
+
+
+class ReadOnlyFiles(FileCache):
+    """The broker's file cache, which can only read."""
+
+    __slots__ = ()
+
+    def _add(self, path: str, flags: int) -> int:
+        return super()._add(path, os.O_RDONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFolder:
+    """One partition on disk; `name` is "flights/0-3", or "flights/3" where nothing tells the broker id."""
+
+    name: str
+    path: Path
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Bytes that are not batches: from `position` to `end_position`, in the file `path`, which begins at `base`."""
+
+    kind: Literal["damage", "torn tail"]
+    path: str
+    base: int
+    position: int
+    end_position: int
+    reason: str
+
+
+@dataclass(slots=True)
+class SegmentReport:
+    """What is in one segment. Offsets and positions count over the whole partition."""
+
+    path: str
+    base_offset: int
+    end_offset: int
+    base_position: int
+    size_bytes: int
+    batches: int = 0
+    messages: int = 0
+
+
+@dataclass(slots=True)
+class PartitionReport:
+    """What was found in one partition. `flushed_position` is None when nothing says how far it was flushed."""
+
+    name: str
+    path: str
+    flushed_position: int | None = None
+    segments: list[SegmentReport] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether bytes are bad that somebody may have been promised."""
+        return any(finding.kind == "damage" for finding in self.findings)
+
+
+def find_partitions(folder: Path) -> list[PartitionFolder]:
+    """The partitions in a data folder, a topic's, or a partition's. Raises ConfigError when it is none of these."""
+    for root in (folder, folder / "broker"):  # the latter: the folder of `metamq up`
+        if (root / "topics").is_dir():
+            topics = sorted(path for path in (root / "topics").iterdir() if _TOPIC_FOLDER.fullmatch(path.name))
+            return [found for topic in topics if not topic.name.startswith(".") for found in _partitions_of(topic)]
+    if _TOPIC_FOLDER.fullmatch(folder.resolve().name):
+        return _partitions_of(folder)
+    if (folder / "flushed").exists() or take_inventory(str(folder)).segments:
+        return [_partition(folder)]
+    raise ConfigError(
+        f"{folder} is neither a data folder nor that of a topic or a partition",
+        hint="Give the broker's --data folder, or topics/<topic>@<id>/<index> in it.",
+    )
+
+
+def _partitions_of(topic: Path) -> list[PartitionFolder]:
+    indexes = sorted((path for path in topic.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    return [_partition(path) for path in indexes]
+
+
+def _partition(path: Path) -> PartitionFolder:
+    real = path.resolve()
+    match = _TOPIC_FOLDER.fullmatch(real.parent.name)
+    size = sum(segment.size_bytes for segment in take_inventory(str(path)).segments)
+    if match is None or not real.name.isdecimal():
+        return PartitionFolder(real.name, path, size)
+    broker_id = _broker_id(real.parent.parent.parent)
+    index = real.name if broker_id is None else partition_name(broker_id, int(real.name))
+    return PartitionFolder(f"{match[1]}/{index}", path, size)
+
+
+def _broker_id(data_folder: Path) -> int | None:
+    try:
+        return int(json.loads((data_folder / "meta.json").read_text())["broker_id"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def lock_holder(folder: Path) -> str | None:
+    """Who uses the data folder that `folder` is, or lies in: "process 4711"; None when nobody is known to.
+
+    To try the lock would be to take it, for a moment; so the kernel's list is asked, else the process id in the file.
+    """
+    for place in (folder.resolve(), folder.resolve() / "broker", *folder.resolve().parents):
+        lock = place / "lock"
+        if not (place / "meta.json").exists() or not lock.exists():
+            continue
+        pid = lock.read_text(errors="replace").strip()
+        return f"process {pid}" if _is_locked(lock, pid) else None
+    return None
+
+
+def _is_locked(lock: Path, pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        inode = lock.stat().st_ino
+        return any(" FLOCK " in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines())
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, OSError, OverflowError):
+        return False
+    return True
+
+
+def verify_partition(partition: PartitionFolder, advance: Advance) -> PartitionReport:
+    """Checks every batch of a partition, both checksums, and that segments and offsets join. Raises OSError."""
+    folder = str(partition.path)
+    report = PartitionReport(partition.name, folder)
+    files = ReadOnlyFiles()
+    try:
+        inventory = take_inventory(folder)
+        point = _flush_point(folder, partition.name, files, report)
+        segments = _check_chain(inventory, point, report)
+        expected: int | None = None
+        for segment in segments:
+            expected = _verify_segment(files, segment, segments, point, expected, report, advance)
+        _check_derived(inventory, report)
+    finally:
+        files.close()
+    return report
+
+
+def _flush_point(folder: str, name: str, files: FileCache, report: PartitionReport) -> FlushPoint | None:
+    try:
+        point = FlushFile(folder, files).load(name)
+    except CorruptData as error:
+        report.notes.append(error.problem)
+        return None
+    if point is None:
+        report.notes.append("there is no file `flushed`: how far the log was flushed is not known")
+        return None
+    report.flushed_position = point.position
+    return point
+
+
+def _check_chain(inventory: Inventory, point: FlushPoint | None, report: PartitionReport) -> list[Segment]:
+    """The segments that count; notes where they do not join."""
+    start = point.start_position if point is not None else 0
+    retired = [one for one in inventory.segments if point and one.size_bytes and one.end_position <= start]
+    if retired:
+        report.notes.append(f"{len(retired)} segments are past retention: they go at the broker's next start")
+    segments = inventory.segments[len(retired) :]
+    if point is not None and (not segments or segments[0].base_position != start):
+        found = segments[0].base_position if segments else None
+        reason = f"the log should begin at byte {start:,}" + ("" if found is None else f", not {found:,}")
+        report.findings.append(Finding("damage", report.path, 0, start, start if found is None else found, reason))
+    for before, after in pairwise(segments):
+        if before.end_position != after.base_position:
+            reason = f"the segment ends at byte {before.end_position:,}, the next begins at {after.base_position:,}"
+            kind = _kind(before.end_position, point)
+            report.findings.append(
+                Finding(kind, before.path, before.base_position, before.end_position, after.base_position, reason)
+            )
+    if point is not None and segments and segments[-1].end_position < point.position:
+        last = segments[-1]
+        reason = f"the log was flushed up to byte {point.position:,} and ends before"
+        report.findings.append(
+            Finding("damage", last.path, last.base_position, last.end_position, point.position, reason)
+        )
+    return segments
+
+
+def _kind(position: int, point: FlushPoint | None) -> Literal["damage", "torn tail"]:
+    return "damage" if point is None or position < point.position else "torn tail"
+
+
+def _verify_segment(
+    files: FileCache,
+    segment: Segment,
+    segments: list[Segment],
+    point: FlushPoint | None,
+    expected: int | None,
+    report: PartitionReport,
+    advance: Advance,
+) -> int | None:
+    """Walks one segment, going on behind damage; returns the offset that is due after it, where that is known."""
+    found = SegmentReport(
+        segment.path, segment.base_offset, segment.base_offset, segment.base_position, segment.size_bytes
+    )
+    report.segments.append(found)
+    if expected is not None and expected != segment.base_offset:
+        reason = f"the segment begins with offset {segment.base_offset:,}, {expected:,} is due"
+        report.findings.append(
+            Finding("damage", segment.path, segment.base_position, segment.base_position, segment.base_position, reason)
+        )
+    due: int | None = segment.base_offset
+    position: int | None = segment.base_position
+    while position is not None and position < segment.end_position:
+        bad: tuple[int, str] | None = None
+        for at, header, problem in checked_batches(files, segment, position):
+            if header is None or problem is not None:
+                bad = at, problem or "there is no header"
+                break
+            if due is not None and header.base_offset != due:
+                reason = f"offset {header.base_offset:,} where {due:,} is due"
+                report.findings.append(Finding("damage", segment.path, segment.base_position, at, at, reason))
+            due = header.end_offset
+            found.batches += 1
+            found.messages += header.count
+            found.end_offset = header.end_offset
+            advance(header.size)
+        if bad is None:
+            break
+        position = find_flushed_claim(files, segment, bad[0] + ALIGNMENT, ANY_CLAIM)
+        end = segment.end_position if position is None else position
+        kind = _kind_of_bad_bytes(files, segment, segments, bad[0], point)
+        report.findings.append(Finding(kind, segment.path, segment.base_position, bad[0], end, bad[1]))
+        advance(end - bad[0])
+        due = None  # how many messages were there, nobody knows
+    return due
+
+
+def _kind_of_bad_bytes(
+    files: FileCache, segment: Segment, segments: list[Segment], bad: int, point: FlushPoint | None
+) -> Literal["damage", "torn tail"]:
+    """As recovery decides: damage below the flushed point, or where a later intact batch says it was flushed."""
+    if _kind(bad, point) == "damage":
+        return "damage"
+    for later in segments[segments.index(segment) :]:
+        if find_flushed_claim(files, later, max(bad, later.base_position), bad) is not None:
+            return "damage"
+    return "torn tail"
+
+
+def _check_derived(inventory: Inventory, report: PartitionReport) -> None:
+    """Indexes and producer states, which the broker makes anew when they are not usable."""
+    for segment in inventory.segments:
+        if segment.index_path in inventory.indexes and load_index(segment, _INDEX_INTERVAL_BYTES) is None:
+            report.notes.append(f"the index {segment.index_path} is not usable, the broker makes it anew")
+    for snapshot in inventory.snapshots:
+        if load_producers(snapshot) is None:
+            report.notes.append(f"the producer states {snapshot.path} are not usable, the broker makes them anew")
+    for leftover in inventory.leftovers:
+        report.notes.append(f"{leftover} is half-written, the broker removes it")
+
+
+def stored_batches(partition: PartitionFolder, from_offset: int) -> Iterator[tuple[int, BatchHeader, memoryview]]:
+    """(position, header, bytes) of each batch from the one that holds `from_offset` on, up to the first bad one.
+
+    Raises CorruptData there, OSError.
+    """
+    files = ReadOnlyFiles()
+    try:
+        segments = take_inventory(str(partition.path)).segments
+        for number, segment in enumerate(segments):
+            following = segments[number + 1] if number + 1 < len(segments) else None
+            if following is not None and following.base_offset <= from_offset:
+                continue
+            for at, header, problem in checked_batches(files, segment, segment.base_position):
+                if header is None or problem is not None:
+                    hint = f"`metamq log verify {partition.path}` shows the extent."
+                    raise CorruptData(segment.path, problem or "there is no header", position=at, hint=hint)
+                if header.end_offset > from_offset:
+                    yield at, header, memoryview(read_at(files, segment, at, header.size))
+    finally:
+        files.close()
