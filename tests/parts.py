@@ -1,0 +1,225 @@
+"""What tests of brokers and producers share: reading what is stored, waiting, HTTP, a line that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.server import Broker
+from metamq.client.transport import BrokerConnection
+from metamq.testing import BrokerProcess
+from metamq.wire import status
+from metamq.wire.batch import walk
+from metamq.wire.columns import decode
+from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+
+FETCH_BYTES = 4 * 1024 * 1024
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0, what: str = "it") -> None:
+    """Returns once the condition holds; fails after the limit."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {limit_s:g} s"
+        time.sleep(0.01)
+
+
+class Stored(NamedTuple):
+    """One stored message."""
+
+    offset: int
+    key: bytes | None
+    value: bytes
+
+
+def statistics(broker: BrokerProcess) -> dict[str, Any]:
+    """What the broker answers to STATS."""
+
+    async def ask() -> dict[str, Any]:
+        connection = await BrokerConnection.open("127.0.0.1", broker.port)
+        try:
+            answer: dict[str, Any] = await connection.request(Command.STATS, [], timeout_s=10)
+            return answer
+        finally:
+            await connection.close()
+
+    return asyncio.run(ask())
+
+
+def read_topic(broker: BrokerProcess, topic: str, topic_id: str) -> dict[str, list[Stored]]:
+    """All that readers can see of a topic's partitions at this broker, both checksums of every batch verified."""
+
+    async def read() -> dict[str, list[Stored]]:
+        connection = await BrokerConnection.open("127.0.0.1", broker.port)
+        try:
+            answer = await connection.request(Command.STATS, [], timeout_s=10)
+            found = [p for p in answer["partitions"] if p["topic"] == topic]
+            return {
+                f"{broker.broker_id}-{p['partition']}": await _read_partition(connection, topic, topic_id, p)
+                for p in sorted(found, key=lambda p: int(p["partition"]))
+            }
+        finally:
+            await connection.close()
+
+    return asyncio.run(read())
+
+
+async def _read_partition(
+    connection: BrokerConnection, topic: str, topic_id: str, partition: dict[str, Any]
+) -> list[Stored]:
+    index, offset = partition["partition"], partition["start_offset"]
+    opened = [GetPartition(index, topic, topic_id, index)]
+    messages: list[Stored] = []
+    while offset < partition["stable_offset"]:
+        poll = Get(1000, 1, FETCH_BYTES, FETCH_BYTES, opened, [(index, offset)], [])
+        response = await connection.send(Command.GET, poll)
+        assert response.status == status.OK, response
+        for result in unpack_list(GetResult, response.header):
+            assert result.status == status.OK, result
+            for at, header in walk(response.body):
+                columns = decode(response.body[at : at + header.size], header)
+                values = columns.values.tolist()
+                keys = columns.keys.tolist_with_nulls() if columns.keys is not None else [None] * len(values)
+                found = [Stored(header.base_offset + i, keys[i], value) for i, value in enumerate(values)]
+                messages += [message for message in found if message.offset >= offset]
+                offset = header.end_offset
+        opened = []
+    return messages
+
+
+def http_get(port: int, path: str) -> tuple[int, str]:
+    """(status, text) of a page of a broker's status server."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as page:
+            return page.status, page.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+class Line:
+    """A TCP line to a broker that a test can break: it passes on whole chunks, both ways, from threads of its own.
+
+    `swallow()` lets requests through and loses the answers; `cut()` then ends every connection.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self._swallowing = threading.Event()
+        self.swallowed = threading.Event()
+        """An answer was lost."""
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                broker = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._pairs.append((client, broker))
+            self._start(self._pass_on, client, broker, False)
+            self._start(self._pass_on, broker, client, True)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if answers and self._swallowing.is_set():
+                    self.swallowed.set()
+                else:
+                    target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def swallow(self) -> None:
+        """From now on answers are lost."""
+        self.swallowed.clear()
+        self._swallowing.set()
+
+    def cut(self) -> None:
+        """Ends every connection; later ones work."""
+        with self._lock:
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+        self._swallowing.clear()
+
+    def close(self) -> None:
+        """Ends everything."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(5)
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalBroker:
+    """A broker in a thread of this process, where a test can look inside."""
+
+    def __init__(self, zookeeper: str, data: Path, **settings: Any) -> None:
+        self._config = BrokerConfig(**{"port": 0, "http_port": 0, "data": str(data), **settings})
+        self._zookeeper = zookeeper
+        self._ready = threading.Event()
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        try:
+            self.broker = Broker(self._config, self._zookeeper)
+            await self.broker.start()
+        except BaseException as error:
+            self._problem = error
+            return
+        finally:
+            self._ready.set()
+        await self.broker.wait()
+        await self.broker.stop()
+
+    def __enter__(self) -> LocalBroker:
+        self._thread.start()
+        self._ready.wait()
+        if self._problem is not None:
+            self._thread.join()
+            raise self._problem
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.broker.end)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
