@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 
 from metamq.client.transport import BrokerConnection, Connections
@@ -33,24 +34,26 @@ class Cluster:
         self._changed = changed or (lambda: None)
         self._fresh_topics: set[str] = set()
         self._brokers_fresh = False
+        self._reading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._refreshes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     async def topic(self, name: str) -> TopicConfig:
         """The topic's configuration. Raises TopicNotFound; ConnectionLost only when it was never known."""
-        if name in self._fresh_topics:
-            return self.configs[name]
-        try:
-            self._fresh_topics.add(name)
-            self.configs[name] = await self.topics.get(name, lambda: self._topic_stale(name))
-        except MetamqError as error:
-            self._fresh_topics.discard(name)
-            if isinstance(error, ConnectError) and name in self.configs:
+        async with self._reading[name]:  # who comes while it is being read waits for the answer, too
+            if name in self._fresh_topics:
                 return self.configs[name]
-            if not isinstance(error, ConnectError):
-                self.configs.pop(name, None)
-            raise
-        return self.configs[name]
+            try:
+                self._fresh_topics.add(name)  # before the answer: the watch may fire before it is here
+                self.configs[name] = await self.topics.get(name, lambda: self._topic_stale(name))
+            except BaseException as error:
+                self._fresh_topics.discard(name)
+                if isinstance(error, ConnectError) and name in self.configs:
+                    return self.configs[name]
+                if isinstance(error, MetamqError) and not isinstance(error, ConnectError):
+                    self.configs.pop(name, None)
+                raise
+            return self.configs[name]
 
     def _topic_stale(self, name: str) -> None:
         self._fresh_topics.discard(name)
@@ -59,15 +62,16 @@ class Cluster:
 
     async def refresh_brokers(self) -> dict[int, BrokerAddress]:
         """The masters by broker id; the last known while ZooKeeper is away."""
-        if not self._brokers_fresh:
-            self._brokers_fresh = True
-            try:
-                self.brokers = await live_brokers(self.session, self._brokers_stale)
-            except MetamqError:
-                self._brokers_fresh = False
-                if not self.brokers:
-                    raise
-        return self.brokers
+        async with self._reading["/brokers"]:
+            if not self._brokers_fresh:
+                self._brokers_fresh = True
+                try:
+                    self.brokers = await live_brokers(self.session, self._brokers_stale)
+                except BaseException as error:
+                    self._brokers_fresh = False
+                    if not isinstance(error, MetamqError) or not self.brokers:
+                        raise
+            return self.brokers
 
     def _brokers_stale(self) -> None:
         self._brokers_fresh = False

@@ -153,8 +153,11 @@ class ConsumerCore:
                 continue
             self._errors.pop(state.tp, None)
             with self.inbox.lock:
+                state.epoch = state.epoch or first.epoch
                 if first.is_committed:
-                    state.committed_offset, state.epoch = first.offset, first.epoch
+                    state.committed_offset = first.offset
+                else:
+                    state.first_offset = first.offset
                 if state.next_offset < 0:  # else the application was faster with a seek
                     state.next_offset = first.offset
             self._fetch_from(state, state.next_offset)
@@ -185,10 +188,7 @@ class ConsumerCore:
         return finals
 
     def _final(self, state: PartitionState) -> tuple[int, int] | None:
-        done = state.done_offset()
-        if not self.plan.auto_commit or done < 0 or done == state.committed_offset or not state.epoch:
-            return None
-        return done, state.epoch
+        return state.due_commit() if self.plan.auto_commit else None
 
     async def _until_released(self, state: PartitionState) -> None:
         released: asyncio.Future[None] = self.loop.create_future()
@@ -390,11 +390,9 @@ class ConsumerCore:
         requests = []
         for state in list(self.inbox.states.values()):
             with self.inbox.lock:
-                done, epoch = state.done_offset(), state.epoch
-                if state.hand is not None and done > state.hand.batch.offset:
-                    epoch = state.hand.batch.epoch
-            if state.claim is not None and done >= 0 and done != state.committed_offset and epoch:
-                requests.append(CommitRequest(state.claim, done, epoch))
+                due = state.due_commit()
+            if state.claim is not None and due is not None:
+                requests.append(CommitRequest(state.claim, *due))
         return requests
 
     def commit_requests(self, offsets: Mapping[TopicPartition, int] | None) -> list[CommitRequest]:

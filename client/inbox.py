@@ -41,8 +41,9 @@ class PartitionState:
     """One partition that is being consumed. Guarded by the inbox's lock."""
 
     __slots__ = (
-        "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch", "hand",
-        "next_offset", "paused", "released", "rewinding", "stable_offset", "start_offset", "starting", "tp",
+        "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch",
+        "first_offset", "hand", "next_offset", "paused", "released", "rewinding", "stable_offset", "start_offset",
+        "starting", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
@@ -50,11 +51,13 @@ class PartitionState:
         self.claim = claim
         self.next_offset = next_offset
         """The next to be handed out, as long as nothing is in hand."""
+        self.first_offset: int | None = None
+        """Where it began without a committed offset."""
         self.committed_offset: int | None = None
         self.assumed_offset: int | None = None
         """What was committed in a transaction of the application's, which may or may not have ended well."""
         self.epoch = 0
-        """The master's term that wrote the last message that is done."""
+        """The master's term that wrote the last message that is done, or in which it was found where to start."""
         self.buffered: deque[MessageBatch[Any]] = deque()
         self.buffered_bytes = 0
         """What is buffered and in hand."""
@@ -74,6 +77,14 @@ class PartitionState:
     def done_offset(self, *, in_hand: bool = False) -> int:
         """The offset after the last message that is done; `in_hand` counts the one in hand as done."""
         return self.next_offset if self.hand is None else self.hand.done_offset(in_hand=in_hand)
+
+    def due_commit(self) -> tuple[int, int] | None:
+        """The offset to commit and its epoch, None when it is committed, or nothing was done since it began."""
+        done, epoch = self.done_offset(), self.epoch
+        if self.hand is not None and done > self.hand.batch.offset:
+            epoch = self.hand.batch.epoch
+        untouched = self.first_offset if self.committed_offset is None else self.committed_offset
+        return None if done < 0 or done == untouched else (done, epoch)
 
     def lag(self) -> int | None:
         """Messages that are stored and not done; None before the first answer."""
