@@ -526,16 +526,14 @@ def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int,
 
     A message larger than that is a chunk of its own.
     """
-    ends = list(accumulate(sizes))
+    ends = list(accumulate(map(MESSAGE_OVERHEAD_BYTES.__add__, sizes)))
     bounds = []
     start = 0
     before = 0
     while start < len(ends):
-        # A message costs MESSAGE_OVERHEAD_BYTES besides its own; counted on average to stay out of Python loops.
         end = bisect_right(ends, before + batch_bytes, start)
         end = min(max(end, start + 1), start + BATCH_COUNT_MAX)
-        size = ends[end - 1] - before + (end - start) * MESSAGE_OVERHEAD_BYTES
-        bounds.append((start, end, size))
+        bounds.append((start, end, ends[end - 1] - before))
         before = ends[end - 1]
         start = end
     return bounds

@@ -30,8 +30,8 @@ class ConsumerOptions:
     """How long a broker may keep a long poll when there is nothing; messages that come answer it at once."""
     fetch_min_bytes: int = 1
     """A broker waits for so much, up to `fetch_wait_ms`."""
-    fetch_max_bytes: int = 4 * 1024 * 1024
-    """Of one answer."""
+    fetch_max_bytes: int = 1024 * 1024
+    """Of one answer. Measured: larger ones leave the processor's cache, and broker and consumer take turns."""
     partition_fetch_max_bytes: int = 1024 * 1024
     """Of one partition in one answer; a larger batch comes whole all the same."""
     prefetch_bytes: int = 16 * 1024 * 1024
