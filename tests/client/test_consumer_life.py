@@ -1,0 +1,250 @@
+"""How a consumer ends: Ctrl-C, close from another thread, a fork, an exit without close. Real processes and signals."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from metamq import TopicPartition
+from metamq.errors import ForkedError
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Shop
+
+INTERRUPT_LIMIT_S = 0.2
+SLACK_S = 0.3
+"""For a machine that is busy with other things: starting to handle a signal, and ending an interpreter."""
+
+
+@contextmanager
+def script(shop: Shop, body: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs `body`, with `topic, group` from its arguments and `say(word)` to tell how far it is."""
+    head = f"""
+        import sys, time, threading
+        from metamq import Consumer, TopicPartition, errors
+        servers, (topic, group) = {shop.cluster.zookeeper!r}, sys.argv[1:]
+        def say(*words):
+            print(*words, flush=True)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(head) + textwrap.dedent(body), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    said = process.stdout.readline().strip()
+    if not said:
+        raise AssertionError(process.communicate()[1])
+    return said
+
+
+def tp(topic: str) -> TopicPartition:
+    return TopicPartition(topic, "0-0")
+
+
+WAITING = {
+    "iteration": "for message in consumer: say(int(message.value))",
+    "batches": "for batch in consumer.batches(): say(int(batch.values[-1]))",
+    "run": "consumer.run(lambda message: say(int(message.value)))",
+}
+
+
+@pytest.mark.parametrize("way", WAITING)
+def test_ctrl_c_ends_a_blocking_wait_at_once_and_loses_nothing(shop: Shop, group: str, way: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    body = f"""
+        try:
+            with Consumer(servers, topics=topic, group=group) as consumer:
+                try:
+                    {WAITING[way]}
+                except KeyboardInterrupt:
+                    say("interrupted", time.monotonic())
+                    raise
+        except KeyboardInterrupt:
+            say("closed", time.monotonic())
+    """
+    with script(shop, body, topic, group) as process:
+        while int(line(process)) < 4:
+            pass
+        # It waits for the next message now, and what was handled before is done.
+        shop.until(lambda: shop.committed(group)[tp(topic)] == 5)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        interrupted, closed = float(line(process).split()[1]), float(line(process).split()[1])
+        assert process.wait(10) == 0
+        assert interrupted - start < INTERRUPT_LIMIT_S
+        assert closed - start < INTERRUPT_LIMIT_S + SLACK_S
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert shop.committed(group)[tp(topic)] == 5
+    assert shop.admin.describe_group(group).members == ()
+
+
+def test_ctrl_c_in_the_middle_of_a_message_leaves_it_to_come_again(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    body = """
+        with Consumer(servers, topics=topic, group=group) as consumer:
+            for message in consumer:
+                say(int(message.value))
+                if message.offset == 2:
+                    time.sleep(60)
+    """
+    with script(shop, body, topic, group) as process:
+        assert [line(process) for _ in range(3)] == ["0", "1", "2"]
+        process.send_signal(signal.SIGINT)
+        process.wait(10)
+    assert shop.committed(group)[tp(topic)] == 2
+
+
+def test_ctrl_c_in_a_call_that_waits(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    body = """
+        consumer = Consumer(servers, topics=topic, group=group, on_assigned=lambda _: None)
+        held = threading.Event()
+        consumer._background.call_soon(lambda: (say("stuck"), held.wait(20)))
+        try:
+            consumer.lag()
+        except KeyboardInterrupt:
+            say("interrupted", time.monotonic())
+        held.set()
+        consumer.close()
+    """
+    with script(shop, body, topic, group) as process:
+        assert line(process) == "stuck"
+        shop.until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert float(line(process).split()[1]) - start < INTERRUPT_LIMIT_S + SLACK_S
+        assert process.wait(10) == 0
+
+
+def test_close_from_another_thread_ends_the_loop(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    with shop.consumer(topic, group) as consumer:
+
+        def close_when_it_waits() -> None:
+            shop.until(lambda: shop.committed(group)[tp(topic)] == 5)
+            consumer.close()
+
+        threads = [threading.Thread(target=close_when_it_waits) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert [int(message.value) for message in consumer] == [0, 1, 2, 3, 4]
+        assert list(consumer.batches()) == []
+    # The block ends when the other thread's close has ended: the process may go.
+    assert shop.committed(group)[tp(topic)] == 5
+    assert shop.admin.describe_group(group).members == ()
+    for thread in threads:
+        thread.join()
+
+
+def test_close_from_another_thread_does_not_wait_for_the_message_in_hand(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    consumer = shop.consumer(topic, group)
+    messages = iter(consumer)
+    next(messages)
+    next(messages)
+    start = time.monotonic()
+    thread = threading.Thread(target=consumer.close)
+    thread.start()
+    thread.join(10)
+    assert time.monotonic() - start < 3
+    assert list(messages) == []
+    assert shop.committed(group)[tp(topic)] == 1
+
+
+def test_close_before_anything_was_fetched(shop: Shop, group: str) -> None:
+    topic = shop.topic(20)
+    for _ in range(5):
+        shop.consumer(topic, group).close()
+        shop.consumer(topic).close()
+    assert shop.admin.describe_group(group).members == ()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_in_a_forks_child_the_consumer_says_so_and_a_new_one_works(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(10)
+    with shop.consumer(topic, group) as consumer:
+        messages = iter(consumer)
+        next(messages)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            verdict = "?"
+            try:
+                verdict = _in_the_child(shop, topic, consumer, messages)
+            except BaseException as error:
+                verdict = repr(error)
+            finally:
+                os.write(write, verdict.encode())
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            assert pipe.read() == "well"
+        assert os.waitpid(child, 0)[1] == 0
+        # The parent goes on as if nothing had been.
+        assert [int(next(messages).value) for _ in range(9)] == list(range(1, 10))
+    assert shop.committed(group)[tp(topic)] == 10
+
+
+def _in_the_child(shop: Shop, topic: str, consumer: object, messages: Iterator[object]) -> str:
+    from metamq import Consumer
+
+    assert isinstance(consumer, Consumer)
+    for use in (lambda: next(messages), consumer.commit, consumer.lag, consumer.close):
+        with pytest.raises(ForkedError, match="in the child"):
+            use()
+    with shop.consumer(topic) as mine:
+        return "well" if int(next(iter(mine)).value) == 0 else "wrong message"
+
+
+def test_an_unclosed_consumer_warns_and_gives_its_partitions_back(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    consumers = [shop.consumer(topic, group)]
+    shop.until(lambda: consumers[0].assignment)
+    with pytest.warns(ResourceWarning, match="a Consumer was not closed"):
+        consumers.clear()
+    gc.collect()
+    shop.until(lambda: shop.admin.describe_group(group).members == ())
+
+
+def test_a_process_that_ends_without_close_ends(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    body = """
+        consumer = Consumer(servers, topics=topic, group=group)
+        for message in consumer:
+            if message.offset == 3:
+                break
+        say("read")
+    """
+    with script(shop, body, topic, group) as process:
+        assert line(process) == "read"
+        assert process.wait(10) == 0
