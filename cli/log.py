@@ -133,7 +133,7 @@ def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool,
             rows: list[list[object]] = []
             try:
                 for position, header, _data in batches:
-                    rows.append(_row(partition, position, header))  # noqa: PERF401  # what precedes damage is printed
+                    rows.append(_row(partition, position, header))  # what precedes damage is printed
             finally:
                 print_table(_HEADINGS, rows)
 
