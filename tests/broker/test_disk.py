@@ -1,0 +1,236 @@
+"""A full disk, a failing one, and a damaged log: refused by name, nothing acknowledged lost, the rest goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq.broker.log.segments import take_inventory
+from metamq.errors import CorruptData, DeliveryTimeout
+from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.wire.limits import BATCH_BYTES_MAX
+from tests.parts import http_get, read_topic, statistics, wait_until
+
+MEBIBYTE = 1024 * 1024
+RESERVE_BYTES = 2 * BATCH_BYTES_MAX
+
+
+class SmallDisk:
+    """A file system of its own in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = ["mount", "-t", "tmpfs", "-o", "size=96m,nr_inodes=300", "tmpfs", str(folder)]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def fill(self) -> None:
+        """Leaves about 8 MiB less than the reserve."""
+        disk = os.statvfs(self.folder)
+        ballast = disk.f_bavail * disk.f_frsize - RESERVE_BYTES + 8 * MEBIBYTE
+        with open(self.folder / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, ballast)
+
+    def use_up_files(self) -> None:
+        """No further file can be made, though bytes are free."""
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                (self.folder / f"ballast-{number}").touch(exist_ok=False)
+
+    def empty(self) -> None:
+        """Makes room again."""
+        for path in self.folder.glob("ballast*"):
+            path.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    try:
+        disk = SmallDisk(folder)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        pytest.skip(f"no file system can be mounted here: {getattr(error, 'stderr', error)}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Cluster]:
+    with cluster(brokers=0) as running:
+        yield running
+
+
+def start(parts: Cluster, data: Path, broker_id: int, **settings: object) -> BrokerProcess:
+    broker = BrokerProcess(parts.zookeeper, data, broker_id, **settings)
+    broker.start()
+    parts.brokers.append(broker)
+    return broker
+
+
+def messages_in(broker: BrokerProcess) -> int:
+    return sum(statistics(broker)["counters"]["messages_in"].values())
+
+
+def test_without_room_writes_wait_reads_and_retention_go_on_and_all_is_stored_in_the_end(
+    parts: Cluster, small_disk: SmallDisk
+) -> None:
+    broker = start(parts, small_disk.folder / "broker", 1, disk_reserve_bytes=RESERVE_BYTES, retention_check_s=0.1)
+    with parts.admin() as admin:
+        topic = admin.create_topic("full", partitions=2, brokers=[1], flush="ack")
+        old = admin.create_topic("old", partitions=1, brokers=[1], segment_bytes=10_000)
+    with parts.producer() as producer, parts.producer(delivery_timeout_s=0.5) as hasty:
+        for number in range(50):
+            producer.send("old", b"x" * 1000)
+            producer.send("full", b"before-%d" % number, b"k")
+            producer.flush()
+        small_disk.fill()
+        wait_until(lambda: http_get(broker.http_port, "/readyz")[0] == 503, what="the refusal")
+        text = http_get(broker.http_port, "/readyz")[1]
+        assert f"{small_disk.folder / 'broker'} has " in text
+        assert "bytes free, the broker keeps 33,554,432 in reserve. Free disk, " in text
+        assert http_get(broker.http_port, "/healthz")[0] == 200
+
+        waiting = [producer.send("full", b"during-%d" % number, b"k") for number in range(20)]
+        with pytest.raises(DeliveryTimeout, match="bytes free, the broker keeps") as caught:
+            hasty.send("full", b"hasty").result(20)
+        assert caught.value.outcome == "not_done"
+        hasty.send("full", b"hasty").exception(20)
+        assert not any(delivery.done() for delivery in waiting)
+        assert len(read_topic(broker, "full", topic.id)["1-0"] + read_topic(broker, "full", topic.id)["1-1"]) == 50
+
+        with parts.admin() as admin:
+            admin.alter("old", retention_bytes=1)
+        wait_until(lambda: _partition(broker, "old")["start_offset"] > 0, what="retention on a full disk")
+        assert statistics(broker)["writes_refused"]
+
+        small_disk.empty()
+        offsets = [delivery.result(20).offset for delivery in waiting]
+        assert offsets == list(range(offsets[0], offsets[0] + 20))
+    assert http_get(broker.http_port, "/readyz")[0] == 200
+    stored = [m.value for messages in read_topic(broker, "full", topic.id).values() for m in messages]
+    assert sorted(stored) == sorted([b"before-%d" % n for n in range(50)] + [b"during-%d" % n for n in range(20)])
+    assert old.id != topic.id
+    assert broker.stop() == 0
+
+
+def _partition(broker: BrokerProcess, topic: str) -> dict[str, int]:
+    found: dict[str, int] = next(p for p in statistics(broker)["partitions"] if p["topic"] == topic)
+    return found
+
+
+def test_a_disk_that_is_full_all_the_same_ends_the_broker_and_a_restart_loses_nothing(
+    parts: Cluster, small_disk: SmallDisk
+) -> None:
+    broker = start(parts, small_disk.folder / "broker", 2, disk_reserve_bytes=RESERVE_BYTES)
+    with parts.admin() as admin:
+        topic = admin.create_topic("enospc", partitions=1, brokers=[2], flush="ack", segment_bytes=20_000)
+    with parts.producer() as producer:
+        deliveries = [producer.send("enospc", b"%d" % n) for n in range(10)]
+        producer.flush()
+        small_disk.use_up_files()
+        big = [producer.send("enospc", b"%d-" % n + b"x" * 9000) for n in range(8)]
+        assert broker.wait(30) == 1
+        text = broker.log_path.read_text()
+        assert "broker 2 stops: enospc/2-0: starting a segment failed: No space left on device" in text
+        assert "Look at the disk (`dmesg`, `df`), then start the broker again" in text
+        small_disk.empty()
+        broker.start()
+        offsets = [delivery.result(30).offset for delivery in deliveries + big]
+    assert offsets == list(range(18))
+    stored = read_topic(broker, "enospc", topic.id)["2-0"]
+    assert [m.value.partition(b"-")[0] for m in stored] == [b"%d" % n for n in [*range(10), *range(8)]]
+    assert broker.stop() == 0
+
+
+def test_the_first_failed_write_ends_the_broker_and_a_restart_loses_nothing(parts: Cluster, tmp_path: Path) -> None:
+    broker = start(parts, tmp_path / "broker", 3)
+    with parts.admin() as admin:
+        topic = admin.create_topic("efbig", partitions=1, brokers=[3], flush="ack")
+    with parts.producer() as producer:
+        deliveries = [producer.send("efbig", b"%d" % n + b"x" * 1000) for n in range(10)]
+        producer.flush()
+        limits = resource.prlimit(broker.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (30_000, limits[1]))  # the disk takes half of a batch
+        deliveries += [producer.send("efbig", b"%d" % n + b"x" * 1000) for n in range(10, 40)]
+        assert broker.wait(30) == 1
+        assert "broker 3 stops: efbig/3-0: writing failed: File too large" in broker.log_path.read_text()
+        broker.start()
+        assert [delivery.result(30).offset for delivery in deliveries] == list(range(40))
+    stored = read_topic(broker, "efbig", topic.id)["3-0"]
+    assert [m.value.rstrip(b"x") for m in stored] == [b"%d" % n for n in range(40)]
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: str, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = struct.unpack("B", file.read(1))
+        file.seek(at)
+        file.write(struct.pack("B", byte ^ 0x40))
+
+
+def test_damage_below_the_flushed_point_stops_that_partition_by_name_and_no_other(
+    parts: Cluster, tmp_path: Path
+) -> None:
+    broker = start(parts, tmp_path / "broker", 4)
+    with parts.admin() as admin:
+        topic = admin.create_topic("damage", partitions=3, brokers=[4], flush="ack")
+    with parts.producer() as producer:
+        for index in range(3):
+            for _ in range(5):
+                producer.send("damage", b"x" * 100, partition=f"4-{index}").result(20)
+    broker.kill()
+    folder = tmp_path / "broker" / "topics" / f"damage@{topic.id}" / "1"
+    segment = take_inventory(str(folder)).segments[0]
+    before = Path(segment.path).read_bytes()
+    flip(segment.path, 150)
+    broker.start()
+    code, text = http_get(broker.http_port, "/readyz")
+    assert code == 503
+    assert text.startswith("damage/4-1: ")
+    assert "These bytes were on the disk once, so nothing was cut." in text
+    assert "damage/4-0" not in text
+    assert "damage/4-1 is not served: " in broker.log_path.read_text()
+    with parts.producer() as producer:
+        with pytest.raises(CorruptData, match=r"damage/4-1: .* is damaged at byte "):
+            producer.send("damage", b"y", partition="4-1").result(20)
+        assert [producer.send("damage", b"y", partition=f"4-{i}").result(20).offset for i in (0, 2)] == [5, 5]
+    assert len(Path(segment.path).read_bytes()) == len(before)
+    flip(segment.path, 150)
+    broker.kill()
+    broker.start()
+    assert http_get(broker.http_port, "/readyz")[0] == 200
+    assert [len(messages) for messages in read_topic(broker, "damage", topic.id).values()] == [6, 5, 6]
+
+
+def test_damage_that_retention_finds_stops_that_partition_and_not_the_broker(parts: Cluster, tmp_path: Path) -> None:
+    broker = start(parts, tmp_path / "broker", 5, retention_check_s=0.1)
+    with parts.admin() as admin:
+        topic = admin.create_topic("rot", partitions=2, brokers=[5], segment_bytes=2000)
+    with parts.producer() as producer:
+        for index in range(2):
+            for _ in range(6):
+                producer.send("rot", b"x" * 900, partition=f"5-{index}").result(20)
+    assert broker.stop() == 0
+    segment = take_inventory(str(tmp_path / "broker" / "topics" / f"rot@{topic.id}" / "0")).segments[0]
+    os.unlink(segment.index_path)
+    flip(segment.path, 20)
+    broker.start()
+    wait_until(lambda: "rot/0 is not served any more: " in broker.log_path.read_text())
+    with parts.producer(delivery_timeout_s=5) as producer:
+        error = producer.send("rot", b"y", partition="5-0").exception(20)
+        assert isinstance(error, CorruptData), error
+        assert producer.send("rot", b"y", partition="5-1").result(20).offset == 6
+    assert broker.stop() == 0
