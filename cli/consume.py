@@ -73,11 +73,11 @@ def consume(
     template: Render,
     output: str,
 ) -> int:
-    r"""Print the messages of topics, and wait for more. Ctrl-C ends it, with status 0.
+    """Print the messages of topics, and wait for more. Ctrl-C ends it, with status 0.
 
     \b
     metamq consume flights -e
-    metamq consume flights --from latest --format '%T %p %o %k %v\n'
+    metamq consume flights --from latest --format '%T %p %o %k %v\\n'
     metamq consume flights --from -10 -e
     metamq consume flights clicks --from @2026-11-01T00:00 -n 100 -o json | jq .value
     metamq consume flights --group etl

@@ -46,7 +46,7 @@ def compile_format(text: str) -> Render:
     for letter, escape, plain, dangling in _TOKEN.findall(text):
         if letter and letter not in _LETTERS:
             raise ValueError(f"%{letter} means nothing in a format: {LETTERS}")
-        if escape and escape not in _ESCAPES and not escape.startswith("x"):
+        if escape and escape not in _ESCAPES and len(escape) != len("xHH"):
             raise ValueError(f"\\{escape} means nothing in a format: {LETTERS}")
         if dangling:
             raise ValueError(f"the format {text!r} ends in {dangling!r}: {LETTERS}")

@@ -19,7 +19,7 @@ from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import count, output_option, print_json, say
 from metamq.cli.progress import progress_bar
-from metamq.cli.units import TOPIC
+from metamq.cli.units import TOPIC, Parsed
 from metamq.errors import MessageTooLarge, MetamqError
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 
@@ -33,13 +33,29 @@ CHUNK_BYTES = 256 * 1024
 Lines = Iterator[list[bytes]]
 
 
+def parse_header(text: str) -> tuple[str, bytes]:
+    """("a", b"1") of "a=1". Raises ValueError."""
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    return name, os.fsencode(value)
+
+
 @click.command(cls=Command)
 @click.argument("topic", type=TOPIC)
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
 @click.option("-f", "--file", type=click.File("rb"), help="Read lines from here instead of standard input.")
 @click.option("-k", "--key", help="The key of every message.")
 @click.option("-K", "--key-separator", metavar="TEXT", help="What stands between key and value in a line.")
-@click.option("-H", "--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header of every message.")
+@click.option(
+    "-H",
+    "--header",
+    "headers",
+    type=Parsed("header", parse_header),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A header of every message.",
+)
 @click.option("-p", "--partition", metavar="0-3", help="Send to this partition; keys do not count then.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
 @output_option("text", "json", text="How to print the summary: on standard error, or as JSON on standard output.")
@@ -49,12 +65,12 @@ def produce(
     file: IO[bytes] | None,
     key: str | None,
     key_separator: str | None,
-    headers: tuple[str, ...],
+    headers: tuple[tuple[str, bytes], ...],
     partition: str | None,
     compression: str | None,
     output: str,
 ) -> int:
-    r"""Send each line of standard input to TOPIC, or each VALUE.
+    """Send each line of standard input to TOPIC, or each VALUE.
 
     Lines may hold any bytes; the newline is not part of the message, and the last line may lack it. With -K a line
     without the separator has no key. Ctrl-C stores what has been read, and ends with status 130.
@@ -64,7 +80,7 @@ def produce(
     metamq produce flights --key UA --header source=test 'first' 'second'
     metamq produce flights --file flights.jsonl -z zstd
     tail -f access.log | metamq produce clicks
-    printf 'UA:one\nAA:two\n' | metamq produce flights -K :
+    printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
     """
     if key is not None and key_separator is not None:
         raise click.UsageError(
@@ -81,7 +97,7 @@ def produce(
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**settings, compression=compression)
     with producer, interrupt:
-        sending = Sending(producer, topic, key, key_separator, _headers(headers), partition)
+        sending = Sending(producer, topic, key, key_separator, dict(headers) or None, partition)
         try:
             if values:
                 sending.send([os.fsencode(value) for value in values])
@@ -95,16 +111,6 @@ def produce(
             raise
     sending.tell(output)
     return INTERRUPTED if interrupt.asked else 0
-
-
-def _headers(given: tuple[str, ...]) -> dict[str, bytes] | None:
-    headers = {}
-    for header in given:
-        name, separator, value = header.partition("=")
-        if not name or not separator:
-            raise click.BadParameter(f"{header!r} is not NAME=VALUE", param_hint="'--header'")
-        headers[name] = os.fsencode(value)
-    return headers or None
 
 
 class Interrupt:

@@ -1,0 +1,187 @@
+"""What all commands share: help, options, the ends of a command, what goes where."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from metamq.broker.config import BrokerConfig
+from metamq.cli.app import COMMANDS
+from metamq.cli.app import metamq as root_command
+from metamq.cli.servers import broker
+
+Metamq = Callable[..., Any]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def all_commands() -> list[list[str]]:
+    found = []
+    context = click.Context(root_command)
+    for name in COMMANDS:
+        command = root_command.get_command(context, name)
+        found.append([name])
+        if isinstance(command, click.Group):
+            found += [[name, below] for below in command.commands]
+    return found
+
+
+def test_help_names_every_command_and_loads_none() -> None:
+    program = (
+        "import sys; from metamq.cli.app import run; status = run(['--help']);"
+        "heavy = {'kazoo', 'rich', 'asyncio', 'metamq.cli.topic', 'metamq.client.producer'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else status)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in COMMANDS:
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
+def test_every_command_has_help_with_an_example(offline: Metamq, command: list[str]) -> None:
+    shown = offline(*command, "--help")
+    assert (shown.status, shown.talk) == (0, "")
+    name = " ".join(command)
+    is_group = len(command) == 1 and command[0] in ("topic", "group", "log")
+    assert is_group or command == ["demo"] or f"\n  metamq {name}" in shown.text or f"| metamq {name}" in shown.text
+    assert "--zookeeper" in shown.text
+
+
+def test_every_broker_setting_is_a_flag() -> None:
+    flags = {parameter.name for parameter in broker.params}
+    in_other_units = {"retention_check_s": "retention_check_ms", "drain_timeout_s": "drain_timeout_ms"}
+    settings = {in_other_units.get(name, name) for name in BrokerConfig.__dataclass_fields__}
+    assert settings <= flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["topik"], "No such command 'topik'"),
+        (["topic", "lst"], "Did you mean 'list'"),
+        (["topic", "create"], "Missing argument 'NAME'"),
+        (["topic", "create", "a b"], "has ' ' at character 2"),
+        (["topic", "create", "x", "--retention", "soon"], "write it like 500ms"),
+        (["topic", "create", "x", "--flush", "often"], "is no flush policy"),
+        (["topic", "list", "-o", "xml"], "'xml' is not one of"),
+        (["topic", "alter", "x"], "give a setting to change"),
+        (["produce", "x", "-k", "a", "-K", ":"], "give one of them"),
+        (["produce", "x", "-H", "nonsense"], "is not NAME=VALUE"),
+        (["consume", "x", "--from", "yesterday"], "is no place in a log"),
+        (["consume", "x", "--format", "%q"], "%q means nothing"),
+        (["consume", "x", "--group", "g", "--from", "7"], "a group begins where it has committed"),
+        (["group", "reset", "g", "x"], "give --to or --partition"),
+        (["up", "--ephemeral", "--data", "x"], "give one of them"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_ends_with_2(offline: Metamq, arguments: list[str], words: str) -> None:
+    ended = offline(*arguments)
+    assert (ended.status, ended.data) == (2, b"")
+    assert words in " ".join(ended.talk.split())
+
+
+def test_nobody_there_ends_with_3_at_once(offline: Metamq) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: refused
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for command in (["topic", "list"], ["consume", "x"], ["produce", "x", "y"], ["group", "list"], ["bench"]):
+            began = time.monotonic()
+            ended = offline(*command, "--zookeeper", address)
+            assert time.monotonic() - began < 5
+            assert (ended.status, ended.data) == (3, b"")
+            first, second = ended.talk.splitlines()
+            assert first == f"metamq: no connection to ZooKeeper at {address}: connection refused"
+            assert "metamq up" in second
+
+
+def test_errors_are_two_lines_without_a_traceback(metamq: Metamq, topic: str) -> None:
+    ended = metamq("topic", "describe", topic[:-1])
+    assert (ended.status, ended.data) == (1, b"")
+    assert ended.talk == f"metamq: topic {topic[:-1]!r} does not exist\n  Did you mean {topic!r}?\n"
+    assert "Traceback" in metamq("topic", "describe", topic[:-1], "--debug").talk
+
+
+def test_global_options_stand_before_or_behind(offline: Metamq, running: Any) -> None:
+    assert offline("--zookeeper", running.zookeeper, "topic", "list").status == 0
+    assert offline("topic", "--zookeeper", running.zookeeper, "list").status == 0
+    assert offline("--zookeeper", "nowhere.invalid:1", "topic", "list", "--zookeeper", running.zookeeper).status == 0
+
+
+def test_settings_come_from_file_environment_and_options(
+    offline: Metamq, running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "metamq.toml"
+    file.write_text(f'zookeeper = "{running.zookeeper}"\n')
+    assert offline("topic", "list", "--config", file).status == 0
+    monkeypatch.setenv("METAMQ_CONFIG", str(file))
+    assert offline("topic", "list").status == 0
+    monkeypatch.setenv("METAMQ_ZOOKEEPER", "no address")
+    assert "is not a host and a port" in offline("topic", "list").talk
+    assert offline("topic", "list", "--zookeeper", running.zookeeper).status == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "words"),
+    [
+        ("zookeper = 'x'", ["topic", "list"], "unknown setting 'zookeper' in {file} Did you mean 'zookeeper'?"),
+        ("[broker]\nprot = 1", ["broker"], "unknown setting 'prot' in [broker] of {file} Did you mean 'port'?"),
+        ("[broker]\nport = 'x'", ["broker"], "port in [broker] of {file} is to be int, got 'x'"),
+        ("[", ["topic", "list"], "{file} is not TOML"),
+        (None, ["topic", "list"], "cannot read the configuration file {file}: No such file"),
+    ],
+)
+def test_a_wrong_file_is_named(
+    offline: Metamq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, command: list[str], words: str
+) -> None:
+    file = tmp_path / "metamq.toml"
+    if text is not None:
+        file.write_text(text)
+    for given in (["--config", str(file)], []):
+        ended = offline(*command, *given)
+        assert ended.status == 1
+        assert words.format(file=file) in " ".join(ended.talk.split())
+        monkeypatch.setenv("METAMQ_CONFIG", str(file))
+
+
+def test_a_root_of_its_own(metamq: Metamq, topic: str) -> None:
+    assert topic in metamq("topic", "list").text
+    assert topic not in metamq("topic", "list", "--root", "/elsewhere").text
+    assert "does not start with '/'" in metamq("topic", "list", "--root", "elsewhere").talk
+
+
+def test_no_colours_in_a_pipe(metamq: Metamq, topic: str) -> None:
+    assert b"\x1b" not in metamq("topic", "describe", topic).data
+    assert "\x1b" not in metamq("topic", "delete", topic).talk
+
+
+def test_a_reader_that_leaves_is_no_error(process: Start, topic: str, metamq: Metamq) -> None:
+    assert metamq("produce", topic, stdin=b"line\n" * 200_000).status == 0
+    child = process("consume", topic, "-e")
+    assert child.stdout is not None
+    assert child.stdout.read(10) == b"line\nline\n"
+    child.stdout.close()
+    child.stdout = None
+    _, talk = child.communicate(timeout=30)
+    assert (child.returncode, talk) == (0, b"")
+
+
+def test_shells_can_complete() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "metamq.cli"],
+        env={**os.environ, "_METAMQ_COMPLETE": "zsh_source"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "_METAMQ_COMPLETE=zsh_complete" in done.stdout

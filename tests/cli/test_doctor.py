@@ -1,0 +1,90 @@
+"""`metamq doctor` and `metamq bench`, on a cluster that is well and on one that is not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.testing import cluster
+
+Metamq = Callable[..., Any]
+
+
+def by_name(findings: list[dict[str, str]]) -> dict[str, dict[str, str]]:
+    return {finding["what"]: finding for finding in findings}
+
+
+def test_all_is_well(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a")
+    metamq("consume", topic, "-g", topic, "-e")
+    looked = metamq("doctor", "-o", "json")
+    assert (looked.status, looked.talk) == (0, "")
+    findings = by_name(looked.json)
+    assert findings[f"topic {topic}"]["detail"] == "1 partition, 1 message"
+    assert findings[f"group {topic}"]["status"] == "ok"
+    assert "epoch 1" in findings["broker 0"]["detail"]
+    assert not [finding for finding in looked.json if finding["status"] == "problem"]
+    lines = metamq("doctor").text.splitlines()
+    assert f"ok       topic {topic}: 1 partition, 1 message" in lines
+
+
+def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq) -> None:
+    with cluster(session_timeout_ms=2000) as running:
+        here = ("--zookeeper", running.zookeeper)
+        assert offline("topic", "create", "flights", *here).status == 0
+        running.broker.stop()
+        _write(running.zookeeper, "/meta/config/topics/broken", b"what")
+        _write(running.zookeeper, "/meta/consumers/lost/plan", b"what")
+        looked = offline("doctor", "-o", "json", *here)
+        assert looked.status == 1
+        findings = by_name(looked.json)
+        assert findings["broker 0"]["detail"].startswith("not registered")
+        assert "not served: 0-0, 0-1, 0-2, 0-3" in findings["topic flights"]["detail"]
+        assert "configuration of topic 'broken' in ZooKeeper is damaged" in findings["topic broken"]["detail"]
+        assert "the plan of group 'lost' in ZooKeeper is damaged" in findings["group lost"]["detail"]
+
+
+def _write(zookeeper: str, path: str, data: bytes) -> None:
+    import asyncio
+
+    from metamq.zk.session import Session
+
+    async def write() -> None:
+        async with await Session.open(zookeeper) as session:
+            await session.create(path, data, makepath=True)
+
+    asyncio.run(write())
+
+
+def test_nobody_there(offline: Metamq) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        looked = offline("doctor", "--zookeeper", f"127.0.0.1:{taken.getsockname()[1]}")
+        assert looked.status == 3
+        assert "not reachable: connection refused" in looked.text
+
+
+def test_settings_that_are_none(metamq: Metamq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAMQ_BROKER_PROT", "1")
+    assert "METAMQ_BROKER_PROT is no setting\n         Did you mean METAMQ_BROKER_PORT?" in metamq("doctor").text
+    file = tmp_path / "metamq.toml"
+    file.write_text("[consumer]\nfetch_wait = 1\n")
+    looked = metamq("doctor", "--config", file)
+    assert looked.status == 1
+    assert f"unknown setting 'fetch_wait' in [consumer] of {file}\n" in looked.text
+
+
+def test_bench_measures_and_cleans_up(metamq: Metamq) -> None:
+    before = metamq("topic", "list").text
+    measured = metamq("bench", "-n", 3000, "-s", "1KiB", "-p", 2, "-o", "json")
+    assert measured.status == 0
+    assert [(rate["what"], rate["messages"], rate["bytes"]) for rate in measured.json["rates"]] == [
+        ("send_many", 3000, 3000 * 1024),
+        ("batches", 3000, 3000 * 1024),
+    ]
+    assert 0 < measured.json["round_trip_ms"]["p50"] <= measured.json["round_trip_ms"]["p99"]
+    assert metamq("topic", "list").text == before

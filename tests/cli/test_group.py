@@ -1,0 +1,89 @@
+"""`metamq group`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from metamq.testing import Cluster
+
+Metamq = Callable[..., Any]
+Until = Callable[..., None]
+
+
+def test_a_group_is_listed_and_described(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a", "b", "c")
+    metamq("consume", topic, "-g", topic, "-n", 2)
+    listed = metamq("group", "list", "-o", "json").json
+    assert {"group": topic, "members": [], "topics": [topic], "strategy": "range"} in listed
+    (found,) = metamq("group", "describe", topic, "-o", "json").json
+    assert (found["group"], found["lag"], found["members"]) == (topic, 1, [])
+    assert found["partitions"] == [
+        {
+            "topic": topic, "partition": "0-0", "committed": 2, "start": 0, "end": 3, "lag": 1, "owner": None,
+            "host": None, "problem": "",
+        }
+    ]  # fmt: skip
+    lines = metamq("group", "describe", topic).text.splitlines()
+    assert lines[0] == f"{topic}: 0 members, strategy range, lag 1"
+    assert lines[1].split() == ["TOPIC", "PARTITION", "COMMITTED", "END", "LAG", "OWNER", "HOST"]
+    assert lines[2].split() == [topic, "0-0", "2", "3", "1", "-", "-"]
+    explained = metamq("group", "explain", topic)
+    assert "Strategy range" in explained.text
+    assert metamq("group", "explain", topic, "-o", "json").json["text"] + "\n" == explained.text
+
+
+def test_members_are_shown_and_protect_their_group(metamq: Metamq, running: Cluster, topic: str, until: Until) -> None:
+    with running.consumer(group=topic, topics=[topic], consumer_id="reader"):
+        until(lambda: metamq("group", "describe", topic, "-o", "json").json[0]["partitions"][0]["owner"] == "reader")
+        lines = metamq("group", "describe", topic).text.splitlines()
+        assert lines[-2].split() == ["MEMBER", "HOST", "PID", "PARTITIONS", "TOPICS", "PROGRESS", "VERSION"]
+        assert lines[-1].split()[2:5] == [str(os.getpid()), "1", topic]
+        for command in (["reset", topic, topic, "--to", "latest"], ["delete", topic]):
+            ended = metamq("group", *command, "--yes")
+            assert ended.status == 1
+            assert "has members" in ended.talk
+            assert "reader (process" in ended.talk
+
+
+def test_reset_prints_the_plan_and_wants_yes(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a", "b", "c")
+    metamq("consume", topic, "-g", topic, "-e")
+    for arguments, status in ([[], 1], [["--dry-run"], 0]):
+        shown = metamq("group", "reset", topic, topic, "--to", "earliest", *arguments)
+        assert shown.status == status
+        assert "0-0             3      0\n" in (shown.text if "--dry-run" in arguments else shown.talk)
+    assert metamq("consume", topic, "-g", topic, "-e").data == b""
+    done = metamq("group", "reset", topic, topic, "--partition", "0-0=1", "--yes", "-o", "json")
+    assert done.status == 0
+    assert done.json == [{"topic": topic, "partition": "0-0", "before": 3, "after": 1}]
+    assert metamq("consume", topic, "-g", topic, "-e").text.split() == ["b", "c"]
+    outside = metamq("group", "reset", topic, topic, "--to", 9, "--yes")
+    assert outside.status == 1
+    assert "has the offsets 0 to 3, not 9" in outside.talk
+
+
+def test_evict_prints_the_plan_and_wants_yes(metamq: Metamq, running: Cluster, topic: str, until: Until) -> None:
+    with running.consumer(group=topic, topics=[topic], consumer_id="stuck"):
+        until(lambda: metamq("group", "describe", topic, "-o", "json").json[0]["partitions"][0]["owner"] == "stuck")
+        shown = metamq("group", "evict", topic, "stuck")
+        assert shown.status == 1
+        assert f"Evict stuck from group {topic}: process {os.getpid()} on " in shown.talk
+        assert f"stuck owns {topic}/0-0." in shown.talk
+        done = metamq("group", "evict", topic, "stuck", "--yes", "-o", "json")
+        assert done.json == {"group": topic, "member": "stuck", "partitions": [f"{topic}/0-0"]}
+        assert metamq("group", "describe", topic, "-o", "json").json[0]["members"] == []
+        again = metamq("group", "evict", topic, "stuck", "--yes")
+        assert (again.status, again.data) == (1, b"")
+        assert "has no member 'stuck'" in again.talk
+
+
+def test_a_group_is_deleted(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a")
+    metamq("consume", topic, "-g", topic, "-e")
+    assert "Delete group" in metamq("group", "delete", topic).talk
+    assert metamq("group", "delete", topic, "--yes").status == 0
+    ended = metamq("group", "describe", topic)
+    assert ended.status == 1
+    assert f"there is no group {topic!r}" in ended.talk

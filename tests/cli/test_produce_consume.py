@@ -1,0 +1,163 @@
+"""`metamq produce` and `metamq consume`: pipes in and out, and how they end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Metamq = Callable[..., Any]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+Until = Callable[..., None]
+
+
+def test_lines_go_in_and_come_out(metamq: Metamq, topic: str) -> None:
+    sent = metamq("produce", topic, stdin=b"one\n\ntwo\r\nlast without newline")
+    assert (sent.status, sent.data) == (0, b"")
+    assert sent.talk.startswith(f"4 messages to {topic} in ")
+    read = metamq("consume", topic, "-e")
+    assert (read.status, read.data, read.talk) == (0, b"one\n\ntwo\r\nlast without newline\n", "")
+
+
+def test_any_bytes_go_in_and_come_out(metamq: Metamq, topic: str, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    content = random.Random(seed).randbytes(700_000) + b"\n"
+    (tmp_path / "bytes").write_bytes(content)
+    assert metamq("produce", topic, "--file", tmp_path / "bytes").status == 0
+    assert metamq("consume", topic, "-e").data == content
+    assert metamq("consume", topic, "-e", "-o", "raw").data == content.replace(b"\n", b"")
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_compressed(metamq: Metamq, topic: str, codec: str) -> None:
+    assert metamq("produce", topic, "-z", codec, stdin=b"same\n" * 1000).status == 0
+    assert metamq("consume", topic, "-e").data == b"same\n" * 1000
+
+
+def test_keys_headers_and_partitions(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "-K", ":", stdin=b"UA:one\nAA:with:colon\n")
+    metamq("produce", topic, "-K", ":", stdin=b"no key\n")
+    metamq("produce", topic, "-k", "k", "-H", "a=1", "-H", "b=x=y", "--partition", "0-0", "first", "second")
+    read = metamq("consume", topic, "-e", "--format", r"%o %p [%k] %v {%h}\n").text
+    assert read.splitlines() == [
+        "0 0-0 [UA] one {}",
+        "1 0-0 [AA] with:colon {}",
+        "2 0-0 [] no key {}",
+        "3 0-0 [k] first {a=1,b=x=y}",
+        "4 0-0 [k] second {a=1,b=x=y}",
+    ]
+
+
+def test_a_summary_for_programs(metamq: Metamq, topic: str) -> None:
+    sent = metamq("produce", topic, "a", "b", "-o", "json")
+    assert sent.talk == ""
+    assert sent.json.pop("seconds") >= 0
+    assert {name: sent.json[name] for name in ("topic", "messages")} == {"topic": topic, "messages": 2}
+
+
+def test_what_cannot_be_sent_is_named(metamq: Metamq, topic: str) -> None:
+    ended = metamq("produce", "nowhere", stdin=b"x\n")
+    assert ended.status == 1
+    assert "metamq: topic 'nowhere' does not exist\n" in ended.talk
+    ended = metamq("produce", topic, stdin=b"fits\n" + b"x" * 2_000_000 + b"\nlater\n")
+    assert ended.status == 1
+    assert " of the input stored, then:\nmetamq: " in ended.talk
+    assert "has 2,000,008 bytes, the limit is 1,048,576\n" in ended.talk
+    assert metamq("consume", topic, "-e").data.startswith(b"fits\n")
+    ended = metamq("produce", topic, stdin=b"x" * 5_000_000)
+    assert ended.status == 1
+    assert "metamq: line 1 has " in ended.talk
+    ended = metamq("produce", topic, "x", "--partition", "0-7")
+    assert ended.status == 1
+    assert f"topic {topic!r} has no partition '0-7'" in ended.talk
+
+
+@pytest.mark.parametrize(
+    ("place", "read"),
+    [
+        ("earliest", [0, 1, 2, 3, 4]),
+        ("latest", []),
+        ("2", [2, 3, 4]),
+        ("-2", [3, 4]),
+        ("-99", [0, 1, 2, 3, 4]),
+        ("99", []),
+        ("@-1h", [0, 1, 2, 3, 4]),
+        ("@2100-01-01", []),
+    ],
+)
+def test_where_to_begin(metamq: Metamq, topic: str, place: str, read: list[int]) -> None:
+    metamq("produce", topic, *map(str, range(5)))
+    found = metamq("consume", topic, "--from", place, "-e")
+    assert (found.status, found.text.split()) == (0, [str(number) for number in read])
+
+
+def test_several_topics_and_a_count(metamq: Metamq, topic: str) -> None:
+    metamq("topic", "create", f"{topic}-2", "-p", 3)
+    metamq("produce", topic, "a")
+    metamq("produce", f"{topic}-2", "b", "c")
+    assert sorted(metamq("consume", topic, f"{topic}-2", "-e").text.split()) == ["a", "b", "c"]
+    assert len(metamq("consume", topic, f"{topic}-2", "-n", 2).text.split()) == 2
+    ended = metamq("consume", f"{topic}-3")
+    assert (ended.status, ended.data) == (1, b"")
+    assert "does not exist" in ended.talk
+
+
+def test_a_group_goes_on_where_it_stopped(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, *map(str, range(10)))
+    assert metamq("consume", topic, "-g", topic, "-n", 3).text.split() == ["0", "1", "2"]
+    assert metamq("consume", topic, "-g", topic, "-n", 4).text.split() == ["3", "4", "5", "6"]
+    assert metamq("consume", topic, "-g", topic, "-e").text.split() == ["7", "8", "9"]
+    ended = metamq("consume", topic, "-g", topic, "-e")
+    assert (ended.status, ended.data) == (0, b"")
+
+
+def test_ctrl_c_ends_a_consumer_with_0_and_its_group_has_what_was_printed(
+    process: Start, metamq: Metamq, topic: str
+) -> None:
+    metamq("produce", topic, "a", "b")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        child = process("consume", topic, "-g", f"{topic}-{number.name}")
+        assert child.stdout is not None
+        assert child.stdout.readline() + child.stdout.readline() == b"a\nb\n"
+        child.send_signal(number)
+        rest, talk = child.communicate(timeout=10)
+        assert (child.returncode, rest, talk) == (0, b"", b"")
+        found = metamq("group", "describe", f"{topic}-{number.name}", "-o", "json").json[0]
+        assert (found["partitions"][0]["committed"], found["members"]) == (2, [])
+
+
+def test_messages_come_out_as_they_come_in(process: Start, metamq: Metamq, topic: str, until: Until) -> None:
+    reader = process("consume", topic, "-o", "json")
+    writer = process("produce", topic)
+    assert reader.stdout is not None
+    assert writer.stdin is not None
+    for number in range(3):
+        writer.stdin.write(b"%d\n" % number)
+        writer.stdin.flush()
+        assert f'"value": "{number}"'.encode() in reader.stdout.readline()
+    writer.send_signal(signal.SIGINT)
+    _, talk = writer.communicate(timeout=10)
+    assert writer.returncode == 130
+    assert talk.startswith(b"Storing what has been read. Ctrl-C again gives up.\n3 messages to ")
+    reader.send_signal(signal.SIGINT)
+    assert reader.wait(10) == 0
+
+
+def test_a_reader_that_leaves_early_commits_no_more_than_it_got(process: Start, metamq: Metamq, topic: str) -> None:
+    """What lay in the pipe when its reader left may have been committed; nothing that was never written is."""
+    metamq("produce", topic, stdin=b"x" * 99 + b"\n" + (b"y" * 99 + b"\n") * 20_000)
+    reader, writer = os.pipe()
+    child = process("consume", topic, "-g", topic, stdout=writer)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        assert pipe.read(100) == b"x" * 99 + b"\n"
+    assert child.wait(20) == 0
+    committed = metamq("group", "describe", topic, "-o", "json").json[0]["partitions"][0]["committed"]
+    assert committed is None or committed < 20_001

@@ -1,0 +1,71 @@
+"""`metamq topic`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Metamq = Callable[..., Any]
+
+
+def test_create_describe_alter_delete(metamq: Metamq) -> None:
+    created = metamq(
+        "topic", "create", "orders", "-p", 2, "--flush", "100/1s", "--retention", "12h", "--retention-bytes", "1GiB",
+        "--cleanup", "archive", "--segment-bytes", "64MiB", "--max-message-bytes", "2MiB", "--broker", 0,
+    )  # fmt: skip
+    assert (created.status, created.data) == (0, b"")
+    assert created.talk == "Topic orders has 2 partitions (2 on broker 0).\n"
+    (found,) = metamq("topic", "describe", "orders", "-o", "json").json
+    assert [partition["partition"] for partition in found["partitions"]] == ["0-0", "0-1"]
+    assert all(partition["live"] for partition in found["partitions"])
+    config = found["config"]
+    assert config.pop("id")
+    assert config == {
+        "topic": "orders",
+        "partitions": {"0": 2},
+        "flush": {"messages": 100, "ms": 1000},
+        "retention_ms": 43_200_000,
+        "retention_bytes": 1 << 30,
+        "cleanup": "archive",
+        "segment_bytes": 64 << 20,
+        "max_message_bytes": 2 << 20,
+        "min_insync": 1,
+        "replication": "async",
+    }
+    assert "orders" in [one["topic"] for one in metamq("topic", "list", "-o", "json").json]
+    assert metamq("topic", "alter", "orders", "--retention", "forever", "--flush", "ack", "-p", 3).status == 0
+    described = metamq("topic", "describe", "orders").text
+    assert described.startswith("orders: 3 partitions, 0 messages, id ")
+    assert "flush ack, retention for ever and 1GiB, archive" in described
+    assert metamq("topic", "create", "orders").status == 1
+    assert metamq("topic", "delete", "orders", "--yes").status == 0
+    assert "orders" not in metamq("topic", "list").text
+
+
+def test_a_table_lines_up(metamq: Metamq, topic: str) -> None:
+    lines = metamq("topic", "list").text.splitlines()
+    assert lines[0].split() == [
+        "TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "RETENTION-BYTES", "CLEANUP",
+    ]  # fmt: skip
+    mine = next(line for line in lines if line.startswith(f"{topic} "))
+    column = lines[0].index("BROKERS")
+    assert mine[column] == "0"
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_what_loses_messages_is_shown_first_and_wants_yes(metamq: Metamq, topic: str) -> None:
+    metamq("produce", topic, "a", "b")
+    metamq("consume", topic, "-g", "readers", "-e")
+    shown = metamq("topic", "delete", topic)
+    assert (shown.status, shown.data) == (1, b"")
+    assert shown.talk.splitlines() == [
+        f"Delete topic {topic}: 1 partition, 2 messages.",
+        "  Group readers reads it.",
+        "Nothing was done. Give --yes to do it.",
+    ]
+    shown = metamq("topic", "alter", topic, "--retention", "1h")
+    assert shown.status == 1
+    assert f"Topic {topic}: retention_ms from 7d to 1h, messages past it are removed." in shown.talk
+    found = metamq("topic", "describe", topic, "-o", "json").json[0]
+    assert (found["messages"], found["config"]["retention_ms"]) == (2, 7 * 86_400_000)
+    assert metamq("topic", "alter", topic, "--retention", "30d").status == 0

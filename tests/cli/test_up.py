@@ -1,0 +1,144 @@
+"""`metamq up`, `metamq broker` and `metamq zookeeper` as processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+Metamq = Callable[..., Any]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+Until = Callable[..., None]
+
+
+class Up:
+    """A running `metamq up`, and what it printed."""
+
+    def __init__(self, start: Start, folder: Path, *arguments: object) -> None:
+        self.process = start("up", *arguments, cwd=folder, stderr=subprocess.STDOUT)
+        assert self.process.stdout is not None
+        self.talk = self.process.stdout.readline().decode()
+        line = self.process.stdout.readline().decode()
+        match = re.fullmatch(r"export METAMQ_ZOOKEEPER=(\S+)\n", line)
+        assert match is not None, self.talk + line + self.process.stdout.read().decode()
+        self.zookeeper = match[1]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
+        self.process.send_signal(number)
+        data, _ = self.process.communicate(timeout=30)
+        return self.process.returncode, data.decode()
+
+
+def free_ports() -> list[object]:
+    """So that a cluster of the developer's own is left alone."""
+    flags: list[object] = []
+    for flag in ("--port", "--broker-port", "--http-port"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            flags += [flag, probe.getsockname()[1]]
+    return flags
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
+
+
+def test_up_keeps_data_over_a_restart_and_its_folder_for_itself(
+    process: Start, offline: Metamq, tmp_path: Path, until: Until
+) -> None:
+    first = Up(process, tmp_path, *free_ports())
+    assert "Ctrl-C ends all." in first.talk
+    assert f"ZooKeeper at {first.zookeeper}, broker 0 at 127.0.0.1:" in first.talk
+    here = ("--zookeeper", first.zookeeper)
+    assert offline("topic", "create", "flights", *here).status == 0
+    assert offline("produce", "flights", "a", "b", *here).status == 0
+    second = process("up", cwd=tmp_path)
+    _, talk = second.communicate(timeout=30)
+    assert second.returncode == 1
+    assert f"`metamq up` runs already on metamq-data, as process {first.process.pid}".encode() in talk
+    children = first.children()
+    assert first.end() == (0, "Stopping.\n")
+    assert gone(children)
+    again = Up(process, tmp_path, *free_ports())
+    read = offline("consume", "flights", "-e", "--zookeeper", again.zookeeper)
+    assert sorted(read.text.split()) == ["a", "b"]
+    assert again.end(signal.SIGTERM) == (0, "Stopping.\n")
+
+
+def test_kill_9_leaves_no_child_and_a_folder_that_can_be_used_at_once(
+    process: Start, offline: Metamq, tmp_path: Path, until: Until
+) -> None:
+    first = Up(process, tmp_path, *free_ports())
+    assert offline("topic", "create", "flights", "-p", 1, "--flush", "ack", "--zookeeper", first.zookeeper).status == 0
+    assert offline("produce", "flights", "a", "--zookeeper", first.zookeeper).status == 0
+    children = first.children()
+    assert len(children) >= 2
+    first.process.kill()
+    first.process.wait()
+    again = Up(process, tmp_path, *free_ports())
+    until(lambda: gone(children), "the end of all children")
+    assert offline("consume", "flights", "-e", "--zookeeper", again.zookeeper).data == b"a\n"
+    assert again.end()[0] == 0
+
+
+def test_a_part_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: Path, until: Until) -> None:
+    running = Up(process, tmp_path, "--ephemeral", *free_ports())
+    assert not (tmp_path / "metamq-data").exists()
+    children = running.children()
+    broker = next(child for child in children if "broker" in child.cmdline())
+    broker.kill()
+    talk, _ = running.process.communicate(timeout=30)
+    assert running.process.returncode == 1
+    assert b"metamq: the broker was ended by SIGKILL\n" in talk
+    assert b"broker.log ends:" in talk
+    until(lambda: gone(children), "the end of all children")
+
+
+def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for flag, what in (("--port", b"ZooKeeper"), ("--broker-port", b"the broker")):
+            child = process("up", "--ephemeral", flag, port, cwd=tmp_path)
+            _, talk = child.communicate(timeout=30)
+            assert child.returncode == 1
+            assert b"port %d of 127.0.0.1 is taken, %s cannot listen there" % (port, what) in talk
+
+
+def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq, tmp_path: Path, until: Until) -> None:
+    flags = free_ports()
+    server = process("zookeeper", "--data", tmp_path / "zookeeper", "--port", flags[1], stderr=subprocess.PIPE)
+    assert server.stderr is not None
+    assert server.stderr.readline() == b"ZooKeeper serves at 127.0.0.1:%d. Ctrl-C stops it.\n" % flags[1]
+    zookeeper = f"127.0.0.1:{flags[1]}"
+    broker = process(
+        "broker", "--id", 3, "--port", 0, "--http-port", -1, "--data", tmp_path / "broker", "--disk-reserve", "64MiB",
+        env={"METAMQ_ZOOKEEPER": zookeeper},
+    )  # fmt: skip
+    assert broker.stderr is not None
+    lines = iter(broker.stderr.readline, b"")
+    assert any(line.startswith(b"Broker 3 serves at 127.0.0.1:") for line in lines)
+    created = offline("topic", "create", "flights", "-p", 1, "--zookeeper", zookeeper)
+    assert created.talk == "Topic flights has 1 partition (1 on broker 3).\n"
+    for child, number in ((broker, signal.SIGINT), (server, signal.SIGTERM)):
+        child.send_signal(number)
+        data, _ = child.communicate(timeout=30)
+        assert (child.returncode, data) == (0, b"")
+
+
+@pytest.mark.parametrize("command", [["broker", "--port", "70000"], ["broker", "--id", "-1"]], ids=" ".join)
+def test_settings_out_of_their_limits(offline: Metamq, command: list[str]) -> None:
+    ended = offline(*command)
+    assert ended.status == 1
+    assert "allowed are" in ended.talk
