@@ -23,32 +23,53 @@ from metamq.wire import status
 from metamq.wire.commands import Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
+from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESULTS_MAX, FETCH_WAIT_MS_MAX
 
 Find = Callable[[str, str, int], Partition]
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
 
-PARTITIONS_MAX = 100_000
-PARKED_MS_MAX = 5 * 60 * 1000
 UNWRITABLE_RETRY_S = 0.05
+PLENTY_BYTES = 1 << 64
+"""More than `bytes_min` can ask for."""
 
 
 class _Place:
     """One opened partition in one session. Implements metamq.broker.partition.Reader."""
 
-    __slots__ = ("available_bytes", "error", "handle", "offset", "partition", "session")
+    __slots__ = ("entry", "error", "offset", "partition", "seen", "session", "start_position")
 
-    def __init__(
-        self, session: FetchSession, handle: int, partition: Partition | None, error: MetamqError | None
-    ) -> None:
+    def __init__(self, session: FetchSession, entry: GetPartition) -> None:
         self.session = session
-        self.handle = handle
-        self.partition = partition
-        self.error = error
+        self.entry = entry
+        self.partition: Partition | None = None
+        self.error: MetamqError | None = None
+        """Why there is no partition."""
         self.offset: int | None = None
-        self.available_bytes = 0
+        self.start_position = 0
+        """Where the bytes begin that `bytes_min` counts."""
+        self.seen = (-1, -1)
+        """(stable offset, stable position) as of the last answer."""
+
+    def arm(self, offset: int) -> bool:
+        """Takes the offset to read from; whether there is something to send already."""
+        self.offset = offset
+        if self.partition is None or self.partition.closed_by:
+            return True
+        log, (seen_offset, seen_position) = self.partition.log, self.seen
+        if offset == log.stable_offset:
+            self.start_position = log.stable_position
+            return False
+        # How many bytes an older offset is away, only the log could tell: it is no reason to wait, however few.
+        self.start_position = seen_position if offset == seen_offset < log.stable_offset else -PLENTY_BYTES
+        return True
+
+    def available_bytes(self) -> int:
+        """What counts for `bytes_min`; plenty when there is an error to tell."""
+        if self.partition is None or self.partition.closed_by:
+            return PLENTY_BYTES
+        return self.partition.log.stable_position - self.start_position
 
     def data_ready(self, added_bytes: int) -> None:
-        self.available_bytes += added_bytes
         self.session.place_ready(self)
 
 
@@ -69,22 +90,42 @@ class FetchSession:
         self._serve_soon = False
 
     def get(self, request: Request) -> None:
-        """Takes a GET: applies its changes, answers it now or parks it. Raises ProtocolError."""
-        poll = unpack(Get, request.header)
+        """Takes a GET: applies its changes, answers it now or parks it.
+
+        Raises ProtocolError, with everything as it was before.
+        """
+        poll, opened = self._checked(unpack(Get, request.header))
         self._unpark()
         for handle in poll.closed:
             self._close(self._places.pop(handle, None))
-        for entry in poll.opened:
-            self._open(unpack(GetPartition, entry))
+        for entry in opened:
+            self._places[entry.handle] = _Place(self, entry)
         for handle, offset in poll.armed:
-            self._arm(handle, offset, poll)
+            self._arm(self._places[handle], offset)
         self._parked = request, poll
         self.serve()
         if self._parked is not None and poll.wait_ms > 0:
-            delay_s = min(poll.wait_ms, PARKED_MS_MAX) / 1000
+            delay_s = min(poll.wait_ms, FETCH_WAIT_MS_MAX) / 1000
             self._deadline = self._loop.call_later(delay_s, self._expire)
         elif self._parked is not None:
             self._expire()
+
+    def _checked(self, poll: Get) -> tuple[Get, list[GetPartition]]:
+        """The poll within the limits, and what it opens. Raises ProtocolError."""
+        places, closed = self._places, set(poll.closed)
+        opened = [unpack(GetPartition, entry) for entry in poll.opened]
+        new: set[int] = set()
+        for entry in opened:
+            if entry.handle in new or (entry.handle in places and entry.handle not in closed):
+                raise ProtocolError(f"fetch handle {entry.handle} is in use")
+            new.add(entry.handle)
+        if len(places) - len(closed & places.keys()) + len(new) > FETCH_PARTITIONS_MAX:
+            raise ProtocolError(f"a fetch session has at most {FETCH_PARTITIONS_MAX:,} partitions")
+        for handle, _offset in poll.armed:
+            if handle not in new and (handle not in places or handle in closed):
+                raise ProtocolError(f"fetch handle {handle} is not open")
+        bytes_max = min(max(poll.bytes_max, 1), FETCH_BYTES_MAX)
+        return poll._replace(bytes_max=bytes_max, partition_bytes_max=max(poll.partition_bytes_max, 1)), opened
 
     def _unpark(self) -> None:
         if self._deadline is not None:
@@ -104,28 +145,22 @@ class FetchSession:
         else:
             self._deadline = self._loop.call_later(UNWRITABLE_RETRY_S, self._expire)
 
-    def _open(self, entry: GetPartition) -> None:
-        if entry.handle in self._places or len(self._places) >= PARTITIONS_MAX:
-            raise ProtocolError(f"fetch handle {entry.handle} is in use, or there are more than {PARTITIONS_MAX:,}")
-        try:
-            place = _Place(self, entry.handle, self._find(entry.topic, entry.topic_id, entry.partition), None)
-        except MetamqError as error:
-            place = _Place(self, entry.handle, None, error)
-        self._places[entry.handle] = place
-
-    def _arm(self, handle: int, offset: int, poll: Get) -> None:
-        place = self._places.get(handle)
-        if place is None:
-            raise ProtocolError(f"fetch handle {handle} was not opened")
-        place.offset = offset
-        place.available_bytes = 0
-        partition = place.partition
-        self._ready.pop(place, None)
-        if partition is None or partition.closed_by or offset != partition.log.stable_offset:
-            place.available_bytes = poll.bytes_min  # old data: no reason to wait for more
+    def _arm(self, place: _Place, offset: int) -> None:
+        if place.partition is None:
+            self._look_up(place)
+        self._ready.pop(place, None)  # it goes to the back
+        if place.arm(offset):
             self._ready[place] = None
-        else:
-            partition.readers.add(place)
+        elif place.partition is not None:
+            place.partition.readers.add(place)
+
+    def _look_up(self, place: _Place) -> None:
+        """Finds the partition. Not for good if it is not there: its topic may be on the way."""
+        entry = place.entry
+        try:
+            place.partition, place.error = self._find(entry.topic, entry.topic_id, entry.partition), None
+        except MetamqError as error:
+            place.error = error.with_traceback(None)  # which would keep the request
 
     def _close(self, place: _Place | None) -> None:
         if place is not None:
@@ -150,8 +185,7 @@ class FetchSession:
         if self._parked is None or not self._ready or not self._writable():
             return
         request, poll = self._parked
-        enough = any(place.error or place.partition is None or place.partition.closed_by for place in self._ready)
-        if enough or sum(place.available_bytes for place in self._ready) >= poll.bytes_min:
+        if sum(place.available_bytes() for place in self._ready) >= poll.bytes_min:
             self._respond(request, poll)
         else:
             self._wait_for_more()
@@ -165,7 +199,7 @@ class FetchSession:
         results: list[GetResult] = []
         bodies: list[Buffer] = []
         room = poll.bytes_max
-        while self._ready and room > 0:
+        while self._ready and room > 0 and len(results) < FETCH_RESULTS_MAX:
             place = next(iter(self._ready))
             del self._ready[place]
             result, data = self._read(place, min(room, poll.partition_bytes_max))
@@ -191,11 +225,14 @@ class FetchSession:
             log = partition.log
             try:
                 data = log.read(offset, bytes_max).data
-                return GetResult(place.handle, status.OK, len(data), log.start_offset, log.stable_offset, None), data
+                place.seen = log.stable_offset, log.stable_position
+                return GetResult(
+                    place.entry.handle, status.OK, len(data), log.start_offset, log.stable_offset, None
+                ), data
             except MetamqError as read_error:
                 error = read_error
         number, fields = status.encode_error(error)
-        return GetResult(place.handle, number, 0, -1, -1, fields), b""
+        return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
 
     def close(self) -> None:
         """Forgets everything: the connection is gone."""

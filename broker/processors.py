@@ -30,7 +30,7 @@ from metamq.wire.commands import (
     unpack_list,
 )
 from metamq.wire.connection import Request
-from metamq.wire.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION_MAX
+from metamq.wire.limits import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX
 
 if TYPE_CHECKING:
     from metamq.broker.protocol import BrokerProtocol
@@ -75,7 +75,7 @@ class Processors:
             version=PROTOCOL_VERSION_MAX,
             broker_id=self._broker_id,
             epoch=self._ids.epoch,
-            message_bytes_max=self._batch_bytes_max,
+            message_bytes_max=MESSAGE_BYTES_MAX,
             batch_bytes_max=self._batch_bytes_max,
             frame_bytes_max=FRAME_BYTES_MAX,
             server=f"metamq {metamq.__version__}",
@@ -87,6 +87,8 @@ class Processors:
         if handler is None:
             known = ", ".join(f"{command} {Command(command).name}" for command in self._table)
             raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
+        if request.body and request.command != Command.PUT:
+            raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
         handler(request, connection)
 
     def _get(self, request: Request, connection: BrokerProtocol) -> None:
@@ -94,6 +96,8 @@ class Processors:
 
     def _put(self, request: Request, connection: BrokerProtocol) -> None:
         entries = unpack_list(PutEntry, request.header)
+        if not entries:
+            raise ProtocolError("a PUT without a batch")
         if sum(entry.size for entry in entries) != len(request.body) or any(entry.size <= 0 for entry in entries):
             raise ProtocolError(f"the batches' sizes do not add up to the body's {len(request.body)} bytes")
         put = _PendingPut(request, connection, len(entries))

@@ -1,14 +1,18 @@
 """The broker's end of one TCP connection: asyncio on one side, the sans-IO ServerConnection on the other.
 
 Backpressure runs both ways. What a client sends faster than the disk takes stays in the kernel: reading pauses
-while more than `inflight_bytes_max` of its requests are unanswered. What it does not read stays on disk: its long
-polls are answered only while the transport's write buffer is below its mark.
+while more than INFLIGHT_BYTES_MAX of its requests are unanswered. What it does not read stays on disk: while the
+transport's write buffer is above its mark, no request of its is begun, no long poll answered, and nothing read.
+
+A client that breaks the protocol is told so and gets the end of the stream. What it still sends is thrown away for a
+moment: a socket closed over unread bytes resets the connection, and the client would not learn why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import Any, cast
 
 from metamq.broker.fetch_session import FetchSession
@@ -16,12 +20,13 @@ from metamq.broker.processors import Processors
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import GetResult
-from metamq.wire.connection import Request, ServerConnection
+from metamq.wire.connection import Greeted, Request, ServerConnection
 from metamq.wire.frames import Buffer
 
 log = logging.getLogger("metamq.broker")
 
 HELLO_TIMEOUT_S = 10.0
+GOODBYE_TIMEOUT_S = 5.0
 WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 
@@ -29,13 +34,20 @@ INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 class BrokerProtocol(asyncio.BufferedProtocol):
     """One connection. Made by the server for each that is accepted."""
 
-    def __init__(self, processors: Processors, connections: set[BrokerProtocol], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, processors: Processors, connections: set[BrokerProtocol], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._processors = processors
         self._connections = connections
         self._loop = loop
         self._writable = True
         self._reading_paused = False
         self._inflight_bytes = 0
+        self._waiting: deque[Request] = deque()
+        """Requests that came in while the client did not read."""
+        self._broken: ProtocolError | None = None
+        self._ended = False
+        """The end of the stream was sent."""
         self._transport: asyncio.Transport | None = None
         self.fetches = FetchSession(processors.find, self._answer_get, lambda: self._writable, loop)
 
@@ -47,7 +59,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         self._connection = ServerConnection(self.peer, self._processors.greeting())
         self._connections.add(self)
-        self._hello_deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
+        self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
 
     def _hello_missing(self) -> None:
         log.info("%s sent no HELLO within %g s: closed", self.peer, HELLO_TIMEOUT_S)
@@ -58,29 +70,55 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         try:
-            requests, answers = self._connection.received(count)
+            for event in self._connection.received(count):
+                if isinstance(event, Request):
+                    self._waiting.append(event)
+                else:
+                    self._greeted(event)
         except ProtocolError as error:
-            self._refuse(error)
-            return
-        if answers:
-            self._hello_deadline.cancel()
-            self._write(answers)
-        for request in requests:
-            self._handle(request)
+            self._broken = error
+        self._work()
 
-    def _refuse(self, error: ProtocolError) -> None:
-        log.warning("%s broke the protocol: %s", self.peer, error)
-        if self._transport is not None:
-            self._write(self._connection.refusal(error))
-            self._transport.close()
+    def _greeted(self, greeted: Greeted) -> None:
+        self._deadline.cancel()
+        self._write(greeted.buffers)
+        if not greeted.accepted:
+            log.info("%s speaks no version of the protocol that is spoken here", self.peer)
+            self._say_goodbye()
+
+    def _work(self) -> None:
+        """Begins the requests that came in, as long as their answers find room."""
+        while self._waiting and self._writable:
+            self._handle(self._waiting.popleft())
+        if self._broken is not None and not self._waiting:
+            log.warning("%s broke the protocol: %s", self.peer, self._broken)
+            self._write(self._connection.refusal(self._broken))
+            self._broken = None
+            self._say_goodbye()
+        self._regulate()
+
+    def _say_goodbye(self) -> None:
+        """Ends the stream; the client's end of it, or the time-out, closes the connection."""
+        self._deadline.cancel()
+        self._ended = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+            self._deadline = self._loop.call_later(GOODBYE_TIMEOUT_S, self.abort)
+
+    def _regulate(self) -> None:
+        """Pauses or resumes reading."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        inflight_max = INFLIGHT_BYTES_MAX // 2 if self._reading_paused else INFLIGHT_BYTES_MAX
+        pause = bool(self._waiting) or not self._writable or self._inflight_bytes > inflight_max
+        if pause and not self._reading_paused:
+            self._transport.pause_reading()
+        elif self._reading_paused and not pause:
+            self._transport.resume_reading()
+        self._reading_paused = pause
 
     def _handle(self, request: Request) -> None:
-        size = len(request.body)
-        if size:
-            self._inflight_bytes += size
-            if self._inflight_bytes > INFLIGHT_BYTES_MAX and not self._reading_paused and self._transport is not None:
-                self._reading_paused = True
-                self._transport.pause_reading()
+        self._inflight_bytes += len(request.body)
         try:
             self._processors.process(request, self)
         except MetamqError as error:
@@ -101,34 +139,37 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._write(self._connection.respond(request, fields, number=number))
 
     def _answer_get(self, request: Request, results: list[GetResult], bodies: list[Buffer]) -> None:
+        self._done(request)
         self._processors.counters.fetched(results)
         self._write(self._connection.respond(request, results, bodies))
 
     def _done(self, request: Request) -> None:
-        size = len(request.body)
-        if size:
-            self._inflight_bytes -= size
-            if self._reading_paused and self._inflight_bytes <= INFLIGHT_BYTES_MAX // 2 and self._transport is not None:
-                self._reading_paused = False
-                self._transport.resume_reading()
+        if request.body:
+            self._inflight_bytes -= len(request.body)
+            if self._reading_paused:
+                self._regulate()
 
     def _write(self, buffers: list[Buffer]) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and not self._ended and not self._transport.is_closing():
             self._transport.writelines(buffers)
 
     def pause_writing(self) -> None:
         self._writable = False
+        self._regulate()
 
     def resume_writing(self) -> None:
         self._writable = True
         self.fetches.serve()
+        self._work()
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._hello_deadline.cancel()
+        self._deadline.cancel()
+        self._waiting.clear()
+        self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)
 

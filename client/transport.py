@@ -47,7 +47,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
 
     @classmethod
     async def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BrokerConnection:
-        """Connects and greets. Raises ConnectError, UnsupportedVersion."""
+        """Connects and greets. Raises ConnectError, UnsupportedVersion, or what the broker refuses with."""
         loop = asyncio.get_running_loop()
         address = f"{host}:{port}"
         connection = cls(address, loop)
@@ -60,6 +60,8 @@ class BrokerConnection(asyncio.BufferedProtocol):
             raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=_HINT) from None
         except OSError as error:
             raise ConnectError(address, error.strerror or str(error), hint=_HINT) from error
+        except ProtocolError as error:
+            raise ConnectError(address, error.problem, hint=error.hint) from error
         except BaseException:
             connection.abort()
             raise
@@ -99,13 +101,14 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def _fail(self, error: MetamqError) -> None:
         if isinstance(error, ProtocolError):
             log.warning("%s", error)
-        if not self._opened.done():
-            self._opened.set_exception(error)
+        if self._opened.done():  # whatever was asked may have been done
+            error = ConnectError(self.address, error.problem, hint=error.hint, outcome="unknown")
         self._lost(error)
         self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._connection.close()
         reason = str(exc) if exc else "the broker closed the connection"
         self._lost(ConnectError(self.address, reason, outcome="unknown"))
 
@@ -122,7 +125,10 @@ class BrokerConnection(asyncio.BufferedProtocol):
                 future.exception()  # whoever asked may have gone: no warning about an error nobody fetched
 
     def send(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> asyncio.Future[Response]:
-        """Sends a request; the future gives its response, or fails with ConnectError. Raises ConnectError."""
+        """Sends a request; the future gives its response, or fails with ConnectError.
+
+        Raises ConnectError; MessageTooLarge when the broker would not take a frame of that size.
+        """
         if self._transport is None or not self.alive:
             raise ConnectError(self.address, "the connection is closed")
         opaque, buffers = self._connection.request(command, header, bodies)

@@ -58,6 +58,7 @@ HAS_NULL_KEYS = 0x02  # the key column starts with a validity bitmap
 HAS_TIMESTAMPS = 0x04
 HAS_HEADERS = 0x08
 KNOWN_FLAGS = HAS_KEYS | HAS_NULL_KEYS | HAS_TIMESTAMPS | HAS_HEADERS
+KNOWN_CODECS = frozenset(Codec)
 
 EPOCH_BITS = 24
 COUNTER_BITS = 40
@@ -173,6 +174,8 @@ def check_outline(header: BatchHeader, available: int, batch_bytes_max: int = BA
         return f"size {header.size} is more than the {available} bytes there are"
     if not 0 < header.count <= BATCH_COUNT_MAX:
         return f"count {header.count} is outside 1..{BATCH_COUNT_MAX}"
+    if header.codec not in KNOWN_CODECS:
+        return f"codec {header.codec} is not known to this release"
     if header.flags & ~KNOWN_FLAGS:
         return f"flags {header.flags:#04x} are not known to this release"
     if header.plain_size > batch_bytes_max or header.size > batch_bytes_max:

@@ -12,6 +12,7 @@ encodings, which cost three times as much.
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -23,7 +24,7 @@ from metamq.errors import CorruptData, MessageTooLarge
 from metamq.wire import batch as layout
 from metamq.wire.batch import BatchHeader, padded
 from metamq.wire.compression import Codec, compress, decompress
-from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_COUNT_MAX
 
 Buffer = bytes | bytearray | memoryview
 Headers = Mapping[str, bytes]
@@ -44,10 +45,12 @@ def encode(
 ) -> bytearray:
     """A whole batch, ready to be sent; the broker's part is zero.
 
-    The optional columns have one entry a message. Raises MessageTooLarge over 16 MiB, ValueError when a column has
-    another length than `values`.
+    The optional columns have one entry a message. Raises MessageTooLarge when the batch, or what it decompresses to,
+    is over 16 MiB; ValueError for no messages, for more than a batch may have, and for a column of another length.
     """
     count = len(values)
+    if not 0 < count <= BATCH_COUNT_MAX:
+        raise ValueError(f"a batch of {count} messages, allowed are 1 to {BATCH_COUNT_MAX}")
     for column in (keys, timestamps_us, headers):
         if column is not None and len(column) != count:
             raise ValueError(f"a column has {len(column)} entries for {count} values")
@@ -76,6 +79,9 @@ def encode(
         body = compress(codec, b"".join(parts[1:]))
         body_size = len(body)
         parts = [_EMPTY_HEADER, body, _PADS[padded(body_size) - body_size]]
+    whole_size = layout.HEADER_BYTES + padded(body_size)
+    if whole_size > BATCH_BYTES_MAX:
+        raise MessageTooLarge("batch", whole_size, BATCH_BYTES_MAX)
     batch = bytearray().join(parts)
     layout.seal(
         batch, codec=codec, flags=flags, count=count, producer_id=producer_id, sequence=sequence, plain_size=size,
@@ -123,17 +129,20 @@ class BinaryColumn:
         self.validity = validity
 
     def tolist(self) -> list[bytes]:
-        """All entries as bytes; null entries are empty."""
+        """All entries as bytes; null entries are empty. Raises CorruptData when the offsets are not ascending."""
         data = bytes(self.data)
-        return [data[start:end] for start, end in pairwise(self.offsets.tolist())]
+        offsets = self.offsets.tolist()
+        if offsets != sorted(offsets):  # the first is 0 and the last is where the data ends: see _Reader
+            raise CorruptData("batch body", "a column's offsets are not ascending")
+        return [data[start:end] for start, end in pairwise(offsets)]
 
     def tolist_with_nulls(self) -> list[bytes | None]:
-        """All entries as bytes, None where the validity bitmap says so."""
+        """All entries as bytes, None where the validity bitmap says so. Raises CorruptData as tolist()."""
         entries = self.tolist()
         if self.validity is None:
             return list(entries)
-        bits = int.from_bytes(self.validity, "little")
-        return [entry if bits >> i & 1 else None for i, entry in enumerate(entries)]
+        bits = f"{int.from_bytes(self.validity, 'little'):0{self.count}b}"  # the last message's bit comes first
+        return [entry if bit == "1" else None for entry, bit in zip(entries, reversed(bits), strict=False)]
 
 
 class Columns:
@@ -200,9 +209,12 @@ def unpack_headers(packed: bytes) -> dict[str, bytes]:
     if not packed:
         return {}
     try:
-        headers: Any = msgpack.unpackb(packed)
+        headers: Any = msgpack.unpackb(packed, max_array_len=0)  # arrays announce more than they have
     except Exception as error:  # msgpack has no common base class for what it raises
-        raise CorruptData("message headers", str(error)) from error
+        raise CorruptData("message headers", str(error) or type(error).__name__) from error
     if not isinstance(headers, dict):
         raise CorruptData("message headers", f"they are a {type(headers).__name__}, not a map")
+    for name, text in headers.items():
+        if type(name) is not str or type(text) is not bytes:
+            raise CorruptData("message headers", f"{reprlib.repr(name)} is {reprlib.repr(text)}, not a str and bytes")
     return headers

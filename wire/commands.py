@@ -2,16 +2,19 @@
 
 Headers are msgpack arrays in the order of the fields here; a receiver takes more fields than it knows, so that a
 field can be added at the end. `unpack` raises ProtocolError on anything else that is not as declared.
+docs/wire-protocol.md has the tables and the bytes.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from metamq.errors import ProtocolError
+from metamq.wire.limits import ENTRIES_MAX
 
 T = TypeVar("T")
 
@@ -83,9 +86,10 @@ class Get(NamedTuple):
     """One long poll of the connection's fetch session; only changes are sent.
 
     A partition is *armed* with the offset to read from, is answered once, and is then idle until it is armed again.
-    The request is answered as soon as `bytes_min` bytes are there for armed partitions, or one of them fails, or
-    after `wait_ms`. A further GET on the connection answers a parked one at once, with nothing, and goes on with
-    all that is armed: so a parked poll is amended.
+    The request is answered as soon as `bytes_min` bytes have come for armed partitions, or one of them fails, or after
+    `wait_ms`. Bytes count from a partition's last answer on; data that lay there before is enough by itself. A further
+    GET on the connection answers a parked one at once, with nothing, and goes on with all that is armed: so a parked
+    poll is amended. A GET that is refused changes nothing.
     """
 
     wait_ms: int
@@ -163,10 +167,10 @@ def unpack(cls: type[T], header: Any) -> T:
     """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
     fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
     if not isinstance(header, list) or len(header) < len(fields):
-        raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {header!r:.200}")
+        raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {reprlib.repr(header)}")
     for value, (name, kind, check) in zip(header, fields, strict=False):
         if not check(value):
-            raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {value!r:.100}")
+            raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {reprlib.repr(value)}")
     made: T = cls._make(header[: len(fields)])  # type: ignore[attr-defined]
     return made
 
@@ -174,5 +178,7 @@ def unpack(cls: type[T], header: Any) -> T:
 def unpack_list(cls: type[T], header: Any) -> list[T]:
     """A list of entries. Raises ProtocolError."""
     if not isinstance(header, list):
-        raise ProtocolError(f"a list of {cls.__name__} is expected, got {header!r:.200}")
+        raise ProtocolError(f"a list of {cls.__name__} is expected, got {reprlib.repr(header)}")
+    if len(header) > ENTRIES_MAX:
+        raise ProtocolError(f"{len(header):,} entries of {cls.__name__} are over the limit of {ENTRIES_MAX:,}")
     return [unpack(cls, entry) for entry in header]

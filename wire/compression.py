@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq.errors import ConfigError, CorruptData
+from metamq.wire.limits import BATCH_BYTES_MAX
 
 Buffer = bytes | bytearray | memoryview
 
@@ -60,12 +61,13 @@ def compress(codec: Codec, body: Buffer) -> bytes:
 def decompress(codec: int, body: Buffer, size: int) -> bytes:
     """The body as it was before compress(); `size` is its length, checked by the caller against the limits.
 
-    Never allocates more than `size` + 1 bytes. Raises CorruptData when the body does not decompress to `size`.
+    Makes no more than `size` + 1 bytes of it, whatever the body says. Raises CorruptData when it does not decompress
+    to `size`, ConfigError when the package behind the codec is not installed.
     """
     if codec not in (Codec.LZ4, Codec.ZSTD):
         raise CorruptData("batch body", f"unknown codec {codec}")
     module = _module(Codec(codec))
-    make: Callable[[], Any] = module.LZ4FrameDecompressor if codec == Codec.LZ4 else module.ZstdDecompressor
+    make: Callable[[], Any] = module.LZ4FrameDecompressor if codec == Codec.LZ4 else lambda: _zstd(module)
     try:
         plain: bytes = make().decompress(bytes(body), size + 1)
     except Exception as error:  # each codec has an error class of its own
@@ -73,3 +75,9 @@ def decompress(codec: int, body: Buffer, size: int) -> bytes:
     if len(plain) != size:
         raise CorruptData("batch body", f"decompresses to {len(plain)} bytes, its header says {size}")
     return plain
+
+
+def _zstd(module: Any) -> Any:
+    """A frame may ask for a window of 128 MiB before its first byte is decompressed: not more than a batch's."""
+    window = module.DecompressionParameter.window_log_max
+    return module.ZstdDecompressor(options={window: (BATCH_BYTES_MAX - 1).bit_length()})

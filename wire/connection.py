@@ -4,22 +4,25 @@
     GREETING   hello() sent, HelloReply awaited          HELLO awaited, small frames only
     OPEN       request() any number, responses in        requests in any number, respond() in any order
                any order
-    CLOSED     after a broken frame or close()           the same
+    CLOSED     after a broken frame or a refused HELLO   the same; what still comes in is ignored
 
-No socket, clock or thread is in here, and both ends share the class: a transport feeds `received()` and writes what
-the other calls return. An error in a frame closes; an error in a request is answered.
+No socket, clock or thread is in here: a transport feeds `received()` and writes what the other calls return. What
+comes out does not depend on the pieces in which the bytes came in: a frame counts before the next one is looked at.
+An error in a frame closes; an error in a request is answered.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from metamq.errors import ClosedError, ProtocolError, UnsupportedVersion
+from metamq.errors import ClosedError, MessageTooLarge, MetamqError, ProtocolError, UnsupportedVersion
 from metamq.wire import status
 from metamq.wire.commands import Command, Hello, HelloReply, unpack
 from metamq.wire.frames import Buffer, Frame, FrameReader, encode_frame
 from metamq.wire.limits import (
+    ANSWER_HEADER_BYTES_MAX,
     BATCH_TARGET_BYTES,
     FRAME_BYTES_MAX,
     HELLO_BYTES_MAX,
@@ -28,6 +31,9 @@ from metamq.wire.limits import (
 )
 
 OPAQUE_MAX = 0xFFFFFFFF
+
+INITIAL_BYTES = 2 * BATCH_TARGET_BYTES
+"""What either side makes room for, before the bytes are there, on the word of a peer that it knows."""
 
 
 class State(enum.Enum):
@@ -49,7 +55,7 @@ class Response(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request to be answered with respond(opaque, ...)."""
+    """A request to be answered with respond(request, ...)."""
 
     command: int
     opaque: int
@@ -57,8 +63,15 @@ class Request(NamedTuple):
     body: memoryview
 
 
+class Greeted(NamedTuple):
+    """A HELLO was answered: `buffers` are to be sent, and unless it was `accepted` the connection is to be closed."""
+
+    buffers: list[Buffer]
+    accepted: bool
+
+
 class ClientConnection:
-    """The requesting end."""
+    """The requesting end. `greeting` is what the broker said of itself, None until it did."""
 
     def __init__(self, address: str, client: str) -> None:
         self.state = State.GREETING
@@ -67,8 +80,9 @@ class ClientConnection:
         self._client = client
         self._opaque = 0
         self._waiting: dict[int, int] = {}
-        # What a broker announces is trusted up to the frame limit: large bodies are received without growing.
-        self._reader = FrameReader(initial_bytes=FRAME_BYTES_MAX)
+        self._reader = FrameReader(
+            frame_bytes_max=HELLO_BYTES_MAX, header_bytes_max=ANSWER_HEADER_BYTES_MAX, initial_bytes=INITIAL_BYTES
+        )
         self.next_buffer = self._reader.next_buffer
 
     def hello(self) -> list[Buffer]:
@@ -77,31 +91,49 @@ class ClientConnection:
         greeting = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX, self._client)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, 0, 0, greeting)
 
-    def request(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> tuple[int, list[Buffer]]:
-        """(opaque, buffers to send). Raises ClosedError unless the connection is open."""
-        if self.state is not State.OPEN or self.greeting is None:
-            raise ClosedError(f"connection to {self.address}")
-        self._opaque = self._opaque % OPAQUE_MAX + 1
-        assert self._opaque not in self._waiting
-        self._waiting[self._opaque] = command
-        return self._opaque, encode_frame(self.greeting.version, command, 0, self._opaque, header, bodies)
+    def close(self) -> None:
+        """The connection is gone: frees what was received of it."""
+        self.state = State.CLOSED
+        self._reader.close()
 
-    def received(self, count: int) -> list[Response]:
+    def request(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> tuple[int, list[Buffer]]:
+        """(opaque, buffers to send). Raises ClosedError unless the connection is open, MessageTooLarge."""
+        greeting = self.greeting
+        if self.state is not State.OPEN or greeting is None:
+            raise ClosedError(f"connection to {self.address}")
+        opaque = self._opaque % OPAQUE_MAX + 1
+        assert opaque not in self._waiting
+        buffers = encode_frame(
+            greeting.version, command, 0, opaque, header, bodies, frame_bytes_max=greeting.frame_bytes_max
+        )
+        self._opaque = opaque
+        self._waiting[opaque] = command
+        return opaque, buffers
+
+    def received(self, count: int) -> Iterator[Response]:
         """The responses that are complete after `count` more bytes.
 
-        The HELLO's response opens the connection and is not returned. Raises ProtocolError or UnsupportedVersion,
-        after which the connection is closed.
+        The HELLO's response opens the connection and is not returned. Raises ProtocolError, UnsupportedVersion or
+        what else the broker refuses a HELLO with, after the responses before it; the connection is closed then.
         """
+        if self.state is State.CLOSED:
+            return
         try:
-            return [r for frame in self._reader.received(count) if (r := self._response(frame)) is not None]
-        except Exception:
+            for frame in self._reader.received(count):
+                if self.state is State.OPEN:
+                    yield self._response(frame)
+                elif self.state is State.GREETING:
+                    self._greeted(frame)
+        except MetamqError:
             self.state = State.CLOSED
             raise
 
-    def _response(self, frame: Frame) -> Response | None:
-        if self.state is State.GREETING:
-            self._greeted(frame)
-            return None
+    def _response(self, frame: Frame) -> Response:
+        assert self.greeting is not None
+        if frame.command == Command.HELLO and frame.status != status.OK:
+            raise ProtocolError(f"{self.address} closes: {status.decode_error(frame.status, frame.header)}")
+        if frame.version != self.greeting.version:
+            raise ProtocolError(f"{self.address} sent a frame of version {frame.version}, not {self.greeting.version}")
         if self._waiting.pop(frame.opaque, None) != frame.command:
             raise ProtocolError(
                 f"{self.address} answered request {frame.opaque}, command {frame.command}, which was not made"
@@ -114,78 +146,97 @@ class ClientConnection:
         if frame.status != status.OK:
             error = status.decode_error(frame.status, frame.header)
             if isinstance(error, UnsupportedVersion):
-                theirs = frame.header.get("version_min", 0), frame.header.get("version_max", 0)
+                theirs = _version(frame.header, "version_min"), _version(frame.header, "version_max")
                 error = UnsupportedVersion(self.address, (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX), theirs)
             raise error
-        self.greeting = unpack(HelloReply, frame.header)
+        greeting = unpack(HelloReply, frame.header)
+        if not PROTOCOL_VERSION_MIN <= greeting.version <= PROTOCOL_VERSION_MAX:
+            theirs = greeting.version, greeting.version
+            raise UnsupportedVersion(self.address, (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX), theirs)
+        self.greeting = greeting
+        self._reader.frame_bytes_max = FRAME_BYTES_MAX
         self.state = State.OPEN
 
 
+def _version(fields: dict[str, Any], name: str) -> int:
+    version = fields.get(name)
+    return version if type(version) is int else 0
+
+
 class ServerConnection:
-    """The answering end."""
+    """The answering end. `client` is who the client said it is."""
 
     def __init__(self, peer: str, greeting: HelloReply) -> None:
+        """`greeting.version` is the highest that is spoken; HELLO may settle on a lower one."""
         self.state = State.GREETING
         self.peer = peer
         self.client = ""
         self._greeting = greeting
-        self._reader = FrameReader(
-            frame_bytes_max=HELLO_BYTES_MAX, buffer_bytes=16 * 1024, initial_bytes=2 * BATCH_TARGET_BYTES
-        )
+        self._reader = FrameReader(frame_bytes_max=HELLO_BYTES_MAX, buffer_bytes=16 * 1024, initial_bytes=INITIAL_BYTES)
         self.next_buffer = self._reader.next_buffer
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes received of a request that is not complete."""
-        return self._reader.pending_bytes
+    def received(self, count: int) -> Iterator[Greeted | Request]:
+        """What is complete after `count` more bytes.
 
-    def received(self, count: int) -> tuple[list[Request], list[Buffer]]:
-        """(requests that are complete now, bytes to send at once): the latter answer a HELLO.
-
-        Raises ProtocolError on a broken frame; the caller sends `refusal(error)` and closes.
+        Raises ProtocolError on a broken frame, after what came before it; the caller sends `refusal(error)` and
+        closes. What is received after that is ignored.
         """
-        requests: list[Request] = []
-        answers: list[Buffer] = []
+        if self.state is State.CLOSED:
+            return
         try:
             for frame in self._reader.received(count):
-                if self.state is State.GREETING:
-                    answers += self._greet(frame)
-                elif self.state is State.OPEN:
-                    requests.append(self._request(frame))
-        except Exception:
+                if self.state is State.OPEN:
+                    yield self._request(frame)
+                elif self.state is State.GREETING:
+                    yield self._greet(frame)
+        except ProtocolError:
             self.state = State.CLOSED
             raise
-        return requests, answers
+
+    def close(self) -> None:
+        """The connection is gone: frees what was received of it."""
+        self.state = State.CLOSED
+        self._reader.close()
 
     def _request(self, frame: Frame) -> Request:
         if frame.version != self._greeting.version:
             raise ProtocolError(f"a frame of version {frame.version} on a connection of {self._greeting.version}")
         return Request(frame.command, frame.opaque, frame.header, frame.body)
 
-    def _greet(self, frame: Frame) -> list[Buffer]:
+    def _greet(self, frame: Frame) -> Greeted:
         if frame.command != Command.HELLO:
             raise ProtocolError(f"the first frame is command {frame.command}, not HELLO")
         hello = unpack(Hello, frame.header)
         self.client = hello.client
-        if not hello.version_min <= self._greeting.version <= hello.version_max:
-            return self._refuse_version(hello)
+        version = min(hello.version_max, self._greeting.version)
+        if version < max(hello.version_min, PROTOCOL_VERSION_MIN):
+            return self._refuse_version(frame, hello)
+        self._greeting = self._greeting._replace(version=version)
         self._reader.frame_bytes_max = self._greeting.frame_bytes_max
         self.state = State.OPEN
-        return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, status.OK, frame.opaque, self._greeting)
+        answer = encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, status.OK, frame.opaque, self._greeting)
+        return Greeted(answer, accepted=True)
 
-    def _refuse_version(self, hello: Hello) -> list[Buffer]:
+    def _refuse_version(self, frame: Frame, hello: Hello) -> Greeted:
         self.state = State.CLOSED
-        ours = PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX
+        ours = PROTOCOL_VERSION_MIN, self._greeting.version
         error = UnsupportedVersion(self.peer, ours, (hello.version_min, hello.version_max))
         number, fields = status.encode_error(error)
         fields["version_min"], fields["version_max"] = ours
-        return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, number, 0, fields)
+        answer = encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, number, frame.opaque, fields)
+        return Greeted(answer, accepted=False)
 
     def respond(
         self, request: Request, header: Any, bodies: list[Buffer] | None = None, number: int = status.OK
     ) -> list[Buffer]:
-        """The bytes that answer `request`."""
-        return encode_frame(self._greeting.version, request.command, number, request.opaque, header, bodies)
+        """The bytes that answer `request`; an answer too large to be sent is replaced by the error that says so."""
+        version, command, opaque = self._greeting.version, request.command, request.opaque
+        limit = ANSWER_HEADER_BYTES_MAX
+        try:
+            return encode_frame(version, command, number, opaque, header, bodies, header_bytes_max=limit)
+        except MessageTooLarge as error:
+            number, fields = status.encode_error(error)
+            return encode_frame(version, command, number, opaque, fields)
 
     def refusal(self, error: ProtocolError) -> list[Buffer]:
         """The last bytes on a connection whose peer broke the protocol."""

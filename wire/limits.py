@@ -12,7 +12,16 @@ HELLO_BYTES_MAX = 4 * 1024
 """A frame before the HELLO is done: a stranger can make us allocate no more than this."""
 
 HEADER_BYTES_MAX = 1024 * 1024
-"""A frame's msgpack header; 1,000 partitions in one GET take about 40 KB."""
+"""A request's msgpack header; 1,000 partitions in one GET take about 40 KB."""
+
+ANSWER_HEADER_BYTES_MAX = 8 * 1024 * 1024
+"""A response's; an error has sentences where its entry in the request had a name, and STATS a map a partition."""
+
+ENTRIES_MAX = 20_000
+"""Entries of one PUT or OFFSETS, and of their answers: twice the partitions that a topic may have."""
+
+ERROR_TEXT_CHARS_MAX = 1000
+"""Of each text in an error's fields; the rest is cut."""
 
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 """Value, key and headers of one message together."""
@@ -26,9 +35,22 @@ BATCH_COUNT_MAX = 1 << 20
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 """A whole frame: header and body."""
 
-BATCH_TARGET_BYTES = 1024 * 1024
-"""Where a producer closes a batch. Measured: above 256 KiB the cost per message no longer falls."""
+FETCH_BYTES_MAX = 32 * 1024 * 1024
+"""What `bytes_max` of a GET can ask for; the last batch comes whole, so an answer may have one batch more."""
+
+FETCH_RESULTS_MAX = 1000
+"""Partitions in one answer to a GET; the others keep their turn."""
+
+FETCH_PARTITIONS_MAX = 100_000
+"""Partitions that are open in one fetch session."""
+
+FETCH_WAIT_MS_MAX = 5 * 60 * 1000
+"""How long a GET is parked at most."""
+
+BATCH_TARGET_BYTES = 1024 * 1024 - 4096
+"""Where a producer closes a batch: with header and padding it fits in 1 MiB, which is what a consumer asks for at once."""
 
 assert MESSAGE_BYTES_MAX < BATCH_BYTES_MAX < FRAME_BYTES_MAX < 2**31
 assert BATCH_TARGET_BYTES <= BATCH_BYTES_MAX
-assert HELLO_BYTES_MAX < HEADER_BYTES_MAX
+assert HELLO_BYTES_MAX < HEADER_BYTES_MAX < ANSWER_HEADER_BYTES_MAX
+assert ANSWER_HEADER_BYTES_MAX + FETCH_BYTES_MAX + BATCH_BYTES_MAX < FRAME_BYTES_MAX

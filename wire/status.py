@@ -6,10 +6,12 @@ with the peer's own words.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from metamq import errors
 from metamq.errors import MetamqError
+from metamq.wire.limits import ERROR_TEXT_CHARS_MAX
 
 OK = 0
 UNKNOWN = 1
@@ -34,23 +36,53 @@ _NUMBERS: dict[int, type[MetamqError]] = {
 }
 _BY_CLASS = {cls: number for number, cls in _NUMBERS.items()}
 _PLAIN = (str, int, float, bool, type(None))
+_OUTCOMES = ("not_done", "unknown")
 
 
 def encode_error(error: MetamqError) -> tuple[int, dict[str, Any]]:
-    """(status, fields) of an error; fields that msgpack has no type for stay behind."""
-    fields = {name: value for name, value in error.__dict__.items() if isinstance(value, _PLAIN)}
+    """(status, fields) of an error; fields that msgpack has no type for stay behind, long texts are cut.
+
+    A class without a number travels as its nearest ancestor with one. Forgets the error's traceback: an error that the
+    broker keeps and raises for each request, such as a full disk, would otherwise collect the frames, and with them
+    the bodies, of every request it refused.
+    """
+    error.__traceback__ = None
+    fields = {name: _plain(value) for name, value in error.__dict__.items() if _is_plain(value)}
     fields["retriable"] = error.retriable
     fields["outcome"] = error.outcome
-    fields["hint"] = error.hint
-    return _BY_CLASS.get(type(error), UNKNOWN), fields
+    fields["hint"] = _plain(error.hint)
+    number = next((_BY_CLASS[cls] for cls in type(error).__mro__ if cls in _BY_CLASS), UNKNOWN)
+    return number, fields
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):  # a path may have characters that UTF-8 has no bytes for
+        return value[:ERROR_TEXT_CHARS_MAX].encode("utf-8", "backslashreplace").decode()
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def decode_error(status: int, fields: Any) -> MetamqError:
     """The error that the peer raised. Never raises: strange fields give an error that shows them."""
     cls = _NUMBERS.get(status, MetamqError)
     if not isinstance(fields, dict) or not isinstance(fields.get("problem"), str):
-        return MetamqError(f"the broker answered with status {status}: {fields!r}")
+        return MetamqError(f"the broker answered with status {status}: {reprlib.repr(fields)}")
+    known = {name: value for name, value in fields.items() if _is_sound(name, value)}
     error = cls.__new__(cls)
     error.args = (fields["problem"],)
-    error.__dict__.update({name: value for name, value in fields.items() if isinstance(name, str)})
+    error.__dict__.update({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
     return error
+
+
+def _is_sound(name: Any, value: Any) -> bool:
+    """Whether a field may be set; the class's own value stands otherwise."""
+    if name == "retriable":
+        return isinstance(value, bool)
+    if name == "outcome":
+        return value in _OUTCOMES
+    if name == "hint":
+        return isinstance(value, str)
+    return isinstance(name, str) and not name.startswith("_") and not hasattr(Exception, name)

@@ -1,0 +1,115 @@
+"""Headers: what is declared is taken, with fields to spare, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metamq.errors import ProtocolError
+from metamq.wire import commands
+from metamq.wire.commands import Command, Get, GetPartition, OffsetsEntry, PutEntry, PutResult, unpack, unpack_list
+from metamq.wire.limits import ENTRIES_MAX
+
+TUPLES = [
+    commands.Hello(1, 1, "me"),
+    commands.HelloReply(1, 0, 5, 4, 16, 64, "metamq"),
+    PutEntry("flights", "id", 3, 100),
+    PutResult(0, 10, 20, None),
+    GetPartition(1, "flights", "id", 3),
+    Get(100, 1, 2, 3, [GetPartition(1, "flights", "id", 3)], [(1, 10)], [2]),
+    commands.GetResult(1, 0, 100, 0, 10, None),
+    OffsetsEntry("flights", "id", 3, commands.LATEST),
+    commands.OffsetsResult(0, 10, -1, 0, 10, 5, None),
+]
+
+
+def received(header: Any) -> Any:
+    return msgpack.unpackb(msgpack.packb(header))
+
+
+@pytest.mark.parametrize("sent", TUPLES, ids=lambda sent: type(sent).__name__)
+def test_round_trip(sent: Any) -> None:
+    got = unpack(type(sent), received(sent))
+    assert type(got) is type(sent)
+    assert received(got) == received(sent)
+
+
+@pytest.mark.parametrize("sent", TUPLES, ids=lambda sent: type(sent).__name__)
+def test_fields_of_a_newer_release_are_left_out(sent: Any) -> None:
+    assert unpack(type(sent), [*received(sent), "new", {"more": 1}]) == unpack(type(sent), received(sent))
+
+
+@pytest.mark.parametrize("sent", TUPLES, ids=lambda sent: type(sent).__name__)
+def test_a_wrong_field_is_named(sent: Any) -> None:
+    good = received(sent)
+    for number, name in enumerate(sent._fields):
+        if name == "error":
+            continue
+        for wrong in (None, 1.5, True, b"bytes", {}, [["x"]]):
+            if name == "opened" and isinstance(wrong, list):
+                continue  # its entries are looked at one by one
+            with pytest.raises(ProtocolError, match=rf"{type(sent).__name__}\.{name} is to be .+, got"):
+                unpack(type(sent), [*good[:number], wrong, *good[number + 1 :]])
+    for short in range(len(good)):
+        with pytest.raises(ProtocolError, match=f"{type(sent).__name__} has {len(good)} fields, got"):
+            unpack(type(sent), good[:short])
+
+
+@pytest.mark.parametrize("armed", [[[1]], [[1, 2, 3]], [[1, "2"]], [1, 2], [[True, 1]]])
+def test_what_is_armed_are_pairs(armed: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"Get\.armed"):
+        unpack(Get, [0, 0, 0, 0, [], armed, []])
+
+
+def test_lists() -> None:
+    assert unpack_list(PutEntry, []) == []
+    for wrong in (None, {}, "x", 1):
+        with pytest.raises(ProtocolError, match="a list of PutEntry is expected, got"):
+            unpack_list(PutEntry, wrong)
+    entry = list(PutEntry("t", "id", 0, 1))
+    assert len(unpack_list(PutEntry, [entry] * ENTRIES_MAX)) == ENTRIES_MAX
+    with pytest.raises(ProtocolError, match="20,001 entries of PutEntry are over the limit of 20,000"):
+        unpack_list(PutEntry, [entry] * (ENTRIES_MAX + 1))
+
+
+def test_an_error_shows_little_of_a_large_header() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for wrong in (["x" * 1_000_000], deep, list(range(100_000)), [deep] * 7):
+        with pytest.raises(ProtocolError) as caught:
+            unpack(Get, wrong)
+        assert len(str(caught.value)) < 400
+
+
+def test_numbers_are_never_used_twice() -> None:
+    assert {command.name: command.value for command in Command} == {
+        "HELLO": 1,
+        "AUTHENTICATE": 2,
+        "PUT": 3,
+        "GET": 4,
+        "OFFSETS": 6,
+        "STATS": 7,
+    }
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(anything)
+def test_anything_else_is_refused(header: Any) -> None:
+    for sent in TUPLES:
+        try:
+            got = unpack(type(sent), header)
+        except ProtocolError:
+            continue
+        assert type(got) is type(sent)
