@@ -1,0 +1,19 @@
+"""Strangers who take their time: closed after the time-out, whether they trickle or say nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metamq.broker.protocol import HELLO_TIMEOUT_S
+
+
+def test_a_hello_that_does_not_come(front: Any) -> None:
+    for slow in front.slow:
+        slow.join(HELLO_TIMEOUT_S + 10)
+        assert not slow.is_alive()
+        assert HELLO_TIMEOUT_S - 1 < slow.lasted_s < HELLO_TIMEOUT_S + 5
+
+
+def test_a_greeted_connection_may_be_silent_for_longer(front: Any) -> None:
+    """The first client of all, older than the slow ones."""
+    assert front.patient.ask(7, None).status == 0
