@@ -35,7 +35,7 @@ WORKERS = 3
 CHUNK = 20_000
 LIMIT_S = 180.0
 POLL_S = 0.02
-BAR_WIDTH = 24
+BAR_WIDTH = 16
 
 
 class Demo:
@@ -50,7 +50,7 @@ class Demo:
 
     def say(self, text: str) -> None:
         """One line, with the time since the start."""
-        self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False)
+        self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True)
 
     def run(self) -> bool:
         """True when every figure came out equal."""
