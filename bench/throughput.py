@@ -87,9 +87,9 @@ CONSUMERS: dict[str, Callable[[Consumer[bytes], int], None]] = {
 
 
 def consume(cluster: Cluster, topic: str, count: int, way: Callable[[Consumer[bytes], int], None]) -> float:
-    """One way to read `count` messages from the start of a topic, joining included."""
-    began = time.perf_counter()
+    """One way to read `count` messages from the start of a topic, once the consumer is there."""
     with cluster.consumer(topics=[topic], idle_timeout_s=IDLE_S) as consumer:
+        began = time.perf_counter()
         way(consumer, count)
         return count / (time.perf_counter() - began)
 
@@ -98,8 +98,8 @@ def listen(cluster: Cluster, topic: str, count: int) -> float:
     """`run(listener)` in one thread."""
     count = min(count, LISTENED)
     left = count
-    began = time.perf_counter()
     with cluster.consumer(topics=[topic], idle_timeout_s=IDLE_S) as consumer:
+        began = time.perf_counter()
 
         def listener(message: Any) -> None:
             nonlocal left
