@@ -1,0 +1,382 @@
+"""The broker's life: starts that are refused by name, stops that lose nothing, registration through every trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from metamq import Producer
+from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.client.outgoing import Delivery
+from metamq.errors import ConfigError, MetamqError
+from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.zk.brokers import BrokerState, read_state
+from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.paths import master_offer
+from metamq.zk.session import Session
+from metamq.zk.topics import TopicStore
+from tests.parts import LocalBroker, http_get, read_topic, statistics, wait_until
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Cluster]:
+    with cluster() as running:
+        yield running
+
+
+def broker_state(zookeeper: str, broker_id: int = 0) -> BrokerState:
+    async def read() -> BrokerState:
+        async with await Session.open(zookeeper) as session:
+            found = await read_state(session, broker_id)
+            assert found is not None
+            return found[0]
+
+    return asyncio.run(read())
+
+
+def registered(zookeeper: str, topic: str, broker_id: int = 0) -> dict[str, int]:
+    """Which sessions stand behind the broker's nodes: "master", "topics-pub", "topics-sub"."""
+
+    async def look() -> dict[str, int]:
+        async with await Session.open(zookeeper) as session:
+            paths = {"master": session.paths.master(broker_id)}
+            for kind in ("topics-pub", "topics-sub"):
+                paths[kind] = session.paths.offered_topic(kind, topic, master_offer(broker_id))
+            stats = {name: await session.exists(path) for name, path in paths.items()}
+            return {name: stat.ephemeral_owner for name, stat in stats.items() if stat is not None}
+
+    return asyncio.run(look())
+
+
+class Stream:
+    """A producer that never stops sending, from a thread of its own."""
+
+    def __init__(self, zookeeper: str, topic: str) -> None:
+        self._zookeeper = zookeeper
+        self._topic = topic
+        self._ending = threading.Event()
+        self.deliveries: list[Delivery] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with Producer(self._zookeeper, delivery_timeout_s=40) as producer:
+            while not self._ending.is_set():
+                for _ in range(20):
+                    self.deliveries.append(producer.send(self._topic, b"%d" % len(self.deliveries)))
+                self._ending.wait(0.002)
+
+    def __enter__(self) -> Stream:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self._thread.join(60)
+
+    def acknowledged(self) -> int:
+        """Messages so far."""
+        return sum(delivery.done() for delivery in self.deliveries)
+
+    def goes_on(self, limit_s: float = 10.0) -> None:
+        """What is sent from now on is acknowledged."""
+        now = len(self.deliveries)
+        wait_until(lambda: len(self.deliveries) > now, limit_s)
+        self.deliveries[now].result(limit_s)
+
+
+# -- stopping ----------------------------------------------------------------------
+
+
+def test_sigterm_under_load_answers_what_is_under_way_and_loses_nothing(parts: Cluster) -> None:
+    broker = parts.broker
+    with parts.admin() as admin:
+        topic = admin.create_topic("drained", partitions=2, flush="ack")
+    with Stream(parts.zookeeper, "drained") as stream:
+        for _ in range(3):
+            wanted = stream.acknowledged() + 200
+            wait_until(lambda wanted=wanted: stream.acknowledged() >= wanted)  # type: ignore[misc]
+            begun = time.monotonic()
+            assert broker.stop() == 0
+            took_s = time.monotonic() - begun
+            assert took_s < 8, "the drain waits for what is under way, not for what clients send meanwhile"
+            for index in range(2):
+                folder = broker.data / "topics" / f"drained@{topic.id}" / str(index)
+                log = PartitionLog.open(folder, "drained", LogConfig(), FileCache(), now_us=0)
+                assert log.recovery.clean
+                assert log.recovery.scanned_bytes == 0
+                log.close()
+            broker.start()
+    receipts = [delivery.result(40) for delivery in stream.deliveries]
+    stored = read_topic(broker, "drained", topic.id)
+    found = {m.value: (name, m.offset) for name, messages in stored.items() for m in messages}
+    assert sum(map(len, stored.values())) == len(receipts)
+    assert found == {b"%d" % n: (r.partition, r.offset) for n, r in enumerate(receipts)}
+
+
+def test_sigterm_when_idle_is_quick_and_withdraws_from_zookeeper(parts: Cluster) -> None:
+    with parts.admin() as admin:
+        admin.create_topic("withdrawn", partitions=1)
+    with parts.producer() as producer:
+        producer.send("withdrawn", b"x").result(20)
+        assert registered(parts.zookeeper, "withdrawn").keys() == {"master", "topics-pub", "topics-sub"}
+        begun = time.monotonic()
+        assert parts.broker.stop() == 0
+        assert time.monotonic() - begun < 5
+    assert registered(parts.zookeeper, "withdrawn") == {}
+    parts.broker.start()
+
+
+# -- starts that are refused ----------------------------------------------------------------------
+
+
+def refused(broker: BrokerProcess) -> str:
+    """What a broker that does not start says."""
+    with pytest.raises(MetamqError) as caught:
+        broker.start()
+    return str(caught.value)
+
+
+def test_a_second_broker_on_one_data_folder(parts: Cluster) -> None:
+    text = refused(BrokerProcess(parts.zookeeper, parts.broker.data))
+    assert "ended with status 1" in text
+    assert f"the data folder {parts.broker.data} is in use by process {parts.broker.pid}. Stop that process" in text
+
+
+def test_a_port_that_is_taken(parts: Cluster, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        broker = BrokerProcess(parts.zookeeper, tmp_path / "b", 1)
+        broker.port = port
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use. Choose another --port" in refused(broker)
+        broker = BrokerProcess(parts.zookeeper, tmp_path / "b", 1, http_port=port)
+        text = refused(broker)
+        assert f"cannot serve metrics on 127.0.0.1:{port}: Address already in use. Choose another --http-port" in text
+    assert registered(parts.zookeeper, "any", 1) == {}
+    broker = BrokerProcess(parts.zookeeper, tmp_path / "b", 1)
+    broker.start()
+    assert broker.stop() == 0
+
+
+def run_broker(environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "metamq.broker"],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("prot = 8123", "unknown setting 'prot' in [broker] of {file}. Did you mean 'port'?"),
+        ("port = 'x'", "port in [broker] of {file} is to be int, got 'x'"),
+        ("port = 70000", "the broker's `port` is 70000, allowed are 0 to 65535"),
+    ],
+)
+def test_a_wrong_configuration(tmp_path: Path, section: str, said: str) -> None:
+    file = tmp_path / "metamq.toml"
+    file.write_text(f"[broker]\n{section}\n")
+    with run_broker({"METAMQ_CONFIG": str(file), "METAMQ_ZOOKEEPER": "127.0.0.1:1"}) as process:
+        _, text = process.communicate(timeout=30)
+    assert process.returncode not in (0, 3)
+    assert said.format(file=file) in text
+    assert "Traceback" not in text
+
+
+def test_a_broker_id_that_another_live_broker_has(parts: Cluster, tmp_path: Path) -> None:
+    first = BrokerProcess(parts.zookeeper, tmp_path / "first", 2, session_timeout_ms=1000)
+    first.start()
+    text = refused(BrokerProcess(parts.zookeeper, tmp_path / "second", 2, session_timeout_ms=1000))
+    assert f"broker 2 has a live master already: replica 0 at 127.0.0.1:{first.port}" in text
+    assert "Give each broker its own broker id, or stop the other one." in text
+    assert statistics(first)["epoch"] == broker_state(parts.zookeeper, 2).epoch
+    assert first.stop() == 0
+
+
+def test_a_data_folder_of_another_broker_id(parts: Cluster, tmp_path: Path) -> None:
+    first = BrokerProcess(parts.zookeeper, tmp_path / "data", 3)
+    first.start()
+    assert first.stop() == 0
+    assert f"the data folder {tmp_path / 'data'} belongs to broker 3, not 4" in refused(
+        BrokerProcess(parts.zookeeper, tmp_path / "data", 4)
+    )
+
+
+# -- registration ----------------------------------------------------------------------
+
+
+def test_registered_only_when_recovery_is_finished(tmp_path: Path) -> None:
+    with cluster() as parts:
+        with parts.admin() as admin:
+            admin.create_topic("recovered", partitions=1)
+        with parts.producer() as producer:
+            producer.send_many("recovered", [b"x" * 1000] * 60_000).result(60)
+        before = registered(parts.zookeeper, "recovered")
+        parts.broker.kill()
+        parts.broker.start(wait=False)
+
+        async def watch() -> None:
+            async with await Session.open(parts.zookeeper) as session:
+                path = session.paths.offered_topic("topics-pub", "recovered", master_offer(0))
+                while True:
+                    stat = await session.exists(path)
+                    if stat is not None and stat.ephemeral_owner != before["topics-pub"]:
+                        return
+                    await asyncio.sleep(0.001)
+
+        asyncio.run(asyncio.wait_for(watch(), 30))
+        (partition,) = statistics(parts.broker)["partitions"]
+        assert partition["stable_offset"] == 60_000
+        parts.broker.wait_ready()
+
+
+def all_registered(broker: BrokerProcess, zookeeper: str, topic: str) -> bool:
+    """Whether one living session stands behind all of the broker's nodes, and it knows."""
+    sessions = registered(zookeeper, topic)
+    return len(sessions) == 3 and len(set(sessions.values())) == 1 and http_get(broker.http_port, "/readyz")[0] == 200
+
+
+def test_zookeeper_away_for_less_and_for_longer_than_the_session_lives(tmp_path: Path) -> None:
+    with EmbeddedZooKeeper(tmp_path / "zookeeper") as zookeeper:
+        broker = BrokerProcess(zookeeper.address, tmp_path / "broker", session_timeout_ms=2000)
+        broker.start()
+        parts = Cluster(zookeeper, tmp_path)
+        parts.brokers.append(broker)
+        with parts.admin() as admin:
+            topic = admin.create_topic("t", partitions=2, flush="ack")
+        with Stream(zookeeper.address, "t") as stream:
+            stream.goes_on()
+            for away_s, kill in ((0.5, False), (4.0, False), (0.2, True), (4.0, True)):
+                zookeeper.kill() if kill else zookeeper.freeze()
+                deadline = time.monotonic() + away_s
+                while time.monotonic() < deadline:
+                    stream.goes_on()
+                zookeeper.restart() if kill else zookeeper.thaw()
+                wait_until(lambda: all_registered(broker, zookeeper.address, "t"), what="registration")
+                stream.goes_on()
+                with parts.producer() as fresh:
+                    fresh.send("t", b"fresh-%f-%d" % (away_s, kill)).result(20)
+        receipts = [delivery.result(40) for delivery in stream.deliveries]
+        values = [m.value for messages in read_topic(broker, "t", topic.id).values() for m in messages]
+        assert len(values) == len(set(values)) == len(receipts) + 4
+        assert broker.stop() == 0
+
+
+def enlarge(zookeeper: str, topic: str, partitions: int) -> None:
+    async def alter() -> None:
+        async with await Session.open(zookeeper) as session:
+            await TopicStore(session).alter(topic, lambda config: replace(config, partitions={0: partitions}))
+
+    asyncio.run(alter())
+
+
+def test_a_lost_session_is_replaced_and_everything_registered_anew(tmp_path: Path) -> None:
+    with cluster(folder=tmp_path, session_timeout_ms=1000) as parts:
+        broker = parts.broker
+        with parts.admin() as admin:
+            topic = admin.create_topic("t", partitions=2, flush="ack")
+        epoch, before = statistics(broker)["epoch"], registered(parts.zookeeper, "t")
+        with Stream(parts.zookeeper, "t") as stream:
+            stream.goes_on()
+            broker.freeze()
+            wait_until(lambda: registered(parts.zookeeper, "t") == {}, what="the end of the session")
+            enlarge(parts.zookeeper, "t", 3)
+            broker.thaw()
+            wait_until(lambda: all_registered(broker, parts.zookeeper, "t"), what="registration")
+            stream.goes_on()
+            with parts.producer() as fresh:
+                wait_until(lambda: len(read_topic(broker, "t", topic.id)) == 3, what="the partition added meanwhile")
+                assert fresh.send("t", b"fresh", partition="0-2").result(20).partition == "0-2"
+        after = registered(parts.zookeeper, "t")
+        assert not set(before.values()) & set(after.values())
+        assert statistics(broker)["epoch"] == broker_state(parts.zookeeper).epoch == epoch + 1
+        receipts = [delivery.result(40) for delivery in stream.deliveries]
+        values = [m.value for messages in read_topic(broker, "t", topic.id).values() for m in messages]
+        assert len(values) == len(set(values)) == len(receipts) + 1
+
+
+# -- what it says of itself ----------------------------------------------------------------------
+
+
+def test_metrics_and_pages(parts: Cluster) -> None:
+    with parts.admin() as admin:
+        admin.create_topic("measured", partitions=1)
+    with parts.producer() as producer:
+        producer.send_many("measured", [b"x"] * 30).result(20)
+    port = parts.broker.http_port
+    code, metrics = http_get(port, "/metrics")
+    assert code == 200
+    for line in (
+        'metamq_broker_messages_in_total{topic="measured"} 30.0',
+        'metamq_broker_batches_in_total{topic="measured"} 1.0',
+        'metamq_log_stable_offset{partition="0",topic="measured"} 30.0',
+        "metamq_broker_ready 1.0",
+    ):
+        assert line in metrics.splitlines(), metrics
+    assert http_get(port, "/healthz")[0] == 200
+    code, text = http_get(port, "/readyz")
+    assert (code, text.startswith("epoch ")) == (200, True)
+    assert http_get(port, "/other") == (404, "/metrics, /healthz and /readyz are here\n")
+
+
+@pytest.fixture(scope="module")
+def without_zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A broker that looks for a ZooKeeper that is not there; it does so while the other tests run."""
+    address = f"127.0.0.1:{free_port()}"
+    settings = {
+        "METAMQ_ZOOKEEPER": address,
+        "METAMQ_BROKER_PORT": "0",
+        "METAMQ_BROKER_HTTP_PORT": "-1",
+        "METAMQ_BROKER_DATA": str(tmp_path_factory.mktemp("without") / "data"),
+    }
+    with run_broker(settings) as process:
+        yield process, address
+        process.kill()
+
+
+def test_a_loop_that_hangs_shows(
+    parts: Cluster, tmp_path: Path, without_zookeeper: tuple[subprocess.Popen[str], str]
+) -> None:
+    hanging = threading.Event()
+    with LocalBroker(parts.zookeeper, tmp_path / "local", id=5) as local:
+        port = local.broker.http_port
+        assert http_get(port, "/healthz")[0] == 200
+        local.loop.call_soon_threadsafe(hanging.wait)
+        wait_until(lambda: http_get(port, "/healthz")[0] == 503, 20, "the alarm")
+        assert http_get(port, "/healthz")[1].startswith("the event loop last turned ")
+        assert http_get(port, "/metrics")[0] == 200
+        hanging.set()
+        wait_until(lambda: http_get(port, "/healthz")[0] == 200)
+
+
+def test_no_zookeeper(without_zookeeper: tuple[subprocess.Popen[str], str]) -> None:
+    process, address = without_zookeeper
+    out, text = process.communicate(timeout=30)
+    assert (process.returncode, out) == (3, "")
+    assert f"no connection to {address}: no ZooKeeper answered within 10 s. Start one with `metamq up`" in text
+    assert "Traceback" not in text
+
+
+def test_a_start_that_failed_leaves_nothing_open(parts: Cluster, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for setting in ("port", "http_port"):
+            with (
+                pytest.raises(ConfigError, match=f":{port}: "),
+                LocalBroker(parts.zookeeper, tmp_path / "data", id=6, **{setting: port}),
+            ):
+                pass
+    with LocalBroker(parts.zookeeper, tmp_path / "data", id=6) as local:
+        assert local.broker.epoch > 0
