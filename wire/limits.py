@@ -48,7 +48,7 @@ FETCH_WAIT_MS_MAX = 5 * 60 * 1000
 """How long a GET is parked at most."""
 
 BATCH_TARGET_BYTES = 1024 * 1024 - 4096
-"""Where a producer closes a batch: with header and padding it fits in 1 MiB, which is what a consumer asks for at once."""
+"""Where a producer closes a batch: with header and padding it fits in 1 MiB, as much as a consumer asks for at once."""
 
 assert MESSAGE_BYTES_MAX < BATCH_BYTES_MAX < FRAME_BYTES_MAX < 2**31
 assert BATCH_TARGET_BYTES <= BATCH_BYTES_MAX

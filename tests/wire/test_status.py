@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -199,3 +201,16 @@ def test_decoding_never_raises(number: int, fields: Any, with_problem: bool) -> 
     if with_problem and isinstance(fields, dict):
         fields["problem"] = "p"
     assert isinstance(str(decode_error(number, fields)), str)
+
+
+COMMON = {"problem", "hint", "retriable", "outcome"}
+
+
+@pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
+def test_the_document_names_the_fields(error: MetamqError) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "wire-protocol.md").read_text()
+    number, fields = encode_error(error)
+    row = re.search(rf"^\| {number} \| `\w+` \| (.*)\|$", text, re.MULTILINE)
+    assert row is not None
+    if number != status.UNKNOWN:  # which stands for classes with fields of their own, too
+        assert set(re.findall(r"`(\w+)`", row[1])) == fields.keys() - COMMON
