@@ -30,7 +30,8 @@ HOW = """
 
 `send` is one call and one Delivery a message; `send_many` one call for all. `iteration` is `for message in consumer`;
 `batches` yields verified batches and touches nothing in them; `values` makes every value a `bytes` object; `arrow`
-makes a RecordBatch. Producing includes the last acknowledgement; consuming begins when the consumer has connected. The listener is `consumer.run(listener)` with one thread.
+makes a RecordBatch. The listener is `consumer.run(listener)` with one thread. Producing includes the last
+acknowledgement; consuming begins when the consumer has connected.
 
 A consumer of 1,000 partitions sends no more with a poll than one of 4: a fetch session carries only what changed.
 """

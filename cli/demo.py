@@ -50,7 +50,9 @@ class Demo:
 
     def say(self, text: str) -> None:
         """One line, with the time since the start."""
-        self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True)
+        self._console.print(
+            f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True
+        )
 
     def run(self) -> bool:
         """True when every figure came out equal."""
