@@ -172,6 +172,9 @@ class Consumer(ConsumerFace[T]):
         """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
         await self._core.seek_to(TopicPartition(*partition), where)
 
+    def _seek_now(self, tp: TopicPartition, offset: int) -> None:
+        self._core.seek(tp, offset)
+
     def pause(self, *partitions: tuple[str, str]) -> None:
         """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""
         self._core.pause(partitions_of(partitions) or self.assignment)

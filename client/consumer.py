@@ -189,9 +189,12 @@ class Consumer(ConsumerFace[T]):
 
         connection: with offsets=DatabaseOffsets(...), writes the offsets into the transaction that this DB-API
         connection is in, and leaves committing it to you: results and offsets are stored together or not at all, so
-        each message counts exactly once. Give a position, or everything that is done counts, without what is in hand.
+        each message counts exactly once. Needs auto_commit=False. Give a position, or everything that is done counts,
+        without what is in hand. When the database's answer to its commit was lost, leave the block, seek back to the
+        first message of the transaction, or do the same message or batch again: if it was stored, the commit says so.
 
-        Raises OwnershipLost when a partition has another owner now: roll back. Other errors may be retried.
+        Raises OwnershipLost when a partition has another owner now, or these messages are counted already: roll back,
+        and go on with what comes next. Other errors may be retried.
         """
         self._check_usable()
         if connection is not None:
@@ -205,6 +208,9 @@ class Consumer(ConsumerFace[T]):
         """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
         self._check_usable()
         self._background.run(self._core.seek_to(TopicPartition(*partition), where))
+
+    def _seek_now(self, tp: TopicPartition, offset: int) -> None:
+        self._background.run(self._core.seek_to(tp, offset))
 
     def pause(self, *partitions: tuple[str, str]) -> None:
         """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""

@@ -437,6 +437,7 @@ class ConsumerCore:
         loss = self._data_loss.pop(tp, None)
         if loss is not None and loss is self.inbox.error:
             self.inbox.error = next(iter(self._data_loss.values()), None)
+        state.sought_offset, state.assumed_offset = offset, None
         self.inbox.rewind(state, offset)
         self._fetch_from(state, offset)
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Generic
+from collections.abc import Iterable
+from typing import Generic
 
+from metamq.client.commit_in import Position, commit_in
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.health import ConsumerHealth
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
-from metamq.client.offsets import CommitRequest
 from metamq.client.offsets_database import Connection, DatabaseOffsets
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, OwnershipLost
-from metamq.zk.ownership import Committed
 from metamq.zk.partitions import TopicPartition
 
-Position = Message[Any] | MessageBatch[Any] | Mapping[TopicPartition, int] | None
+__all__ = ["ConsumerFace", "Position", "offsets_of", "partitions_of"]
 
 
 def offsets_of(position: Position) -> dict[TopicPartition, int] | None:
@@ -52,28 +51,26 @@ class ConsumerFace(Generic[T]):
                 "commit(connection=...) needs offsets in a database",
                 hint="Give Consumer(offsets=DatabaseOffsets(...)).",
             )
+        if self._core.plan.auto_commit:
+            raise ConfigError(
+                "commit(connection=...) and auto_commit exclude each other: the one would overtake the other",
+                hint="Give Consumer(auto_commit=False).",
+            )
         for request in self._core.commit_requests(offsets_of(position)):
-            self._commit_one_in(storage, connection, request)
+            state = self._core.inbox.states.get(request.claim.tp)
+            if state is None:
+                raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
+            counted = commit_in(storage, connection, state, request, position)
+            if counted is not None:
+                if counted < request.offset:
+                    self._seek_now(request.claim.tp, counted)
+                else:
+                    state.sought_offset = request.offset  # what comes next begins there
+                raise OwnershipLost(*request.claim.tp, reason=f"it is counted up to offset {counted} already")
 
-    def _commit_one_in(self, storage: DatabaseOffsets, connection: Connection, request: CommitRequest) -> None:
-        """The row holds what the last transaction wrote or, if that was rolled back, what the one before did."""
-        state = self._core.inbox.states.get(request.claim.tp)
-        if state is None:
-            raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
-        stored = request.claim.committed
-        known: list[int | None] = [state.assumed_offset] if state.assumed_offset is not None else []
-        known += [state.committed_offset, stored.offset if stored else None]
-        for number, offset in enumerate(dict.fromkeys(known)):
-            committed = None if offset is None else Committed(offset, request.epoch, request.claim.topic_id)
-            try:
-                storage.commit_in(connection, [request.with_known(committed)])
-            except OwnershipLost:
-                if number + 1 == len(dict.fromkeys(known)):
-                    raise
-                continue
-            state.committed_offset = offset
-            state.assumed_offset = request.offset
-            return
+    def _seek_now(self, tp: TopicPartition, offset: int) -> None:
+        """Seeks; in the blocking consumer, waits for it."""
+        raise NotImplementedError
 
 
 def partitions_of(partitions: Iterable[tuple[str, str]] | tuple[str, str]) -> list[TopicPartition]:

@@ -42,8 +42,8 @@ class PartitionState:
 
     __slots__ = (
         "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch",
-        "first_offset", "hand", "next_offset", "paused", "released", "rewinding", "stable_offset", "start_offset",
-        "starting", "tp",
+        "first_offset", "hand", "next_offset", "paused", "released", "rewinding", "sought_offset", "stable_offset",
+        "start_offset", "starting", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
@@ -56,6 +56,8 @@ class PartitionState:
         self.committed_offset: int | None = None
         self.assumed_offset: int | None = None
         """What was committed in a transaction of the application's, which may or may not have ended well."""
+        self.sought_offset: int | None = None
+        """Where the application went by a seek, until the next commit in a transaction of its own."""
         self.epoch = 0
         """The master's term that wrote the last message that is done, or in which it was found where to start."""
         self.buffered: deque[MessageBatch[Any]] = deque()

@@ -118,10 +118,23 @@ class DatabaseOffsets:
         Blocks; to be called in the thread that uses `connection`.
         """
         for request in sorted(requests, key=lambda request: request.claim.tp):
-            known = request.claim.committed
-            changed = self._update(connection, request, known.offset if known else NOTHING_COMMITTED)
-            if not changed:
+            if not self.update_in(connection, request):
                 raise self._lost(connection, request.claim)
+
+    def update_in(self, connection: Connection, request: CommitRequest) -> bool:
+        """As `commit_in` for one partition, but False when the row holds something else."""
+        known = request.claim.committed
+        return self._update(connection, request, known.offset if known else NOTHING_COMMITTED)
+
+    def read_in(self, connection: Connection, claim: Claim) -> Committed | None:
+        """What the row holds, read inside the transaction that `connection` is in; None for nothing.
+
+        Raises OwnershipLost when the row is not this claim's any more.
+        """
+        row = self._row(connection, claim)
+        if row is None or row[0] != claim.generation:
+            raise self._lost(connection, claim)
+        return row[1]
 
     async def close(self) -> None:
         """Refuse further use; no connection outlives its operation."""

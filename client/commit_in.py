@@ -1,0 +1,83 @@
+"""Offsets in the application's own transaction: when may these messages be counted?
+
+The row holds how far messages are counted. Results for messages up to an offset may be stored with it only if none of
+them is counted yet; so it is not enough that the row is still ours, which its generation tells. The outcome of a
+database commit may be unknown: the answer was lost, the application handles the message again, and its results are
+there already. Then the row holds more than it may, and the new transaction is refused.
+
+    a message       the row may not be past it
+    a batch         the row may not be in it or past it
+    {tp: offset}    the row has to be below the offset, or hold it since our last commit: nothing new in that partition
+    all that is done        likewise
+    after seek()    with the last two, nor may it be past the place. With any: if the place lies before what is counted
+                    for certain, the application means to count again, and the row may hold anything
+
+Whoever is refused rolls back and goes on with what comes next. If only a part of the messages is counted, what comes
+next is the rest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from metamq.client.inbox import PartitionState
+from metamq.client.message_batch import MessageBatch
+from metamq.client.model import Message
+from metamq.client.offsets import Claim, CommitRequest, Committed
+from metamq.client.offsets_database import Connection, DatabaseOffsets
+from metamq.errors import OwnershipLost
+from metamq.zk.partitions import TopicPartition
+
+Position = Message[Any] | MessageBatch[Any] | Mapping[TopicPartition, int] | None
+
+
+def counted_limit(state: PartitionState, position: Position, offset: int) -> float:
+    """The highest offset that the row may hold when `offset` is written for `position`."""
+    sought, certain = state.sought_offset, state.committed_offset
+    if sought is not None and certain is not None and sought < certain:
+        return math.inf
+    if isinstance(position, Message | MessageBatch):
+        return position.offset
+    limit = offset if offset == state.assumed_offset else offset - 1
+    return limit if sought is None else min(limit, sought)
+
+
+def commit_in(
+    storage: DatabaseOffsets,
+    connection: Connection,
+    state: PartitionState,
+    request: CommitRequest,
+    position: Position,
+) -> int | None:
+    """Writes one offset; or not, and returns up to where messages are counted already, and these with them.
+
+    Raises OwnershipLost when the row is another owner's.
+    """
+    limit = counted_limit(state, position, request.offset)
+    claim = request.claim
+    held = _guess(state, request)
+    if _counted(held, claim) > limit or not storage.update_in(connection, request.with_known(held)):
+        held = storage.read_in(connection, claim)
+        if _counted(held, claim) > limit:
+            return _counted(held, claim)
+        if not storage.update_in(connection, request.with_known(held)):
+            raise OwnershipLost(*claim.tp, reason="another transaction of this consumer commits for it")
+    state.committed_offset = None if _counted(held, claim) < 0 else _counted(held, claim)
+    state.assumed_offset = request.offset
+    state.sought_offset = None
+    return None
+
+
+def _guess(state: PartitionState, request: CommitRequest) -> Committed | None:
+    """What the row holds if the last transaction went well: so that one statement is enough, as a rule."""
+    offset = state.assumed_offset if state.assumed_offset is not None else state.committed_offset
+    if offset is None:
+        return request.claim.committed
+    return Committed(offset, request.epoch, request.claim.topic_id)
+
+
+def _counted(held: Committed | None, claim: Claim) -> int:
+    """How far the present topic's messages are counted; a row may still be of a topic that was deleted."""
+    return held.offset if held is not None and held.topic_id == claim.topic_id else -1
