@@ -24,6 +24,7 @@ from metamq.wire.commands import Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
 from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESULTS_MAX, FETCH_WAIT_MS_MAX
+from metamq.zk.names import MAX_NAME_CHARS
 
 Find = Callable[[str, str, int], Partition]
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
@@ -118,6 +119,8 @@ class FetchSession:
         for entry in opened:
             if entry.handle in new or (entry.handle in places and entry.handle not in closed):
                 raise ProtocolError(f"fetch handle {entry.handle} is in use")
+            if max(len(entry.topic), len(entry.topic_id)) > MAX_NAME_CHARS:  # it would be kept
+                raise ProtocolError(f"fetch handle {entry.handle}: a name has at most {MAX_NAME_CHARS} characters")
             new.add(entry.handle)
         if len(places) - len(closed & places.keys()) + len(new) > FETCH_PARTITIONS_MAX:
             raise ProtocolError(f"a fetch session has at most {FETCH_PARTITIONS_MAX:,} partitions")

@@ -163,6 +163,9 @@ class Front:
         """Started with the broker, for the test that comes last: the time they need passes with the others."""
         self.patient = RawClient(self.port)
         """Greeted at the beginning, and silent since then."""
+        self.rude = RawClient(self.port)
+        """Refused at the beginning, and still sending."""
+        self.rude.send(bytes(16))
         self._ids: dict[str, str] = {}
         self._clients: list[RawClient] = []
 
@@ -266,6 +269,7 @@ def running() -> Iterator[Front]:
             slow.start()
         yield front
         front.patient.close()
+        front.rude.close()
 
 
 @pytest.fixture

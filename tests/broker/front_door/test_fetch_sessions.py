@@ -231,6 +231,7 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
         ({"opened": [three, one._replace(partition=2)], "armed": [(3, 0)]}, "fetch handle 1 is in use"),
         ({"armed": [(1, 0), (99, 0)]}, "fetch handle 99 is not open"),
         ({"armed": [(1, 0)], "closed": [1]}, "fetch handle 1 is not open"),
+        ({"opened": [three._replace(topic="x" * 1000)]}, "fetch handle 3: a name has at most"),
         ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 4 fields"),
         ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle is to be"),  # type: ignore[arg-type]
     ):

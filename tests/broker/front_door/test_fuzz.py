@@ -25,7 +25,7 @@ from metamq.wire.commands import (
 )
 from metamq.wire.frames import PREFIX, encode_frame
 
-MUTATIONS = 3000
+MUTATIONS = 2000
 MEMORY_BYTES = 64 * 1024 * 1024
 VALUES = [b"alpha", b"beta" * 50, b""]
 INTERESTING = [0, 1, 127, 128, 255, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1]
