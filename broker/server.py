@@ -1,12 +1,12 @@
 """The broker process: start in the right order, follow ZooKeeper, stop without losing anything.
 
-    start   lock the data folder → bind the port → read the topics → recover their logs → become master under a new
-            epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
-    run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
-            ZooKeeper the broker goes on serving, since nobody else holds its data.
-    stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
-    fail    the first failed write or fsync: acknowledge nothing more, say why, end with status 1. What the disk holds
-            after it is not known to anybody, so nothing is flushed or closed cleanly; recovery looks at it.
+start   lock the data folder → bind the port → read the topics → recover their logs → become master under a new
+        epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
+run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
+        ZooKeeper the broker goes on serving, since nobody else holds its data.
+stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
+fail    the first failed write or fsync: acknowledge nothing more, say why, end with status 1. What the disk holds
+        after it is not known to anybody, so nothing is flushed or closed cleanly; recovery looks at it.
 """
 
 from __future__ import annotations
@@ -317,7 +317,9 @@ def _open_files_default() -> int:
     return max(OPEN_FILES_LEAST, min(soft, 1 << 16) // 2)
 
 
-async def serve(config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None]) -> int:
+async def serve(
+    config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None]
+) -> int:
     """Runs a broker until SIGTERM or SIGINT; `ready` is called once it serves. Returns the exit status."""
     broker = Broker(config, zookeeper, root=root)
     await broker.start()
