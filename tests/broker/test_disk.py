@@ -215,22 +215,42 @@ def test_damage_below_the_flushed_point_stops_that_partition_by_name_and_no_othe
     assert [len(messages) for messages in read_topic(broker, "damage", topic.id).values()] == [6, 5, 6]
 
 
-def test_damage_that_retention_finds_stops_that_partition_and_not_the_broker(parts: Cluster, tmp_path: Path) -> None:
-    broker = start(parts, tmp_path / "broker", 5, retention_check_s=0.1)
+def rotten(parts: Cluster, data: Path, broker_id: int) -> BrokerProcess:
+    """A broker that is up, and about to look at a damaged sealed segment, since its retention reads the index anew."""
+    topic = f"rot-{broker_id}"
+    broker = start(parts, data, broker_id, retention_check_s=0.1)
     with parts.admin() as admin:
-        topic = admin.create_topic("rot", partitions=2, brokers=[5], segment_bytes=2000)
+        config = admin.create_topic(topic, partitions=2, brokers=[broker_id], segment_bytes=2000)
     with parts.producer() as producer:
         for index in range(2):
             for _ in range(6):
-                producer.send("rot", b"x" * 900, partition=f"5-{index}").result(20)
+                producer.send(topic, b"x" * 900, partition=f"{broker_id}-{index}").result(20)
     assert broker.stop() == 0
-    segment = take_inventory(str(tmp_path / "broker" / "topics" / f"rot@{topic.id}" / "0")).segments[0]
+    segment = take_inventory(str(data / "topics" / f"{topic}@{config.id}" / "0")).segments[0]
     os.unlink(segment.index_path)
     flip(segment.path, 20)
     broker.start()
-    wait_until(lambda: "rot/0 is not served any more: " in broker.log_path.read_text())
+    return broker
+
+
+@pytest.mark.xfail(reason="what housekeeping closed is not told at /readyz: metamq.broker.topics")
+def test_damage_that_retention_finds_shows(parts: Cluster, tmp_path: Path) -> None:
+    broker = rotten(parts, tmp_path / "broker", 6)
+    try:
+        wait_until(lambda: "not served any more: " in broker.log_path.read_text())
+        code, text = http_get(broker.http_port, "/readyz")
+        assert code == 503
+        assert "/topics/rot-6@" in text
+        assert "is damaged at byte 0: the broker's checksum does not match." in text
+    finally:
+        broker.kill()
+
+
+def test_damage_that_retention_finds_stops_that_partition_and_not_the_broker(parts: Cluster, tmp_path: Path) -> None:
+    broker = rotten(parts, tmp_path / "broker", 5)
+    wait_until(lambda: "rot-5/0 is not served any more: " in broker.log_path.read_text())
     with parts.producer(delivery_timeout_s=5) as producer:
-        error = producer.send("rot", b"y", partition="5-0").exception(20)
+        error = producer.send("rot-5", b"y", partition="5-0").exception(20)
         assert isinstance(error, CorruptData), error
-        assert producer.send("rot", b"y", partition="5-1").result(20).offset == 6
+        assert producer.send("rot-5", b"y", partition="5-1").result(20).offset == 6
     assert broker.stop() == 0

@@ -15,7 +15,7 @@ from metamq.wire import status
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.zk.paths import master_offer
-from metamq.zk.session import Session
+from metamq.zk.session import ANY_VERSION, Session
 from metamq.zk.topics import TopicConfig, TopicStore
 from tests.parts import http_get, read_topic, statistics, wait_until
 
@@ -214,7 +214,10 @@ def test_a_configuration_that_cannot_be_read_is_reported_and_hurts_nobody_else()
             wait_until(lambda: offered(parts, "later") or not parts.broker.running)
             assert put(parts, config, b"x").status == status.OK
             assert "the configuration of topic 'spoilt' in ZooKeeper" in parts.broker.log_path.read_text()
+            store(
+                parts, lambda session, _: session.set(session.paths.topic_config("healthy"), b"nor this", ANY_VERSION)
+            )
             parts.broker.restart()
-            assert put(parts, config, b"y").status == status.OK
+            assert f"healthy@{config.id}" in folders(parts)
         finally:
             parts.broker.kill()
