@@ -83,7 +83,9 @@ def confirm(plan: Iterable[str], *, yes: bool) -> None:
     if yes:
         return
     if sys.stdin.isatty() and sys.stderr.isatty():
-        if click.confirm("Do it?", err=True):
+        # Not click.confirm: in some of its versions a part of the question goes to standard output.
+        click.echo("Do it? [y/N] ", err=True, nl=False)
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
         say("Nothing was done.")
     else:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO
 
 from metamq.errors import MetamqError, Timeout
 
@@ -67,8 +66,8 @@ class BrokerChild:
         """Its exit status once it has ended; negative: the signal that ended it."""
         return self._process.poll()
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL when that does not help; waits for the end. May be repeated."""
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL when that does not help; waits for the end, and gives `status`. May be repeated."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -80,14 +79,19 @@ class BrokerChild:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+        return self._process.wait()
 
 
-def follow_parent(stdin: IO[bytes]) -> None:
-    """In the child: end this process when the pipe on standard input closes, gracefully if that does not take long."""
+def follow_parent(stdin: int) -> None:
+    """In the child: end this process when the pipe on standard input closes, gracefully if that does not take long.
+
+    The descriptor is read, not the file object: a thread that waits in that would hold its lock, which Python waits
+    for, in vain, when it ends.
+    """
 
     def watch() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while stdin.read(1):
+        with contextlib.suppress(OSError):
+            while os.read(stdin, 1):
                 continue
         os.kill(os.getpid(), signal.SIGTERM)
         timer = threading.Timer(AFTER_PARENT_S, os._exit, [1])

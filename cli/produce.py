@@ -201,7 +201,8 @@ class Sending:
 
     def send_all(self, stream: IO[bytes], interrupt: Interrupt) -> None:
         """Sends the lines of a stream, as they come."""
-        with progress_bar(f"Sending to {self._topic}", _size(stream), unit="bytes") as advance:
+        is_typed = stream.isatty()  # no bar between the lines then
+        with progress_bar(f"Sending to {self._topic}", _size(stream), unit="bytes", wanted=not is_typed) as advance:
 
             def read() -> bytes:
                 chunk = interrupt.read(stream)

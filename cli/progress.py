@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 Advance = Callable[[int], None]
 
+APPEARS_AFTER_S = 0.5
+
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int | None, *, unit: str = "") -> Iterator[Advance]:
+def progress_bar(what: str, total: int | None, *, unit: str = "", wanted: bool = True) -> Iterator[Advance]:
     """Gives a function to be told of each bit of work done. `total` None: nobody knows how much there is.
 
-    `unit` "bytes" shows sizes.
+    The bar appears when the work takes longer than a moment. `unit` "bytes" shows sizes.
     """
-    if not sys.stderr.isatty():
+    if not wanted or not sys.stderr.isatty():
         yield lambda _amount: None
         return
+    with contextlib.ExitStack() as stack:
+        due_s = time.monotonic() + APPEARS_AFTER_S
+        done = 0
+        bar: Advance | None = None
+
+        def advance(amount: int) -> None:
+            nonlocal done, bar
+            done += amount
+            if bar is not None:
+                bar(amount)
+            elif time.monotonic() >= due_s:
+                bar = stack.enter_context(_bar(what, total, unit))
+                bar(done)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -67,7 +67,7 @@ def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: 
     settings["drain_timeout_s"] = None if drain_timeout_ms is None else drain_timeout_ms / 1000
     config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
     if with_parent:
-        follow_parent(sys.stdin.buffer)
+        follow_parent(sys.stdin.fileno())
 
     def ready(running: Broker) -> None:
         if with_parent:

@@ -70,6 +70,9 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
         while not signals.asked.wait(POLL_S):
             _check(server, broker)
         say("Stopping.")
+        status = broker.stop()
+        if status:
+            raise MetamqError(f"the broker {how_it_ended(status)} as it stopped", hint=end_of_log(broker.log_path))
     return 0
 
 
