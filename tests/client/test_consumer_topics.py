@@ -1,0 +1,205 @@
+"""Logs and topics that change under a consumer: retention, enlargement, deletion, a topic made anew."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from metamq import TopicPartition
+from metamq.errors import OffsetOutOfRange
+from metamq.zk.topics import FlushEvery
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Shop
+
+SMALL = {"segment_bytes": 1024, "retention_bytes": 4096, "flush": FlushEvery(messages=1)}
+PAYLOAD = b"." * 200
+
+
+def tp(topic: str, index: int = 0) -> TopicPartition:
+    return TopicPartition(topic, f"0-{index}")
+
+
+def bounds(shop: Shop, topic: str) -> tuple[int, int]:
+    partition = shop.admin.describe_topic(topic).partitions[0]
+    assert partition.start_offset is not None
+    assert partition.stable_offset is not None
+    return partition.start_offset, partition.stable_offset
+
+
+def fill(shop: Shop, topic: str, count: int) -> None:
+    """Messages one to a batch, so that segments end where they can."""
+    for number in range(count):
+        shop.producer.send(topic, b"%d" % number + PAYLOAD).result(10)
+
+
+def retained_behind(shop: Shop, group: str) -> tuple[str, int, int]:
+    """A topic whose start has moved past what the group has committed (5); the topic, its start and its end."""
+    topic = shop.topic(**SMALL)
+    fill(shop, topic, 10)
+    with shop.consumer(topic, group) as consumer:
+        list(islice(consumer, 5))
+    assert shop.committed(group)[tp(topic)] == 5
+    fill(shop, topic, 60)
+    shop.until(lambda: bounds(shop, topic)[0] > 5)
+    settled = bounds(shop, topic)
+    shop.until(lambda: bounds(shop, topic) == settled)
+    start, end = bounds(shop, topic)
+    return topic, start, end
+
+
+def test_behind_the_logs_start_goes_on_at_its_start(shop: Shop, group: str) -> None:
+    topic, start, end = retained_behind(shop, group)
+    with shop.consumer(topic, group, idle_timeout_s=0.5) as consumer:
+        offsets = [message.offset for message in consumer]
+        health = consumer.health()
+    assert offsets == list(range(offsets[0], end))
+    assert offsets[0] >= start
+    assert health.lost_messages == offsets[0] - 5
+    assert shop.committed(group)[tp(topic)] == end
+
+
+def test_behind_the_logs_start_goes_on_at_its_end(shop: Shop, group: str) -> None:
+    topic, _, end = retained_behind(shop, group)
+    with shop.consumer(topic, group, on_data_loss="latest") as consumer:
+        shop.until(lambda: consumer.health().lost_messages == end - 5)
+        shop.send(topic, [b"new"])
+        assert next(iter(consumer)).offset == end
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_behind_the_logs_start_is_an_error_that_a_seek_ends(shop: Shop, group: str, batches: bool) -> None:
+    topic, start, end = retained_behind(shop, group)
+    with shop.consumer(topic, group, on_data_loss="fail") as consumer:
+        for _ in range(2):
+            with pytest.raises(OffsetOutOfRange, match=f"not 5.*{topic}|{topic}.*not 5") as caught:
+                next(iter(consumer.batches() if batches else consumer))
+        assert (caught.value.offset, caught.value.end) == (5, end)
+        assert caught.value.start >= start
+        assert "Seek" in str(caught.value)
+        assert "not 5" in consumer.health().partitions[tp(topic)].last_error
+        consumer.seek(tp(topic), end - 1)
+        assert next(iter(consumer)).offset == end - 1
+    assert shop.committed(group)[tp(topic)] == end
+
+
+def test_messages_that_were_fetched_before_retention_are_handed_out(shop: Shop, group: str) -> None:
+    topic = shop.topic(**SMALL)
+    fill(shop, topic, 10)
+    with shop.consumer(topic, group, prefetch_bytes=1, fetch_max_bytes=2_000) as consumer:
+        messages = iter(consumer)
+        assert next(messages).offset == 0
+        shop.until(lambda: consumer.health().buffered_bytes > 0)
+        fill(shop, topic, 60)
+        shop.until(lambda: bounds(shop, topic)[0] > 20)
+        got = [0]
+        while got[-1] < 69:
+            got.append(next(messages).offset)
+        gap = next(place for place, (one, two) in enumerate(pairwise(got)) if two != one + 1)
+        assert got == [*range(gap + 1), *range(got[gap + 1], 70)]
+        assert consumer.health().lost_messages == got[gap + 1] - got[gap] - 1
+
+
+def test_an_offset_beyond_the_end_is_not_asked_for_for_ever(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    with shop.consumer(topic, group, on_data_loss="latest") as consumer:
+        shop.until(lambda: consumer.assignment)
+        consumer.seek(tp(topic), 1_000)
+        shop.until(lambda: consumer.health().partitions[tp(topic)].next_offset == 5)
+        shop.numbers(topic, 1, start=5)
+        assert int(next(iter(consumer)).value) == 5
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
+        shop.until(lambda: consumer.assignment)
+        consumer.commit({tp(topic): 1_000})
+    with shop.consumer(topic, group, on_data_loss="fail") as consumer, pytest.raises(OffsetOutOfRange, match="1000"):
+        next(iter(consumer))
+
+
+@pytest.mark.parametrize("in_a_group", [True, False])
+def test_messages_of_a_partition_that_is_added_come_from_its_first_one(
+    shop: Shop, group: str, in_a_group: bool
+) -> None:
+    topic = shop.topic()
+    with shop.consumer(topic, group if in_a_group else None) as consumer:
+        shop.until(lambda: consumer.assignment)
+        shop.admin.alter(topic, partitions=3)
+        shop.send(topic, [b"new"], "0-2")
+        message = next(iter(consumer))
+        assert (message.partition, message.offset, message.value) == ("0-2", 0, b"new")
+        assert len(consumer.assignment) == 3
+
+
+def anew(shop: Shop, topic: str, count: int) -> None:
+    """Makes a deleted topic again, with other messages: b"100", b"101", ..."""
+    shop.admin.create_topic(topic, 1)
+    with shop.cluster.producer() as producer:
+        producer.send_many(topic, [b"%d" % number for number in range(100, 100 + count)]).result(20)
+
+
+@pytest.mark.parametrize("in_a_group", [True, False])
+def test_a_topic_made_anew_under_a_consumer_is_read_from_its_start(shop: Shop, group: str, in_a_group: bool) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 20)
+    with shop.consumer(topic, group if in_a_group else None, commit_interval_ms=50) as consumer:
+        messages = iter(consumer)
+        assert [next(messages).offset for _ in range(10)] == list(range(10))
+        shop.admin.delete(topic)
+        anew(shop, topic, 3)
+        # What was fetched before may still come; then the new messages, from the first one on.
+        got = [int(next(messages).value)]
+        while got[-1] != 102:
+            got.append(int(next(messages).value))
+        assert got == [*range(10, 10 + len(got) - 3), 100, 101, 102]
+    if in_a_group:
+        assert shop.committed(group)[tp(topic)] == 3
+
+
+def test_offsets_of_a_deleted_topic_are_not_used_for_its_successor(
+    shop: Shop, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 20)
+    with shop.consumer(topic, group) as consumer:
+        list(islice(consumer, 10))
+    shop.admin.delete(topic)
+    anew(shop, topic, 30)
+    with shop.consumer(topic, group) as consumer:
+        assert int(next(iter(consumer)).value) == 100
+        assert consumer.health().partitions[tp(topic)].committed_offset is None
+    assert "was deleted and made anew since offset 10 was committed" in caplog.text
+    assert shop.committed(group)[tp(topic)] == 1
+
+
+def test_a_commit_for_the_topic_of_before_is_refused_or_of_no_effect(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 20)
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
+        old = next(iter(consumer))
+        shop.admin.delete(topic)
+        anew(shop, topic, 1)
+        new = next(iter(consumer))
+        assert (old.offset, new.offset, new.value) == (0, 0, b"100")
+        consumer.commit(new)
+    assert shop.committed(group)[tp(topic)] == 1
+
+
+def test_a_topic_that_is_deleted_leaves_the_others_alone(shop: Shop, group: str) -> None:
+    gone, stays = shop.topic(2), shop.topic(2)
+    with shop.cluster.consumer(topics=[gone, stays], group=group) as consumer:
+        shop.until(lambda: len(consumer.assignment) == 4)
+        shop.admin.delete(gone)
+        shop.until(lambda: consumer.assignment == [tp(stays, 0), tp(stays, 1)])
+        shop.send(stays, [b"still here"])
+        assert next(iter(consumer)).value == b"still here"
+
+
+def test_messages_older_than_the_retention_are_not_waited_for(shop: Shop, group: str) -> None:
+    topic = shop.topic(**SMALL)
+    fill(shop, topic, 60)
+    shop.until(lambda: bounds(shop, topic)[0] > 5)
+    with shop.consumer(topic, group, start=datetime.now(UTC) - timedelta(days=1)) as consumer:
+        assert next(iter(consumer)).offset >= 5
