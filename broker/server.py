@@ -33,9 +33,9 @@ from metamq.broker.partition import BatchIds
 from metamq.broker.processors import Processors
 from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.topics import Topics
-from metamq.errors import ClosedError, ConfigError, ConnectError, MetamqError
+from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
-from metamq.zk.brokers import Mastership, Registration, become_master, register_topics
+from metamq.zk.brokers import Mastership, Registration, become_master, read_state, register_topics
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session import Session, State
 from metamq.zk.topics import TopicConfig, TopicStore
@@ -80,6 +80,7 @@ class Broker:
             self._flusher = Flusher(self.fail)
             self._topics = Topics(config.id, self._folder, self._files)
             self._store = TopicStore(self._session)
+            await self._check_zookeeper()
             await self._read_topics()
             await self._become_master()
             self._processors = Processors(
@@ -163,14 +164,30 @@ class Broker:
         else:
             self._ids.start_epoch(self.epoch)
 
+    async def _check_zookeeper(self) -> None:
+        """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
+        topics = {folder.topic for folder in self._folder.topics()}
+        if topics and await read_state(self._session, self.config.id) is None:
+            raise ConfigError(
+                f"the data folder {self.config.data} holds {len(topics)} topics, but ZooKeeper at {self._zookeeper} "
+                f"does not know broker {self.config.id}",
+                hint="Give the ZooKeeper, chroot and --root that the folder was used with. Without them, its topics "
+                "would count as deleted.",
+            )
+
     async def _read_topics(self) -> None:
         """Applies every topic's configuration, and watches all of them."""
         configs: dict[str, TopicConfig] = {}
+        unreadable: dict[str, MetamqError] = {}
         for topic in await self._store.names(self._topics_changed.set):
-            config = await self._store.get_or_none(topic, self._topics_changed.set)
+            try:
+                config = await self._store.get_or_none(topic, self._topics_changed.set)
+            except (CorruptData, ConfigError) as error:
+                unreadable[topic] = error
+                continue
             if config is not None and config.partitions.get(self.config.id):
                 configs[topic] = config
-        self._topics.apply(configs)
+        self._topics.apply(configs, unreadable)
 
     async def _register(self) -> None:
         counts = self._topics.counts()
@@ -247,6 +264,7 @@ class Broker:
     async def stop(self) -> None:
         """Ends the broker: gracefully after end(), at once after fail()."""
         self._ready_reason = "stopping"
+        self._processors.refuse_writes = Fenced(f"broker {self.config.id}", "it is stopping")
         self._server.close()
         for task in self._tasks:
             task.cancel()

@@ -50,6 +50,8 @@ class Topics:
         self._partitions: dict[str, dict[int, Partition]] = {}
         self._broken: dict[tuple[str, int], MetamqError] = {}
         """Partitions whose logs are damaged: they are not served, the others are."""
+        self._unreadable: dict[str, MetamqError] = {}
+        """Topics whose configuration in ZooKeeper cannot be read."""
 
     def find(self, topic: str, topic_id: str, index: int) -> Partition:
         """The partition. Raises TopicNotFound (also when the topic was made anew), PartitionNotFound."""
@@ -79,20 +81,29 @@ class Topics:
         return {topic: config.partitions[self._broker_id] for topic, config in self._configs.items()}
 
     def broken(self) -> list[MetamqError]:
-        """Why partitions are not served."""
-        return list(self._broken.values())
+        """Why partitions or topics are not served as they should be."""
+        closed = [p.closed_by for p in self.partitions() if isinstance(p.closed_by, CorruptData)]
+        return [*self._unreadable.values(), *self._broken.values(), *closed]
 
-    def apply(self, configs: Mapping[str, TopicConfig]) -> None:
+    def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
         """Makes the open logs what the configuration says: opens, enlarges, reconfigures, removes.
 
-        A damaged log stops its partition, loudly, and no other. Raises StorageError when the disk fails.
+        A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged log stops its partition,
+        loudly, and no other. Raises StorageError when the disk fails.
         """
-        for topic in [name for name, old in self._configs.items() if name not in configs or configs[name].id != old.id]:
-            self._remove(topic)
+        for topic, error in unreadable.items():
+            if str(self._unreadable.get(topic)) != str(error):
+                log.error("topic %s is left as it is: %s", topic, error)
+        self._unreadable = dict(unreadable)
+        for topic, old in list(self._configs.items()):
+            if topic not in unreadable and (topic not in configs or configs[topic].id != old.id):
+                self._remove(topic)
         for topic, config in configs.items():
             if self._configs.get(topic) != config:
                 self._apply_one(topic, config)
-        self._folder.remove_topics_except({(config.topic, config.id) for config in self._configs.values()})
+        wanted = {(config.topic, config.id) for config in self._configs.values()}
+        wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
+        self._folder.remove_topics_except(wanted)
 
     def _apply_one(self, topic: str, config: TopicConfig) -> None:
         self._configs[topic] = config

@@ -233,7 +233,6 @@ def rotten(parts: Cluster, data: Path, broker_id: int) -> BrokerProcess:
     return broker
 
 
-@pytest.mark.xfail(reason="what housekeeping closed is not told at /readyz: metamq.broker.topics")
 def test_damage_that_retention_finds_shows(parts: Cluster, tmp_path: Path) -> None:
     broker = rotten(parts, tmp_path / "broker", 6)
     try:

@@ -143,7 +143,6 @@ def flood(port: int, topic: TopicConfig) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.xfail(reason="a broker that stops goes on to accept writes until its clients pause: metamq.broker.server")
 def test_sigterm_is_quick_however_much_clients_send(parts: Cluster) -> None:
     with parts.admin() as admin:
         topic = admin.create_topic("flooded", partitions=1, flush="ack")
@@ -252,7 +251,6 @@ def test_a_data_folder_of_another_broker_id(parts: Cluster, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.xfail(reason="in front of an empty ZooKeeper a broker removes all of its topics: metamq.broker.server")
 def test_another_zookeeper_than_the_data_folders_own(tmp_path: Path) -> None:
     with cluster(folder=tmp_path) as parts, EmbeddedZooKeeper() as other:
         with parts.admin() as admin:

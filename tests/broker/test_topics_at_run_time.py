@@ -199,7 +199,6 @@ def test_many_topics_at_once(parts: Cluster) -> None:
     wait_until(lambda: len(folders(parts)) == before, what="all folders removed")
 
 
-@pytest.mark.xfail(reason="a topic's node that cannot be read ends the broker: metamq.broker.server")
 def test_a_configuration_that_cannot_be_read_is_reported_and_hurts_nobody_else() -> None:
     with cluster() as parts:
         with parts.admin() as admin:
