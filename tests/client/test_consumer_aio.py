@@ -1,0 +1,372 @@
+"""The asyncio Consumer: the same promises, kept in the application's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import sqlite3
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import metamq
+from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
+from metamq.errors import ConfigError, OffsetOutOfRange, OwnershipLost, TopicNotFound
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Shop
+
+
+def tp(topic: str, index: int = 0) -> TopicPartition:
+    return TopicPartition(topic, f"0-{index}")
+
+
+@asynccontextmanager
+async def consuming(shop: Shop, topic: str, group: str | None = None, **settings: Any) -> AsyncIterator[Any]:
+    async with aio.Consumer(shop.cluster.zookeeper, topics=topic, group=group, **settings) as consumer:
+        yield consumer
+
+
+async def first(consumer: aio.Consumer[Any], count: int) -> list[Message[Any]]:
+    messages: list[Message[Any]] = []
+    async with asyncio.timeout(20), aclosing(aiter(consumer)) as coming:
+        async for message in coming:
+            messages.append(message)
+            if len(messages) == count:
+                break
+    return messages
+
+
+async def until(condition: Callable[[], object | Awaitable[object]], limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while True:
+            outcome = condition()
+            if await outcome if inspect.isawaitable(outcome) else outcome:
+                return
+            await asyncio.sleep(0.01)
+
+
+def values(messages: list[Message[Any]]) -> list[int]:
+    return [int(message.value) for message in messages]
+
+
+def test_both_consumers_offer_the_same() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    internal = {"take_hand", "release_hand", "poke", "ended", "dead_letters", "forked"}
+    assert public(metamq.Consumer) - internal == public(aio.Consumer) - {"open"}
+    assert inspect.signature(metamq.Consumer) == inspect.signature(aio.Consumer)
+    assert list(inspect.signature(metamq.Consumer.run).parameters) == list(
+        inspect.signature(aio.Consumer.run).parameters
+    )
+
+
+def test_messages_batches_and_what_is_done(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.producer.send_many(topic, [b"%d" % number for number in range(30)]).result(10)
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group) as consumer:
+            assert values(await first(consumer, 10)) == list(range(10))
+            assert values(await first(consumer, 5)) == list(range(10, 15))
+            async with aclosing(consumer.batches()) as batches:
+                assert (await anext(batches)).offsets == range(15, 30)
+        assert shop.committed(group)[tp(topic)] == 30
+
+    asyncio.run(scenario())
+
+
+def test_after_an_exception_the_message_in_hand_comes_again(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 10)
+
+    async def scenario() -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with consuming(shop, topic, group) as consumer:
+                await first(consumer, 4)
+                raise ZeroDivisionError
+        assert shop.committed(group)[tp(topic)] == 3
+        async with consuming(shop, topic, group) as consumer:
+            assert values(await first(consumer, 1)) == [3]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_task_leaves_its_message_to_come_again(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 10)
+
+    async def scenario() -> None:
+        handled: list[int] = []
+
+        async def work() -> None:
+            async with consuming(shop, topic, group) as consumer:
+                async for message in consumer:
+                    handled.append(message.offset)
+                    if message.offset == 5:
+                        await asyncio.sleep(60)
+
+        task = asyncio.create_task(work())
+        await until(lambda: 5 in handled)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert shop.committed(group)[tp(topic)] == 5
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_a_wait_loses_nothing(shop: Shop) -> None:
+    topic = shop.topic()
+
+    async def scenario() -> None:
+        async with consuming(shop, topic) as consumer:
+            for number in range(20):
+                waiting = asyncio.create_task(first(consumer, 1))
+                await asyncio.sleep(0)
+                await asyncio.to_thread(shop.numbers, topic, 1, number)
+                waiting.cancel()
+                got = await asyncio.gather(waiting, return_exceptions=True)
+                if isinstance(got[0], asyncio.CancelledError):
+                    assert values(await first(consumer, 1)) == [number]
+                else:
+                    assert values(got[0]) == [number]  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+
+
+def test_commit_seek_pause_resume_lag_health(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    for number in range(20):
+        shop.producer.send(topic, b"%d" % number, timestamp=1_000_000 * (100 + number))
+    shop.producer.flush()
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group, auto_commit=False, idle_timeout_s=0.3) as consumer:
+            messages = await first(consumer, 5)
+            await consumer.commit(messages[2])
+            assert shop.committed(group)[tp(topic)] == 3
+            await consumer.commit()
+            assert shop.committed(group)[tp(topic)] == 4
+            await consumer.seek(tp(topic), datetime.fromtimestamp(110, UTC))
+            assert values(await first(consumer, 1)) == [10]
+            await consumer.seek(tp(topic), "earliest")
+            assert values(await first(consumer, 1)) == [0]
+            with pytest.raises(ConfigError):
+                await consumer.seek(tp(topic), -3)
+            consumer.pause()
+            assert [message async for message in consumer] == []
+            assert consumer.assignment == [tp(topic)]
+            consumer.resume(tp(topic))
+            assert values(await first(consumer, 2)) == [1, 2]
+            assert await consumer.lag() == {tp(topic): 18}
+            assert consumer.health().partitions[tp(topic)].in_hand
+            with pytest.raises(OwnershipLost):
+                await consumer.commit({TopicPartition("other", "0-0"): 1})
+
+    asyncio.run(scenario())
+
+
+def test_callbacks_may_be_coroutines_and_are_waited_for(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 10)
+    events: list[str] = []
+
+    async def scenario() -> None:
+        consumers: list[aio.Consumer[Any]] = []
+
+        async def revoked(partitions: list[TopicPartition]) -> None:
+            await asyncio.sleep(0.05)
+            await consumers[0].commit()
+            events.append("revoked")
+
+        consumer: aio.Consumer[Any] = aio.Consumer(
+            shop.cluster.zookeeper, topics=topic, group=group, auto_commit=False,
+            on_assigned=lambda partitions: events.append("assigned"), on_revoked=revoked,
+        )  # fmt: skip
+        consumers.append(consumer)
+        async with consumer:
+            assert values(await first(consumer, 3)) == [0, 1, 2]
+        assert events == ["assigned", "revoked"]
+        assert shop.committed(group)[tp(topic)] == 3
+
+        async def fail(partitions: list[TopicPartition]) -> None:
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            async with consuming(shop, topic, group, on_assigned=fail) as broken:
+                await first(broken, 1)
+
+    asyncio.run(scenario())
+
+
+def test_offsets_in_a_transaction(shop: Shop, group: str, tmp_path: Path) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 10)
+
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(tmp_path / "db")
+
+    async def scenario() -> None:
+        offsets = DatabaseOffsets(connect)
+        await offsets.create_table()
+        with closing(connect()) as database:
+            database.execute("CREATE TABLE seen (value INTEGER)")
+            for _ in range(2):
+                async with consuming(
+                    shop, topic, group, auto_commit=False, offsets=DatabaseOffsets(connect)
+                ) as consumer:
+                    for number in range(5):
+                        [message] = await first(consumer, 1)
+                        with database:
+                            database.execute("INSERT INTO seen VALUES (?)", (int(message.value),))
+                            await consumer.commit(message, connection=database)
+                        assert number < 5
+            assert [value for (value,) in database.execute("SELECT value FROM seen")] == list(range(10))
+
+    asyncio.run(scenario())
+
+
+def test_run_retries_rolls_back_and_gives_up(shop: Shop, group: str) -> None:
+    topic = shop.topic(3)
+    for index in range(3):
+        shop.send(topic, [b"%d" % number for number in range(index, 30, 3)], f"0-{index}")
+    counts: Counter[int] = Counter()
+    busy: Counter[str] = Counter()
+
+    async def listener(message: Message[Any]) -> None:
+        number = int(message.value)
+        counts[number] += 1
+        busy[message.partition] += 1
+        assert busy[message.partition] == 1
+        try:
+            await asyncio.sleep(0)
+            if number == 7 and counts[7] < 3:
+                raise ValueError
+            if number == 8 and counts[8] < 4:
+                raise Rollback(0.001)
+            if number == 9:
+                raise RuntimeError("never")
+        finally:
+            busy[message.partition] -= 1
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group, idle_timeout_s=0.5) as consumer:
+            await consumer.run(listener, max_attempts=3, retry_delay_s=0.001, concurrency=2)
+        async with consuming(shop, f"{group}.dead-letter", idle_timeout_s=0.3) as letters:
+            assert values([letter async for letter in letters]) == [9]
+
+    asyncio.run(scenario())
+    assert counts == Counter(range(30)) + Counter({7: 2, 8: 3, 9: 2})
+    assert sum(offset or 0 for offset in shop.committed(group).values()) == 30
+
+
+def test_run_without_dead_letters_ends_with_the_error_and_goes_on_with_the_message(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(10)
+    handled: list[int] = []
+
+    async def listener(message: Message[Any]) -> None:
+        handled.append(message.offset)
+        if handled.count(3) == 1 and message.offset == 3:
+            raise RuntimeError
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group, idle_timeout_s=0.3) as consumer:
+            with pytest.raises(RuntimeError):
+                await consumer.run(listener, max_attempts=1, dead_letter=False)
+            await consumer.run(listener, dead_letter=False)
+        assert handled == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9]
+
+    asyncio.run(scenario())
+
+
+def test_a_revoked_partition_is_not_kept_by_rollbacks(shop: Shop, group: str) -> None:
+    topic = shop.topic(2)
+    shop.send(topic, [b"0"], "0-0")
+    shop.send(topic, [b"0"], "0-1")
+
+    async def scenario() -> None:
+        failed: set[str] = set()
+
+        async def fail(message: Message[Any]) -> None:
+            failed.add(message.partition)
+            raise Rollback(0.01 if message.partition == "0-0" else 60)
+
+        async with consuming(shop, topic, group, consumer_id="a") as consumer:
+            running = asyncio.create_task(consumer.run(fail))
+            await until(lambda: len(failed) == 2)
+            async with consuming(shop, topic, group, consumer_id="b") as other:
+                assert (await first(other, 1))[0].offset == 0
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_close_ends_loops_and_waits_for_nobody(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+
+    async def scenario() -> None:
+        consumer = await aio.Consumer[bytes](shop.cluster.zookeeper, topics=topic, group=group).open()
+        got: list[int] = []
+
+        async def read() -> None:
+            async for message in consumer:
+                got.append(message.offset)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: len(got) == 5)
+        await consumer.close()
+        await consumer.close()
+        await reading
+        assert shop.committed(group)[tp(topic)] == 5
+
+    asyncio.run(scenario())
+
+
+def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+
+    async def scenario() -> None:
+        with pytest.raises(TopicNotFound):
+            async with consuming(shop, "no-such-topic", group):
+                pass
+        with pytest.raises(ConfigError, match="needs a topic"):
+            aio.Consumer(topics=[])
+        async with consuming(shop, topic, group, on_data_loss="fail") as consumer:
+            await until(lambda: consumer.assignment)
+            await consumer.seek(tp(topic), 50)
+            with pytest.raises(OffsetOutOfRange):
+                await first(consumer, 1)
+        async with consuming(shop, topic) as consumer:
+            with pytest.raises(ConfigError, match="without a group"):
+                await consumer.commit()
+            with pytest.raises(ConfigError, match="belongs to a group"):
+                await consumer.run(lambda message: asyncio.sleep(0))
+            with pytest.raises(ConfigError, match="concurrency"):
+                await consumer.run(lambda message: asyncio.sleep(0), concurrency=0)
+
+    asyncio.run(scenario())
+
+
+def test_an_unclosed_consumer_warns(shop: Shop) -> None:
+    topic = shop.topic()
+
+    async def scenario() -> None:
+        consumers = [await aio.Consumer[bytes](shop.cluster.zookeeper, topics=topic).open()]
+        core = consumers[0]._core
+        with pytest.warns(ResourceWarning, match="a Consumer was not closed"):
+            consumers.clear()
+        gc.collect()
+        await core.close(in_hand_done=False)
+
+    asyncio.run(scenario())
