@@ -88,7 +88,7 @@ def test_after_an_exception_the_message_in_hand_comes_again(shop: Shop, group: s
     shop.numbers(topic, 10)
 
     async def scenario() -> None:
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012
             async with consuming(shop, topic, group) as consumer:
                 await first(consumer, 4)
                 raise ZeroDivisionError
@@ -321,7 +321,7 @@ def test_close_ends_loops_and_waits_for_nobody(shop: Shop, group: str) -> None:
 
         async def read() -> None:
             async for message in consumer:
-                got.append(message.offset)
+                got.append(message.offset)  # noqa: PERF401
 
         reading = asyncio.create_task(read())
         await until(lambda: len(got) == 5)
