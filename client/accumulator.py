@@ -76,8 +76,8 @@ class TopicBuffer:
         self.open: dict[int, OutgoingBatch] = {}
         """Open batches by number of the place."""
         self.sealed: deque[OutgoingBatch] = deque()
-        self.unplaced: list[Callable[[], OutgoingBatch | None]] = []
-        """Each places a message or a send_many; returns a failed batch when that is not possible."""
+        self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
+        """Each places a message or a send_many, in batches begun at a time; returns a failed batch if it cannot."""
         self.placeholder: OutgoingBatch | None = None
 
 
@@ -211,8 +211,8 @@ class Accumulator:
             self.buffers[topic] = self._fast[topic] = buffer
         return buffer
 
-    def _open(self, buffer: TopicBuffer, number: int | None) -> OutgoingBatch:
-        batch = self._begin(buffer)
+    def _open(self, buffer: TopicBuffer, number: int | None, begun_ns: int | None = None) -> OutgoingBatch:
+        batch = self._begin(buffer, begun_ns)
         if number is None:
             buffer.floating = batch
         else:
@@ -220,8 +220,10 @@ class Accumulator:
             buffer.open[number] = batch
         return batch
 
-    def _begin(self, buffer: TopicBuffer) -> OutgoingBatch:
+    def _begin(self, buffer: TopicBuffer, begun_ns: int | None = None) -> OutgoingBatch:
         batch = OutgoingBatch(buffer.topic)
+        if begun_ns is not None:
+            batch.created_ns = begun_ns
         self.outstanding[batch] = None
         self._wake()
         return batch
@@ -270,7 +272,7 @@ class Accumulator:
     ) -> Delivery:
         delivery = Delivery(self._owner, self._placeholder(buffer, size), 0)
 
-        def place() -> OutgoingBatch | None:
+        def place(begun_ns: int) -> OutgoingBatch | None:
             try:
                 number = self._number(buffer, key, partition)
             except Exception as error:
@@ -279,7 +281,7 @@ class Accumulator:
                 return failed
             batch = buffer.open.get(number) if number is not None else None
             if batch is None:
-                batch = self._open(buffer, number)
+                batch = self._open(buffer, number, begun_ns)
             delivery.moved(batch, self._append(buffer, number, batch, value, key, headers, timestamp_us, size))
             return None
 
@@ -292,9 +294,9 @@ class Accumulator:
         total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
         parts = [self._placeholder(buffer, total)]
 
-        def place() -> OutgoingBatch | None:
+        def place(begun_ns: int) -> OutgoingBatch | None:
             try:
-                parts[:] = self._add_keyed(buffer, values, keys, sizes)
+                parts[:] = self._add_keyed(buffer, values, keys, sizes, begun_ns)
             except Exception as error:
                 failed = _failed_batch(buffer.topic, error)
                 parts[:] = [failed]
@@ -337,7 +339,12 @@ class Accumulator:
             return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
 
     def _add_keyed(
-        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int]
+        self,
+        buffer: TopicBuffer,
+        values: Sequence[bytes],
+        keys: Keys,
+        sizes: list[int],
+        begun_ns: int | None = None,
     ) -> list[OutgoingBatch]:
         """Groups messages by partition, in their order; the keyless ones float as a group."""
         groups: dict[int | None, list[int]] = {}
@@ -352,6 +359,7 @@ class Accumulator:
                 [values[i] for i in picked],
                 None if number is None else [keys[i] for i in picked],
                 [sizes[i] for i in picked],
+                begun_ns,
             )
         return parts
 
@@ -362,11 +370,12 @@ class Accumulator:
         values: Sequence[bytes],
         keys: list[bytes | None] | None,
         sizes: list[int],
+        begun_ns: int | None = None,
     ) -> list[OutgoingBatch]:
         """Sealed batches of at most `batch_bytes` each, or of one message."""
         parts: list[OutgoingBatch] = []
         for start, end, size in chunk_bounds(sizes, self._batch_bytes):
-            batch = self._begin(buffer)
+            batch = self._begin(buffer, begun_ns)
             if place is not None:
                 batch.broker_id, batch.partition = place
             batch.values = values[start:end]
@@ -432,7 +441,8 @@ class Accumulator:
             buffer.limit_bytes = min(self._message_bytes_max, config.max_message_bytes)
             unplaced, buffer.unplaced = buffer.unplaced, []
             placeholder, buffer.placeholder = buffer.placeholder, None
-            failed = [batch for place in unplaced if (batch := place()) is not None]
+            begun_ns = placeholder.created_ns if placeholder is not None else time.time_ns()
+            failed = [batch for place in unplaced if (batch := place(begun_ns)) is not None]
         if placeholder is not None:
             self.finished(placeholder)
             placeholder.complete(-1, None)

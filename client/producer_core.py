@@ -83,7 +83,7 @@ class ProducerCore:
         self.options = options
         self._thread = threading.get_ident()
         self._awake = False
-        self._hurry = False
+        self._hurried_ns = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._forked = False
         self._failures: list[OutgoingBatch] = []
@@ -128,7 +128,7 @@ class ProducerCore:
     def hurry(self) -> None:
         """Somebody waits for a delivery: do not linger. Any thread."""
         if self.options.linger_ms:
-            self._hurry = True
+            self._hurried_ns = time.time_ns() + 1
             self.wake()
 
     def is_loop_thread(self) -> bool:
@@ -159,17 +159,16 @@ class ProducerCore:
         self.sender.pump()
 
     def _begun_before_ns(self) -> int:
-        """Which open batches to take: those that lingered long enough."""
+        """Which open batches to take: those that lingered long enough, or were there when somebody began to wait."""
         now_ns = time.time_ns() + 1
-        if not self.options.linger_ms or self._hurry:
-            self._hurry = False
+        if not self.options.linger_ms:
             return now_ns
         linger_ns = int(self.options.linger_ms * 1e6)
         first_ns = self.accumulator.first_open_ns()
         if first_ns is not None and (self._linger_timer is None or self._linger_timer.when() < self.loop.time()):
             delay_s = max(first_ns + linger_ns - now_ns, 0) / 1e9
             self._linger_timer = self.loop.call_later(delay_s + 0.0001, self._pump)
-        return now_ns - linger_ns
+        return max(now_ns - linger_ns, self._hurried_ns)
 
     def _refresh_resolved(self) -> None:
         """Hands configurations that changed, as by added partitions, to the accumulator."""
@@ -264,7 +263,7 @@ class ProducerCore:
 
         for batch in batches:
             batch.add_callback(one_done)
-        self._hurry = True
+        self._hurried_ns = time.time_ns() + 1
         self._pump()
         await all_done
 
@@ -276,7 +275,7 @@ class ProducerCore:
         if not self._is_drained():
             waiting: asyncio.Future[None] = self.loop.create_future()
             self._drained.append(waiting)
-            self._hurry = True
+            self._hurried_ns = time.time_ns() + 1
             self._pump()
             await waiting
 
