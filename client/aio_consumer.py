@@ -13,7 +13,7 @@ from typing import Any, Self, Unpack
 
 from metamq.client.aio_producer import Producer
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer_face import ConsumerFace, Position, offsets_of, partitions_of
+from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.inbox import Hand
 from metamq.client.message_batch import MessageBatch
@@ -164,7 +164,7 @@ class Consumer(ConsumerFace[T]):
         if connection is not None:
             self._commit_in(position, connection)
             return
-        refused = await self._core.commit(self._core.commit_requests(offsets_of(position)))
+        refused = await self._core.commit(self._requests(position))
         for error in refused.values():
             raise error
 
@@ -248,6 +248,9 @@ class Consumer(ConsumerFace[T]):
                 if not done and not await self._deliver(hand, message, listener, policy):
                     return
                 done = True
+        except BaseException:
+            done = False  # also when it was `decode=` or the filter that failed
+            raise
         finally:
             self._release(hand, in_hand=done)
 
@@ -285,7 +288,7 @@ class Consumer(ConsumerFace[T]):
         log.warning("given up after %d attempts, to %s: %r", attempts, topic, message[:3], exc_info=error)
         async with Admin(self._servers, root=self._root) as admin:
             with contextlib.suppress(TopicExists):
-                await admin.create_topic(topic, partitions=1)
+                await admin.create_topic(topic, partitions=1, max_message_bytes=MESSAGE_BYTES_MAX)
         headers = dead_letter_headers(message, error, attempts)
         async with Producer[bytes](self._servers, root=self._root) as producer:
             await producer.send(topic, hand.batch.plain_value(message.offset), message.key, headers)

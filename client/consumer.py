@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 
 from metamq.client.background import background
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer_face import ConsumerFace, Position, offsets_of, partitions_of
+from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.inbox import Hand
 from metamq.client.listener import DeadLetters, Listener, ListenerPool
@@ -200,7 +200,7 @@ class Consumer(ConsumerFace[T]):
         if connection is not None:
             self._commit_in(position, connection)
             return
-        refused = self._background.run(self._core.commit(self._core.commit_requests(offsets_of(position))))
+        refused = self._background.run(self._core.commit(self._requests(position)))
         for error in refused.values():
             raise error
 

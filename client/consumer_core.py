@@ -159,7 +159,7 @@ class ConsumerCore:
                 else:
                     state.first_offset = first.offset
                 if state.next_offset < 0:  # else the application was faster with a seek
-                    state.next_offset = first.offset
+                    state.begin_at(first.offset)
             self._fetch_from(state, state.next_offset)
             return
 
@@ -323,7 +323,8 @@ class ConsumerCore:
             self._data_loss[request.tp] = error
             self.inbox.fail(error)
             return
-        place = error.start if policy == "earliest" else error.end
+        # Above the end the log was cut: what was read before is not to be read again.
+        place = error.start if policy == "earliest" and request.offset < error.start else error.end
         lost = max(place - request.offset, 0)
         self._lost_messages += lost
         log.warning("%s: %s Going on at %d; %d messages are lost to this group.", request.tp, error, place, lost)
@@ -341,6 +342,8 @@ class ConsumerCore:
             await asyncio.sleep(LEASE_CHECK_S)
             valid = self._may_deliver()
             if valid == self._delivering:
+                if valid:
+                    self.inbox.poke()  # a handler may have asked in a lapse too short to be seen here
                 continue
             self._delivering = valid
             log.warning("consumption %s: %s", "goes on" if valid else "pauses", self._lease_reason(valid))
@@ -395,26 +398,31 @@ class ConsumerCore:
                 requests.append(CommitRequest(state.claim, *due))
         return requests
 
-    def commit_requests(self, offsets: Mapping[TopicPartition, int] | None) -> list[CommitRequest]:
+    def commit_requests(
+        self, offsets: Mapping[TopicPartition, int] | None, *, handed_out: bool = False
+    ) -> list[CommitRequest]:
         """What a commit() is to write: the given offsets, or all that is done. Any thread.
 
+        `handed_out`: the offsets are those of messages, which must have been handed out since the partition is ours.
         Raises OwnershipLost, ConfigError without a group.
         """
         if self.plan.group is None:
             raise ConfigError("a consumer without a group has nothing to commit to", hint="Give Consumer(group=...).")
         if offsets is None:
             return self._due_commits()
-        requests = []
-        for tp, offset in offsets.items():
-            state = self.inbox.states.get(tp)
-            if state is None or state.claim is None:
-                raise OwnershipLost(tp.topic, tp.partition, "it is not assigned to this consumer")
-            if not isinstance(offset, int) or offset < 0:
-                raise ConfigError(f"{tp}: {offset!r} is no offset", hint="An offset is a whole number, 0 or more.")
-            hand = state.hand
-            epoch = hand.batch.epoch if hand is not None else state.epoch
-            requests.append(CommitRequest(state.claim, offset, epoch))
-        return requests
+        return [self._commit_request(tp, offset, handed_out) for tp, offset in offsets.items()]
+
+    def _commit_request(self, tp: TopicPartition, offset: int, handed_out: bool) -> CommitRequest:
+        state = self.inbox.states.get(tp)
+        if state is None or state.claim is None:
+            raise OwnershipLost(*tp, reason="it is not assigned to this consumer")
+        if not isinstance(offset, int) or offset < 0:
+            raise ConfigError(f"{tp}: {offset!r} is no offset", hint="An offset is a whole number, 0 or more.")
+        with self.inbox.lock:
+            if handed_out and not state.has_handed_out(offset):
+                raise OwnershipLost(*tp, reason=f"it was another's since offset {offset - 1} was handed out")
+            epoch = state.hand.batch.epoch if state.hand is not None else state.epoch
+        return CommitRequest(state.claim, offset, epoch)
 
     async def commit(self, requests: list[CommitRequest]) -> dict[TopicPartition, MetamqError]:
         """Commits; returns what was refused."""

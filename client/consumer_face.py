@@ -10,6 +10,7 @@ from metamq.client.consumer_core import ConsumerCore
 from metamq.client.health import ConsumerHealth
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
+from metamq.client.offsets import CommitRequest
 from metamq.client.offsets_database import Connection, DatabaseOffsets
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, OwnershipLost
@@ -43,6 +44,9 @@ class ConsumerFace(Generic[T]):
         """How consumption goes, partition by partition: positions, lag, last errors. Asks nobody; any thread."""
         return self._core.health()
 
+    def _requests(self, position: Position) -> list[CommitRequest]:
+        return self._core.commit_requests(offsets_of(position), handed_out=isinstance(position, Message | MessageBatch))
+
     def _commit_in(self, position: Position, connection: Connection) -> None:
         """Writes offsets into the application's own transaction, in this thread."""
         storage = self._core.plan.offsets
@@ -56,7 +60,7 @@ class ConsumerFace(Generic[T]):
                 "commit(connection=...) and auto_commit exclude each other: the one would overtake the other",
                 hint="Give Consumer(auto_commit=False).",
             )
-        for request in self._core.commit_requests(offsets_of(position)):
+        for request in self._requests(position):
             state = self._core.inbox.states.get(request.claim.tp)
             if state is None:
                 raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")

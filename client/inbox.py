@@ -42,8 +42,8 @@ class PartitionState:
 
     __slots__ = (
         "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch",
-        "first_offset", "hand", "next_offset", "paused", "released", "rewinding", "sought_offset", "stable_offset",
-        "start_offset", "starting", "tp",
+        "first_offset", "hand", "lowest_offset", "next_offset", "paused", "reached_offset", "released", "rewinding",
+        "sought_offset", "stable_offset", "start_offset", "starting", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
@@ -56,6 +56,9 @@ class PartitionState:
         self.committed_offset: int | None = None
         self.assumed_offset: int | None = None
         """What was committed in a transaction of the application's, which may or may not have ended well."""
+        self.lowest_offset = 0
+        self.reached_offset = 0
+        """Between these two is what was handed out since the partition is ours, before the last seek."""
         self.sought_offset: int | None = None
         """Where the application went by a seek, until the next commit in a transaction of its own."""
         self.epoch = 0
@@ -79,6 +82,19 @@ class PartitionState:
     def done_offset(self, *, in_hand: bool = False) -> int:
         """The offset after the last message that is done; `in_hand` counts the one in hand as done."""
         return self.next_offset if self.hand is None else self.hand.done_offset(in_hand=in_hand)
+
+    def begin_at(self, offset: int) -> None:
+        """Where the partition begins, for it has just become ours, or for a seek."""
+        if self.next_offset < 0:
+            self.lowest_offset = self.reached_offset = offset
+        else:
+            self.reached_offset = max(self.reached_offset, self.done_offset(in_hand=True))
+            self.lowest_offset = min(self.lowest_offset, offset)
+        self.next_offset = offset
+
+    def has_handed_out(self, end_offset: int) -> bool:
+        """Whether the message before `end_offset` was handed out since the partition is ours."""
+        return self.lowest_offset < end_offset <= max(self.reached_offset, self.done_offset(in_hand=True))
 
     def due_commit(self) -> tuple[int, int] | None:
         """The offset to commit and its epoch, None when it is committed, or nothing was done since it began."""
@@ -235,8 +251,8 @@ class Inbox:
             self._drop_buffered(state)
             state.rewinding = False
             if next_offset is not None:
+                state.begin_at(next_offset)
                 self._detach_hand(state)
-                state.next_offset = next_offset
             elif state.hand is not None:
                 state.hand.take_back()
                 return state.hand.handed_out()
@@ -307,10 +323,11 @@ class Inbox:
             self.notify()
         for state in states:
             self.rewind(state)
-            if state.hand is not None:
-                self.finish(state.hand, in_hand=in_hand_done)
-            elif state.released is not None:
-                state.released()
+            hand, released = state.hand, state.released  # a handler may be letting go of it at this moment
+            if hand is not None:
+                self.finish(hand, in_hand=in_hand_done)
+            elif released is not None:
+                released()
 
     def forked(self, error: MetamqError) -> None:
         """In a fork's child, which has one thread: handlers get `error`, at once."""

@@ -189,7 +189,8 @@ async def _still_ours(session: Session, held: Claim) -> Claim:
         raise OwnershipLost(*held.tp, reason=f"the offsets of group {held.group!r} were deleted")
     record, version = stored
     if (record.generation, record.consumer) != (held.generation, held.consumer_id):
-        reason = f"{record.consumer} claimed it with generation {record.generation}, ours is {held.generation}"
+        who = f"{record.consumer} claimed it" if record.consumer else "its offset was set from outside,"
+        reason = f"{who} with generation {record.generation}, ours is {held.generation}"
         raise OwnershipLost(*held.tp, reason=reason)
     return replace(held, version=version, committed=record.committed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from datetime import UTC, datetime
@@ -11,7 +12,9 @@ import pytest
 
 from metamq import Consumer, Message, TopicPartition
 from metamq.errors import ConfigError, ConnectError, OwnershipLost, TopicNotFound
+from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.session import Session
+from metamq.zk.topics import TopicStore
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -260,6 +263,31 @@ def test_a_consumer_without_a_group_keeps_nothing(shop: Shop) -> None:
             assert consumer.health().group is None
             with pytest.raises(ConfigError, match="without a group"):
                 consumer.commit()
+
+
+async def set_from_outside(shop: Shop, group: str, topic: str, offset: int) -> None:
+    """Sets the group's offset; its owner's next commit is refused, and it takes the partition anew."""
+    async with await Session.open(shop.cluster.zookeeper) as session:
+        topic_id = (await TopicStore(session).get(topic)).id
+        await reset_offset(session, group, tp(topic), Committed(offset, 1, topic_id))
+
+
+def test_a_message_of_before_the_partition_was_lost_is_not_committed(shop: Shop, group: str) -> None:
+    # It would set the group back, or over what it has not read.
+    topic = shop.topic()
+    shop.numbers(topic, 10)
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
+        messages = first(consumer, 8)
+        asyncio.run(set_from_outside(shop, group, topic, 6))
+        with pytest.raises(OwnershipLost):
+            consumer.commit(messages[7])
+        assert values(first(consumer, 1)) == [6]
+        for message in (messages[2], messages[7]):
+            with pytest.raises(OwnershipLost, match="another's since"):
+                consumer.commit(message)
+        assert shop.committed(group)[tp(topic)] == 6
+        consumer.commit(first(consumer, 1)[0])
+        assert shop.committed(group)[tp(topic)] == 8
 
 
 # Seek, pause, resume, lag, health

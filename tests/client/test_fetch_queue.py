@@ -131,7 +131,7 @@ def test_hurrying_keeps_the_order_and_delays_nothing() -> None:
     assert requests.take(0, 5.0) == [overdue, later]
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+@pytest.mark.parametrize("seed", [random.randrange(2**32)], ids=["random"])
 def test_random_puts_cancels_and_takes_agree_with_a_sorted_list(seed: int) -> None:
     print("seed", seed)
     chance = random.Random(seed)
