@@ -35,6 +35,8 @@ class BrokerConfig:
     """How often retention, checkpoints and free disk are looked after."""
     drain_timeout_s: float = 10.0
     """How long a stop waits for requests under way."""
+    connections_max: int = 10_000
+    """Further connections are closed at once; also bounded by what the process's limit on open files leaves."""
     open_files_max: int = 0
     """Log files kept open; 0 takes half of the process's limit."""
 
@@ -47,6 +49,7 @@ class BrokerConfig:
         self._within("retention_check_s", 0.1, 3600)
         self._within("drain_timeout_s", 0, 3600)
         self._within("open_files_max", 0, 1 << 20)
+        self._within("connections_max", 1, 1 << 20)
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")
 

@@ -44,6 +44,7 @@ class _Meta:
     boot_id: str
     incarnation: int
     clean: bool
+    cluster_id: str = ""
 
 
 class TopicFolder(NamedTuple):
@@ -105,6 +106,21 @@ class DataFolder:
     def incarnation(self) -> int:
         """Raised when this replica may have lost what it acknowledged."""
         return self._meta.incarnation
+
+    @property
+    def cluster_id(self) -> str:
+        """The cluster that the topics in here belong to; empty in a folder that no broker has served from."""
+        return self._meta.cluster_id
+
+    def join_cluster(self, cluster_id: str) -> None:
+        """Binds the folder to a cluster, durably. Raises ConfigError when it belongs to another one, StorageError."""
+        if self.cluster_id and self.cluster_id != cluster_id:
+            raise ConfigError(
+                f"the data folder {self.path} belongs to cluster {self.cluster_id}, this ZooKeeper to {cluster_id}",
+                hint="Give the ZooKeeper, chroot and --root that the folder was used with.",
+            )
+        if not self.cluster_id:
+            self._store(replace(self._meta, cluster_id=cluster_id))
 
     def assign_replica(self, number: int) -> None:
         """Gives the replica its number, durably. Raises StorageError."""

@@ -37,7 +37,7 @@ class Flusher:
 
     def start(self, partition: Partition) -> None:
         """Starts a flush unless one runs, which then starts the next by itself. Raises StorageError."""
-        ticket = partition.start_flush(time.time_ns() // 1_000_000)
+        ticket = partition.start_flush(time.monotonic_ns() // 1_000_000)
         if ticket is None:
             return
         self.flushes += 1
@@ -58,7 +58,7 @@ class Flusher:
         """Flushes by time, for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.flush_due(time.time_ns() // 1_000_000)
+            self.flush_due(time.monotonic_ns() // 1_000_000)
 
     def flush_due(self, now_ms: int) -> None:
         """Starts the flushes that are due by time at `now_ms`."""

@@ -100,7 +100,7 @@ class Partition:
         now_us = time.time_ns() // 1000
         base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=ids.next(), now_us=now_us)
         if self.dirty_since_ms is None:
-            self.dirty_since_ms = now_us // 1000
+            self.dirty_since_ms = time.monotonic_ns() // 1_000_000
         self.publish()
         return Appended(base_offset, now_us, base_offset + header.count, False)
 

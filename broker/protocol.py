@@ -35,8 +35,14 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     """One connection. Made by the server for each that is accepted."""
 
     def __init__(
-        self, processors: Processors, connections: set[BrokerProtocol], loop: asyncio.AbstractEventLoop
+        self,
+        processors: Processors,
+        connections: set[BrokerProtocol],
+        loop: asyncio.AbstractEventLoop,
+        *,
+        connections_max: int,
     ) -> None:
+        self._connections_max = connections_max
         self._processors = processors
         self._connections = connections
         self._loop = loop
@@ -60,6 +66,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connection = ServerConnection(self.peer, self._processors.greeting())
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
+        if len(self._connections) > self._connections_max:
+            log.warning("%s is turned away: there are %d connections", self.peer, self._connections_max)
+            self.abort()
 
     def _hello_missing(self) -> None:
         log.info("%s sent no HELLO within %g s: closed", self.peer, HELLO_TIMEOUT_S)

@@ -35,7 +35,7 @@ from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
-from metamq.zk.brokers import Mastership, Registration, become_master, read_state, register_topics
+from metamq.zk.brokers import Mastership, Registration, become_master, cluster_id, read_state, register_topics
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session import Session, State
 from metamq.zk.topics import TopicConfig, TopicStore
@@ -45,6 +45,7 @@ log = logging.getLogger("metamq.broker")
 ACCEPT_BACKLOG = 1024
 RETRY_S = 1.0
 OPEN_FILES_LEAST = 64
+OPEN_FILES_MOST = 1 << 16
 
 
 class Broker:
@@ -73,7 +74,10 @@ class Broker:
         try:
             listener = self._bind()
             self.port = listener.getsockname()[1]
-            self._files = FileCache(config.open_files_max or _open_files_default())
+            limit = _raised_open_files_limit()
+            open_files = config.open_files_max or max(OPEN_FILES_LEAST, limit // 2)
+            connections_max = max(1, min(config.connections_max, limit - open_files - OPEN_FILES_LEAST))
+            self._files = FileCache(open_files)
             self._session = await Session.open(
                 self._zookeeper, timeout_ms=config.session_timeout_ms, root=self._root, on_state=self._session_state
             )
@@ -94,7 +98,9 @@ class Broker:
             )
             self._housekeeping = Housekeeping(self._topics, self._folder, self._processors, config, self.fail)
             self._server = await loop.create_server(
-                lambda: BrokerProtocol(self._processors, self._connections, loop), sock=listener, backlog=ACCEPT_BACKLOG
+                lambda: BrokerProtocol(self._processors, self._connections, loop, connections_max=connections_max),
+                sock=listener,
+                backlog=ACCEPT_BACKLOG,
             )
             self._status = StatusServer(self) if config.http_port >= 0 else None
             await self._register()
@@ -174,6 +180,7 @@ class Broker:
                 hint="Give the ZooKeeper, chroot and --root that the folder was used with. Without them, its topics "
                 "would count as deleted.",
             )
+        self._folder.join_cluster(await cluster_id(self._session))
 
     async def _read_topics(self) -> None:
         """Applies every topic's configuration, and watches all of them."""
@@ -220,6 +227,7 @@ class Broker:
             while True:
                 try:
                     await self._session.connected()
+                    await self._check_zookeeper()  # it may be another one at the same address, or have been wiped
                     await self._become_master()
                     self._topics_changed.set()  # the watches were those of the lost session
                     await self._register()
@@ -326,13 +334,14 @@ class Broker:
         return {**self._processors.statistics(), "connections": len(self._connections)}
 
 
-def _open_files_default() -> int:
+def _raised_open_files_limit() -> int:
+    """The process's limit on open files, raised as far as it goes: running out would look like a broken disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    return max(OPEN_FILES_LEAST, min(soft, 1 << 16) // 2)
+    return min(soft, OPEN_FILES_MOST)
 
 
 async def serve(

@@ -129,7 +129,7 @@ class Topics:
         del self._configs[topic]
         self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
         for partition in self._partitions.pop(topic).values():
-            partition.close(TopicNotFound(topic), clean=True)
+            partition.close(TopicNotFound(topic), clean=False)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> None:
         """Closes every log; after a clean close nothing is scanned at the next start."""

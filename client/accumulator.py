@@ -391,7 +391,7 @@ class Accumulator:
     def take(self, *, begun_before_ns: int, busy: Busy = IDLE, busy_before_ns: int = 0) -> list[OutgoingBatch]:
         """The batches to send, in order, of topics whose partitions are known.
 
-        All that are sealed, and the open ones that were begun before `begun_before_ns` (time_ns), or before
+        All that are sealed, and the open ones that were begun before `begun_before_ns` (monotonic_ns), or before
         `busy_before_ns` where it is busy.
         """
         taken: list[OutgoingBatch] = []
@@ -419,7 +419,7 @@ class Accumulator:
             return [buffer.topic for buffer in self.buffers.values() if buffer.config is None]
 
     def first_open_ns(self) -> int | None:
-        """When the oldest open batch was begun (time_ns), None without one."""
+        """When the oldest open batch was begun (monotonic_ns), None without one."""
         with self.lock:
             begun = [batch.created_ns for buffer in self.buffers.values() for batch in buffer.open.values()]
             begun += [b.floating.created_ns for b in self.buffers.values() if b.floating is not None]
@@ -441,7 +441,7 @@ class Accumulator:
             buffer.limit_bytes = min(self._message_bytes_max, config.max_message_bytes)
             unplaced, buffer.unplaced = buffer.unplaced, []
             placeholder, buffer.placeholder = buffer.placeholder, None
-            begun_ns = placeholder.created_ns if placeholder is not None else time.time_ns()
+            begun_ns = placeholder.created_ns if placeholder is not None else time.monotonic_ns()
             failed = [batch for place in unplaced if (batch := place(begun_ns)) is not None]
         if placeholder is not None:
             self.finished(placeholder)

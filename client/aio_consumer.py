@@ -24,6 +24,7 @@ from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, d
 from metamq.client.settings import load, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, TopicExists
+from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import DEFAULT_ROOT
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, Protocol, TypeVar
 
-from metamq.errors import Timeout
+from metamq.errors import ConfigError, Timeout
 
 T = TypeVar("T")
 
@@ -54,8 +54,15 @@ class BackgroundLoop:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, what: str = "the call") -> T:
         """Runs a coroutine in the loop and waits for its result.
 
-        Ctrl-C ends the wait at once and cancels the coroutine. Raises Timeout after `timeout_s`, with the same effect.
+        Ctrl-C ends the wait at once and cancels the coroutine. Raises Timeout after `timeout_s`, with the same effect;
+        ConfigError in the loop's own thread, as in a delivery's callback, where waiting would be for ever.
         """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise ConfigError(
+                f"{what} waits, and callbacks of deliveries must not: they run in the loop that it waits for",
+                hint="Do it in another thread, or use metamq.aio.",
+            )
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)

@@ -299,12 +299,42 @@ class Consumer(ConsumerFace[T]):
             return
         warnings.warn("a Consumer was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
         loop = self._background.loop
-        loop.call_soon_threadsafe(lambda: loop.create_task(core.close(in_hand_done=False)))
+        loop.call_soon_threadsafe(_close_abandoned, core)
+
+
+_closing: set[asyncio.Task[None]] = set()
+
+
+def _close_abandoned(core: ConsumerCore) -> None:
+    task = asyncio.ensure_future(core.close(in_hand_done=False))
+    _closing.add(task)  # the loop itself keeps tasks by weak references only
+    task.add_done_callback(_closing.discard)
+
+
+async def _call_in_thread(callback: Callable[[list[TopicPartition]], object], partitions: list[TopicPartition]) -> None:
+    """In a thread of its own: one of a pool might wait for a commit that needs a thread of the same pool."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_exception(error) if error is not None else ended.set_result(None)
+
+    def call() -> None:
+        try:
+            callback(partitions)
+        except BaseException as error:
+            loop.call_soon_threadsafe(settle, error)
+        else:
+            loop.call_soon_threadsafe(settle, None)
+
+    threading.Thread(target=call, name="metamq-rebalance", daemon=True).start()
+    await ended
 
 
 def _in_thread(callback: Callable[[list[TopicPartition]], object] | None) -> RebalanceCallback:
     async def call(partitions: list[TopicPartition]) -> None:
         if callback is not None and partitions:
-            await asyncio.to_thread(callback, partitions)
+            await _call_in_thread(callback, partitions)
 
     return call

@@ -17,6 +17,7 @@ from metamq.client.inbox import Hand
 from metamq.client.model import Message
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.errors import ConfigError, TopicExists
+from metamq.wire.limits import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from metamq.client.consumer import Consumer
@@ -56,7 +57,7 @@ class DeadLetters:
         with self._lock:
             if self._producer is None:
                 with Admin(self._zookeeper, root=self._root) as admin, contextlib.suppress(TopicExists):
-                    admin.create_topic(self.topic, partitions=1)
+                    admin.create_topic(self.topic, partitions=1, max_message_bytes=MESSAGE_BYTES_MAX)
                 self._producer = Producer(self._zookeeper, root=self._root)
             return self._producer
 

@@ -81,7 +81,7 @@ class OutgoingBatch:
         self.count = 0
         """Messages; known once done. The messages themselves are let go of then."""
         self.size = 0
-        self.created_ns = time.time_ns()
+        self.created_ns = time.monotonic_ns()
         self.encoded: bytearray | None = None
         self.attempts = 0
         self.sequence = -1
@@ -93,7 +93,7 @@ class OutgoingBatch:
         self.seen = False
         """Somebody was told of the error: flush() need not raise it again."""
         self.base_offset = -1
-        self.timestamp_us = self.created_ns // 1000
+        self.timestamp_us = time.time_ns() // 1000
         self.event: threading.Event | None = None
         self.callbacks: list[Callable[[OutgoingBatch], None]] | None = None
 

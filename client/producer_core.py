@@ -128,7 +128,7 @@ class ProducerCore:
     def hurry(self) -> None:
         """Somebody waits for a delivery: do not linger. Any thread."""
         if self.options.linger_ms:
-            self._hurried_ns = time.time_ns() + 1
+            self._hurried_ns = time.monotonic_ns() + 1
             self.wake()
 
     def is_loop_thread(self) -> bool:
@@ -151,7 +151,7 @@ class ProducerCore:
                 self._resolving[topic] = asyncio.ensure_future(self._resolve(topic))
         self._refresh_resolved()
         begun_before_ns = self._begun_before_ns()
-        busy_before_ns = min(begun_before_ns, time.time_ns() - BUSY_LINGER_NS)
+        busy_before_ns = min(begun_before_ns, time.monotonic_ns() - BUSY_LINGER_NS)
         taken = self.accumulator.take(
             begun_before_ns=begun_before_ns, busy=self.sender.busy(), busy_before_ns=busy_before_ns
         )
@@ -160,7 +160,7 @@ class ProducerCore:
 
     def _begun_before_ns(self) -> int:
         """Which open batches to take: those that lingered long enough, or were there when somebody began to wait."""
-        now_ns = time.time_ns() + 1
+        now_ns = time.monotonic_ns() + 1
         if not self.options.linger_ms:
             return now_ns
         linger_ns = int(self.options.linger_ms * 1e6)
@@ -174,9 +174,11 @@ class ProducerCore:
         """Hands configurations that changed, as by added partitions, to the accumulator."""
         for topic, buffer in list(self.accumulator.buffers.items()):
             config = self.cluster.configs.get(topic)
-            if config is None or buffer.config is None or buffer.config is config:
+            if buffer.config is None or buffer.config is config:
                 continue
-            if config.id == buffer.config.id:
+            if config is None:  # deleted; it may be made anew, so the next message asks again
+                self._drop(topic, TopicNotFound(topic))
+            elif config.id == buffer.config.id:
                 self._failed(self.accumulator.resolved(config))
             else:
                 self._drop(topic, _made_anew(topic))
@@ -263,7 +265,7 @@ class ProducerCore:
 
         for batch in batches:
             batch.add_callback(one_done)
-        self._hurried_ns = time.time_ns() + 1
+        self._hurried_ns = time.monotonic_ns() + 1
         self._pump()
         await all_done
 
@@ -275,7 +277,7 @@ class ProducerCore:
         if not self._is_drained():
             waiting: asyncio.Future[None] = self.loop.create_future()
             self._drained.append(waiting)
-            self._hurried_ns = time.time_ns() + 1
+            self._hurried_ns = time.monotonic_ns() + 1
             self._pump()
             await waiting
 

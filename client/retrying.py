@@ -61,5 +61,5 @@ def dead_letter_headers(message: Message[Any], error: Exception, attempts: int) 
         "metamq-offset": str(message.offset).encode(),
         "metamq-timestamp": str(message.timestamp).encode(),
         "metamq-attempts": str(attempts).encode(),
-        "metamq-error": f"{type(error).__name__}: {error}"[:1000].encode(),
+        "metamq-error": f"{type(error).__name__}: {error}"[:1000].encode(errors="replace"),
     }

@@ -182,6 +182,9 @@ class BrokerSender:
                 except MetamqError as error:  # such as a limit that only the encoded batch is seen to exceed
                     self._sender.settle(queue, queue.waiting[0], error)
                     continue
+                except Exception as error:  # of a codec, or no memory: this batch's alone
+                    self._sender.settle(queue, queue.waiting[0], MetamqError(f"a batch cannot be encoded: {error!r}"))
+                    continue
                 picked.append((queue, batch))
                 size += len(batch.encoded or b"")
             if queue.waiting:
@@ -426,7 +429,7 @@ class Sender:
         """Time-outs and retries, for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._expire(time.time_ns())
+            self._expire(time.monotonic_ns())
             now_s = time.monotonic()
             for broker in list(self._brokers.values()):
                 broker.tick(now_s, self._request_timeout_s)

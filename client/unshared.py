@@ -57,6 +57,8 @@ class UnsharedAssignment:
                 await self._look()
             except ConnectError as error:
                 log.debug("topics are not followed at present: %s", error)
+            except MetamqError as error:
+                log.warning("topics are not followed at present: %s", error)
 
     async def _look(self) -> None:
         wanted: dict[TopicPartition, str] = {}
@@ -101,7 +103,8 @@ class UnsharedAssignment:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             finals = await self._handler.revoke(list(self._claims))
-            await self.commit(_requests(self._claims, finals))
+            for tp, error in (await self.commit(_requests(self._claims, finals))).items():
+                log.error("the last offset of %s is not committed: %s", tp, error)
 
 
 def _requests(

@@ -164,8 +164,8 @@ class Cluster:
         """Starts one more broker, with the next broker id."""
         broker_id = len(self.brokers)
         broker = BrokerProcess(self.zookeeper, self.folder / f"broker-{broker_id}", broker_id, **settings)
-        broker.start()
         self.brokers.append(broker)
+        broker.start()
         return broker
 
     def producer(self, **settings: Any) -> Producer[Any]:

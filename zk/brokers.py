@@ -12,8 +12,10 @@ for as long as its session may still live; after that two live masters claim one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -180,6 +182,20 @@ async def _wait_until_gone(session: Session, registration: Registration, there: 
             f"broker {registration.broker_id} has a live master already: replica {other.replica} at {other.address}",
             hint="Give each broker its own broker id, or stop the other one.",
         ) from None
+
+
+async def cluster_id(session: Session) -> str:
+    """The id of the cluster below this root: made at random by whoever asks first, and never changed.
+
+    A data folder remembers it, so that a broker pointed at another cluster does not take its topics for deleted.
+    """
+    path = session.paths.cluster()
+    while True:
+        node = await session.get_or_none(path)
+        if node is not None:
+            return node.data.decode()
+        with contextlib.suppress(NodeExists):
+            await session.create(path, secrets.token_hex(8).encode(), makepath=True)
 
 
 async def read_state(session: Session, broker_id: int, watch: Watcher | None = None) -> tuple[BrokerState, int] | None:

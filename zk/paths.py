@@ -1,5 +1,6 @@
 """Every znode path, in one place.
 
+    /meta/cluster                                                              persistent
     /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral
     /meta/brokers/ids/<broker id>/state                                        persistent
     /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral
@@ -30,6 +31,9 @@ class Paths:
 
     def __post_init__(self) -> None:
         check_path(self.root, "the root in ZooKeeper")
+
+    def cluster(self) -> str:
+        return f"{self.root}/cluster"
 
     def broker_ids(self) -> str:
         return f"{self.root}/brokers/ids"

@@ -268,6 +268,26 @@ def test_another_zookeeper_than_the_data_folders_own(tmp_path: Path) -> None:
         assert [m.value for m in read_topic(parts.broker, "precious", topic.id)["0-0"]] == [b"x"]
 
 
+def test_another_cluster_that_has_a_broker_of_the_same_id(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with cluster(folder=tmp_path / "one") as one, cluster(folder=tmp_path / "two") as two:
+        with one.admin() as admin:
+            topic = admin.create_topic("precious", partitions=1)
+        with one.producer() as producer:
+            producer.send("precious", b"x").result(20)
+        assert one.broker.stop() == 0
+        two.broker.stop()
+        lost = BrokerProcess(two.zookeeper, one.broker.data)
+        try:
+            text = refused(lost)
+        finally:
+            lost.kill()
+            one.broker.start()
+        assert f"the data folder {one.broker.data} belongs to cluster" in text
+        assert [m.value for m in read_topic(one.broker, "precious", topic.id)["0-0"]] == [b"x"]
+
+
 # -- registration ----------------------------------------------------------------------
 
 
