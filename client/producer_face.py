@@ -99,6 +99,8 @@ def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | N
     """A copy of the headers. Raises TypeError unless they map str to bytes."""
     if headers is None:
         return None
+    if not isinstance(headers, Mapping):
+        raise TypeError(f"headers are a mapping of str to bytes, got {type(headers).__name__}")
     for name, text in headers.items():
         if not isinstance(name, str) or not isinstance(text, bytes):
             raise TypeError(f"headers map str to bytes, got {name!r}: {text!r}")
@@ -109,6 +111,8 @@ def timestamp_us(timestamp: datetime | int | None) -> int | None:
     """Microseconds since 1970. Raises ValueError for a naive datetime."""
     if timestamp is None or isinstance(timestamp, int):
         return timestamp
+    if not isinstance(timestamp, datetime):
+        raise TypeError(f"a timestamp is a datetime or microseconds since 1970, got {type(timestamp).__name__}")
     if timestamp.tzinfo is None:
         raise ValueError(f"timestamp {timestamp} has no time zone: give an aware datetime")
     return (timestamp - EPOCH) // timedelta(microseconds=1)

@@ -267,7 +267,6 @@ def test_wrong_types_are_refused_at_the_call(
         call(producer)
 
 
-@pytest.mark.xfail(reason="AttributeError instead: metamq.client.producer_face")
 @pytest.mark.parametrize(
     "call", [lambda p: p.send("t", b"x", timestamp=1.5), lambda p: p.send("t", b"x", headers=[("h", b"x")])]
 )
