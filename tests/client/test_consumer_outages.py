@@ -1,0 +1,291 @@
+"""ZooKeeper and brokers that stop, hang and come back under consumers: who goes on, until when, and what is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from metamq import Consumer, Producer, TopicPartition
+from metamq.client import fetch_runner
+from metamq.errors import MetamqError
+from metamq.testing import Cluster, cluster
+
+GROUP = "etl"
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Cluster]:
+    """A cluster to be broken; each test mends what it broke."""
+    with cluster(session_timeout_ms=2_000) as running:
+        yield running
+
+
+_numbers = iter(range(1_000_000))
+
+
+def new_topic(parts: Cluster, partitions: int = 1) -> str:
+    name = f"t{next(_numbers)}"
+    parts.create_topic(name, partitions)
+    return name
+
+
+def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
+    """Seconds until the condition held; fails after the limit."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, f"not within {limit_s} s"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+class Reading:
+    """A consumer that is iterated in a thread, and what it was told and given."""
+
+    def __init__(self, parts: Cluster, topic: str, group: str | None, **settings: Any) -> None:
+        self.events: list[str] = []
+        self.values: list[int] = []
+        self.error: BaseException | None = None
+        self.consumer: Consumer[Any] = parts.consumer(
+            topics=topic,
+            group=group,
+            commit_interval_ms=100,
+            on_assigned=lambda partitions: self.events.append(f"assigned {len(partitions)}"),
+            on_revoked=lambda partitions: self.events.append(f"revoked {len(partitions)}"),
+            **settings,
+        )
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            for message in self.consumer:
+                self.values.append(int(message.value))
+        except BaseException as error:
+            self.error = error
+
+    def has(self, number: int) -> bool:
+        assert self.error is None, self.error
+        return number in self.values
+
+
+@contextmanager
+def reading(parts: Cluster, topic: str, group: str | None, **settings: Any) -> Iterator[Reading]:
+    reader = Reading(parts, topic, group, **settings)
+    try:
+        yield reader
+    finally:
+        reader.consumer.close()
+        reader.thread.join(20)
+    assert reader.error is None
+
+
+def committed(parts: Cluster, group: str, topic: str) -> int | None:
+    with parts.admin() as admin:
+        return next(each.committed for each in admin.describe_group(group).partitions if each.topic == topic)
+
+
+def everybody_is_registered(parts: Cluster, group: str, members: int) -> bool:
+    try:
+        with parts.admin() as admin:
+            live = [broker.live for broker in admin.brokers().values()]
+            present = admin.describe_group(group).members
+            return live == [True] and len(present) == members and all(member.partitions for member in present)
+    except MetamqError:
+        return False
+
+
+@contextmanager
+def sending(parts: Cluster, topic: str) -> Iterator[Callable[[int], None]]:
+    """`send(number)` stores a number, as soon as it can be."""
+    with parts.producer(delivery_timeout_s=60) as producer:
+        keep: Producer[bytes] = producer
+        yield lambda number: keep.send(topic, b"%d" % number, partition="0-0").result(60) and None
+
+
+# ZooKeeper
+
+
+def test_zookeeper_away_for_less_than_the_session_changes_nothing(parts: Cluster) -> None:
+    topic = new_topic(parts)
+    with sending(parts, topic) as send, reading(parts, topic, GROUP, session_timeout_ms=10_000) as reader:
+        send(0)
+        until(lambda: reader.has(0))
+        parts.zookeeper_server.kill()
+        try:
+            until(lambda: "cut off" in str(reader.consumer.health().group))
+            send(1)
+            until(lambda: reader.has(1), 2.0)
+            assert reader.consumer.health().delivering
+        finally:
+            parts.zookeeper_server.restart()
+        until(lambda: everybody_is_registered(parts, GROUP, 1))
+        send(2)
+        until(lambda: reader.has(2))
+        until(lambda: committed(parts, GROUP, topic) == 3)
+        assert reader.events == ["assigned 1"]
+        assert reader.values == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_zookeeper_away_for_longer_than_the_session_pauses_the_group_and_then_it_goes_on(
+    parts: Cluster, how: str
+) -> None:
+    topic, group = new_topic(parts, 2), f"{GROUP}-{how}"
+    server = parts.zookeeper_server
+    with (
+        sending(parts, topic) as send,
+        reading(parts, topic, group, session_timeout_ms=1_500) as one,
+        reading(parts, topic, group, session_timeout_ms=1_500) as two,
+        reading(parts, topic, None) as alone,
+    ):
+        until(lambda: len(one.consumer.assignment) == len(two.consumer.assignment) == 1)
+        send(0)
+        until(lambda: one.has(0) or two.has(0))
+        reader = one if one.has(0) else two
+        cut = time.monotonic()
+        server.kill() if how == "killed" else server.freeze()
+        try:
+            until(lambda: not one.consumer.health().delivering and not two.consumer.health().delivering)
+            # Two thirds of the time-out after the last answer, which was up to a sixth of it before the cut.
+            assert time.monotonic() - cut < 1.5
+            until(lambda: time.monotonic() - cut > 2.5)
+            assert not one.consumer.health().delivering
+            until(lambda: alone.has(0))
+        finally:
+            server.restart() if how == "killed" else server.thaw()
+        until(lambda: everybody_is_registered(parts, group, 2))
+        send(1)
+        until(lambda: one.has(1) or two.has(1))
+        until(lambda: alone.has(1))
+        until(lambda: committed(parts, group, topic) == 2)
+        # Nobody read what another one had done: it was committed before, or comes again to whoever has it now.
+        assert sorted(set(one.values + two.values)) == [0, 1]
+        assert alone.values == [0, 1]
+        assert alone.events == ["assigned 2"]
+        if how == "killed":  # a server that starts anew gives every session its whole time again
+            assert reader.values == [0, 1]
+
+
+def test_nothing_is_handed_out_after_the_lease(parts: Cluster) -> None:
+    topic = new_topic(parts)
+    with parts.producer() as producer:
+        producer.send_many(topic, [b"%d" % number for number in range(100_000)]).result(20)
+    with parts.consumer(topics=topic, group="lease", session_timeout_ms=1_000, idle_timeout_s=4.0) as consumer:
+        messages = iter(consumer)
+        next(messages)
+        parts.zookeeper_server.freeze()
+        try:
+            handed_out: list[float] = []
+            cut = time.monotonic()
+            for _ in messages:  # of a large batch in hand, slowly
+                handed_out.append(time.monotonic() - cut)
+                time.sleep(0.002)
+                if handed_out[-1] > 6:
+                    break
+        finally:
+            parts.zookeeper_server.thaw()
+        assert 0.3 < handed_out[-1] < 1.5, "until the lease ends, and then no more"
+        until(lambda: consumer.health().delivering)
+        # What was not handed out comes, perhaps after what another owner would have got again.
+        assert int(next(iter(consumer)).value) <= len(handed_out) + 1
+
+
+# Brokers
+
+
+def test_a_broker_that_is_killed_and_comes_back(parts: Cluster) -> None:
+    topic = new_topic(parts)
+    broker = parts.broker
+    with sending(parts, topic) as send, reading(parts, topic, f"{GROUP}-broker") as reader:
+        for number in range(3):
+            send(number)
+            until(lambda: reader.has(number))  # noqa: B023
+            broker.kill()
+            until(lambda: reader.consumer.health().partitions[TopicPartition(topic, "0-0")].last_error)
+            if number == 1:
+                broker.port = 0  # on another port
+            broker.start()
+        send(3)
+        assert until(lambda: reader.has(3)) < 10
+        assert reader.values == [0, 1, 2, 3]
+        assert reader.events == ["assigned 1"]
+        assert reader.consumer.health().partitions[TopicPartition(topic, "0-0")].last_error == ""
+
+
+def test_a_broker_that_stops_in_order_and_comes_back(parts: Cluster) -> None:
+    topic = new_topic(parts)
+    with sending(parts, topic) as send, reading(parts, topic, None) as reader:
+        for number in range(3):
+            send(number)
+            assert until(lambda: reader.has(number)) < 10  # noqa: B023
+            parts.broker.restart()
+        assert reader.values == [0, 1, 2]
+
+
+def test_a_broker_that_hangs_is_left_and_found_again(parts: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Fetches that time out recover: of the connection nothing is heard, not even its end.
+    monkeypatch.setattr(fetch_runner, "ANSWER_LATE_S", 0.5)
+    topic = new_topic(parts)
+    with sending(parts, topic) as send, reading(parts, topic, f"{GROUP}-hang", fetch_wait_ms=200) as reader:
+        send(0)
+        until(lambda: reader.has(0))
+        parts.broker.freeze()
+        try:
+            until(lambda: reader.consumer.health().partitions[TopicPartition(topic, "0-0")].last_error)
+        finally:
+            parts.broker.thaw()
+        send(1)
+        assert until(lambda: reader.has(1)) < 12
+        assert reader.values == [0, 1]
+
+
+def test_a_hung_broker_does_not_keep_a_close_waiting(parts: Cluster) -> None:
+    topic = new_topic(parts)
+    with sending(parts, topic) as send, reading(parts, topic, f"{GROUP}-close") as reader:
+        send(0)
+        until(lambda: reader.has(0))
+        parts.broker.freeze()
+        try:
+            start = time.monotonic()
+            reader.consumer.close()
+            assert time.monotonic() - start < 3
+        finally:
+            parts.broker.thaw()
+    assert committed(parts, f"{GROUP}-close", topic) == 1
+
+
+def test_a_group_is_not_rearranged_when_a_broker_restarts(parts: Cluster) -> None:
+    topic = new_topic(parts, 4)
+    group = f"{GROUP}-still"
+    with reading(parts, topic, group) as one, reading(parts, topic, group) as two:
+        until(lambda: len(one.consumer.assignment) == len(two.consumer.assignment) == 2)
+        with parts.admin() as admin:
+            before = admin.explain_group(group)
+            parts.broker.kill()
+            parts.broker.start()
+            after = admin.explain_group(group)
+        assert (after.generation, after.owners) == (before.generation, before.owners)
+        with sending(parts, topic) as send:
+            send(0)
+            until(lambda: one.has(0) or two.has(0))
+
+
+def test_everything_at_once(parts: Cluster) -> None:
+    topic, group = new_topic(parts), f"{GROUP}-all"
+    with sending(parts, topic) as send, reading(parts, topic, group, session_timeout_ms=1_500) as reader:
+        send(0)
+        until(lambda: reader.has(0) and committed(parts, group, topic) == 1)
+        parts.zookeeper_server.kill()
+        parts.broker.kill()
+        until(lambda: not reader.consumer.health().delivering)
+        parts.zookeeper_server.restart()
+        parts.broker.start()
+        send(1)
+        until(lambda: reader.has(1))
+        until(lambda: everybody_is_registered(parts, group, 1))
+        assert reader.values == [0, 1]
