@@ -84,7 +84,8 @@ class ProducerCore:
         self._thread = threading.get_ident()
         self._awake = False
         self._hurried_ns = 0
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._lingering = False
+        """A timer runs for the oldest open batch."""
         self._forked = False
         self._failures: list[OutgoingBatch] = []
         self._drained: list[asyncio.Future[None]] = []
@@ -165,10 +166,14 @@ class ProducerCore:
             return now_ns
         linger_ns = int(self.options.linger_ms * 1e6)
         first_ns = self.accumulator.first_open_ns()
-        if first_ns is not None and (self._linger_timer is None or self._linger_timer.when() < self.loop.time()):
-            delay_s = max(first_ns + linger_ns - now_ns, 0) / 1e9
-            self._linger_timer = self.loop.call_later(delay_s + 0.0001, self._pump)
+        if first_ns is not None and first_ns + linger_ns > now_ns and not self._lingering:
+            self._lingering = True
+            self.loop.call_later((first_ns + linger_ns - now_ns) / 1e9 + 0.0001, self._lingered)
         return max(now_ns - linger_ns, self._hurried_ns)
+
+    def _lingered(self) -> None:
+        self._lingering = False
+        self._pump()
 
     def _refresh_resolved(self) -> None:
         """Hands configurations that changed, as by added partitions, to the accumulator."""

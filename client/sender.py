@@ -429,11 +429,17 @@ class Sender:
         """Time-outs and retries, for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._expire(time.monotonic_ns())
-            now_s = time.monotonic()
-            for broker in list(self._brokers.values()):
-                broker.tick(now_s, self._request_timeout_s)
-            self.on_room()
+            try:
+                self._tick()
+            except Exception:  # a bug of ours: without time-outs and retries everybody would wait for ever
+                log.exception("the producer's time-outs and retries failed; they go on")
+
+    def _tick(self) -> None:
+        self._expire(time.monotonic_ns())
+        now_s = time.monotonic()
+        for broker in list(self._brokers.values()):
+            broker.tick(now_s, self._request_timeout_s)
+        self.on_room()
 
     def _expire(self, now_ns: int) -> None:
         before_ns = now_ns - int(self._delivery_timeout_s * 1e9)

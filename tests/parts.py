@@ -112,10 +112,10 @@ class Line:
     `swallow()` lets requests through and loses the answers; `cut()` then ends every connection.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+    def __init__(self, port: int, broker_host: str) -> None:
+        """Listens on 127.0.0.1 at the port that the broker has on its own loopback address."""
+        self._target = broker_host, port
+        self._listener = socket.create_server(("127.0.0.1", port))
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
         self._swallowing = threading.Event()
@@ -136,7 +136,7 @@ class Line:
             except OSError:
                 return
             try:
-                broker = socket.create_connection(("127.0.0.1", self._target))
+                broker = socket.create_connection(self._target)
             except OSError:
                 client.close()
                 continue

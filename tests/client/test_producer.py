@@ -15,6 +15,7 @@ import pytest
 from metamq import Producer, aio
 from metamq.client.model import ReceiptRange
 from metamq.client.outgoing import Delivery, ManyDelivery
+from metamq.client.partitioner import by_key_hash
 from metamq.errors import (
     BufferFull,
     ClosedError,
@@ -184,6 +185,13 @@ def test_whoever_waits_does_not_linger(
         wait(producer, producer.send(name, b"y"))
         producer.send(name, b"left for close()")
     assert time.monotonic() - begun < 20
+
+
+def test_a_short_linger_ends_every_time(parts: Cluster, topic: TopicConfig) -> None:
+    with parts.producer(linger_ms=0.2) as producer:  # shorter than what the loop's timers can tell from now
+        for _ in range(30):
+            delivery = producer.send(topic.topic, b"x")
+            wait_until(delivery.done, 5)
 
 
 def test_awaiting_does_not_linger_either(parts: Cluster, topic: TopicConfig) -> None:
@@ -499,7 +507,8 @@ def test_a_dead_broker_holds_up_its_own_partitions_only() -> None:
             for name in ("0-0", "1-0"):
                 producer.send("t", b"x", partition=name).result(20)
             dead.kill()
-            waiting = [producer.send("t", b"%d" % n, partition="1-0") for n in range(20)]
+            key = next(key for n in range(100) if by_key_hash("t", key := b"%d" % n, 4) == 2)  # that is 1-0
+            waiting = [producer.send("t", b"%d" % n, key) for n in range(20)]
             wait_until(lambda: producer._core.sender.busy().brokers == {1})
             begun = time.monotonic()
             for _ in range(20):
