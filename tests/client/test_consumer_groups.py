@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -25,8 +26,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from metamq import DatabaseOffsets, TopicPartition
-from metamq.errors import ConnectError
+from metamq import Consumer, DatabaseOffsets, Message, TopicPartition
+from metamq.errors import ClosedError, ConnectError
 from metamq.zk.ownership import read_offset
 from metamq.zk.session import Session
 from tests.client.group_judge import Commit, Freeze, Handled, History, judge
@@ -223,7 +224,7 @@ class Watcher:
         self.looks = 0
         self._attacked = attacked
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()))
+        self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Watcher:
         self._thread.start()
@@ -232,6 +233,12 @@ class Watcher:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._watch())
+        except Exception as error:
+            self.problems.append("".join(traceback.format_exception(error)))
 
     async def _watch(self) -> None:
         servers, group = self._attacked.shop.cluster.zookeeper, self._attacked.group
@@ -278,6 +285,8 @@ def attacked(shop: Shop, folder: Path, group: str, partitions: int, storage: str
     database = ""
     if storage == "database":
         database = str(folder / "offsets.sqlite3")
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")  # the watcher reads while a frozen member writes
         asyncio.run(DatabaseOffsets(lambda: sqlite3.connect(database)).create_table())
     topic = shop.topic(partitions)
     target = Attacked(shop, topic, group, folder, [f"0-{index}" for index in range(partitions)], database)
@@ -383,3 +392,50 @@ def test_ten_members_that_come_and_go_at_random(
         print(dict(steps))
     history = target.history()
     print(len(history.handled), "handled", len(history.commits), "commits")
+
+
+# A member that is stuck
+
+
+def test_a_stuck_member_is_seen_from_outside_and_can_be_evicted(
+    shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its session lives, so it keeps its partitions; but its beat tells that nothing gets done.
+    monkeypatch.setattr("metamq.client.rebalance.BEAT_S", 0.05)
+    monkeypatch.setattr("metamq.client.consumer_core.PROGRESS_CHECK_S", 0.05)
+    topic = shop.topic(2)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def handler(message: Message[bytes]) -> None:
+        stuck.set()
+        go_on.wait(30)
+
+    def ages() -> dict[str, int]:
+        return {each.consumer_id: each.progress_age_ms for each in shop.admin.describe_group(group).members}
+
+    with (
+        shop.consumer(topic, group, consumer_id="a", session_timeout_ms=1_000) as a,
+        shop.consumer(topic, group, consumer_id="b", idle_timeout_s=20) as b,
+    ):
+        shop.until(lambda: len(a.assignment) == len(b.assignment) == 1)
+        running = threading.Thread(target=run_until_evicted, args=(a, handler))
+        running.start()
+        shop.numbers(topic, 1)  # to 0-0, which is a's
+        assert stuck.wait(10)
+        # Longer than its session's time-out. b has nothing to do either, but says so.
+        shop.until(lambda: ages()["a"] > 1_500)
+        assert ages()["b"] < 1_000
+        assert b.assignment == [TopicPartition(topic, "0-1")]
+        assert shop.admin.evict(group, "a") == (TopicPartition(topic, "0-0"),)
+        assert next(iter(b)).offset == 0
+        go_on.set()
+        running.join(10)
+        with pytest.raises(ClosedError, match="evicted"):
+            next(iter(a))
+        b.commit({TopicPartition(topic, "0-0"): 1})
+    assert shop.committed(group)[TopicPartition(topic, "0-0")] == 1
+
+
+def run_until_evicted(consumer: Consumer[bytes], handler: Callable[[Message[bytes]], object]) -> None:
+    with pytest.raises(ClosedError, match="evicted"):
+        consumer.run(handler)
