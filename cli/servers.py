@@ -47,6 +47,7 @@ POLL_S = 0.2
 @click.option(
     "--drain-timeout", "drain_timeout_ms", type=DURATION, help="How long a stop waits for requests under way.  [10s]"
 )
+@click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
 @click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
 @click.option("--with-parent", is_flag=True, hidden=True)
 def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: int | None, **settings: Any) -> int:
