@@ -25,10 +25,14 @@ POLL_S = 0.2
 @click.command(cls=Command)
 @click.option("--id", type=int, help="Broker id, unique in a cluster.  [0]")
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
-@click.option("--port", type=int, help="Port to listen on; 0 takes a free one.  [8123]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.  [8123]")
 @click.option("--advertise", help="Host that clients connect to, where it is not --host (containers, NAT).")
 @click.option("--data", metavar="FOLDER", help="Data folder; one broker a folder.  [./metamq-data/broker]")
-@click.option("--http-port", type=int, help="Port of /metrics, /healthz, /readyz; 0 a free one, -1 none.  [8120]")
+@click.option(
+    "--http-port",
+    type=click.IntRange(-1, 65535),
+    help="Port of /metrics, /healthz, /readyz; 0 a free one, -1 none.  [8120]",
+)
 @click.option(
     "--session-timeout",
     "session_timeout_ms",
@@ -83,7 +87,7 @@ def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: 
 @click.command(cls=Command)
 @click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=2181, show_default=True, help="Port to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")
 def zookeeper(data: str, host: str, port: int) -> int:
     """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
 

@@ -41,9 +41,17 @@ ORPHANS_S = 15.0
 @click.command(cls=Command)
 @click.option("--data", metavar="FOLDER", help="Keep the data here.  [./metamq-data]")
 @click.option("--ephemeral", is_flag=True, help="Keep nothing: the data is gone at the end.")
-@click.option("--port", type=int, help=f"ZooKeeper's port.  [{ZOOKEEPER_PORT} or the next free one]")
-@click.option("--broker-port", type=int, help=f"The broker's port.  [{BROKER_PORT} or the next free one]")
-@click.option("--http-port", type=int, help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help=f"ZooKeeper's port.  [{ZOOKEEPER_PORT} or the next free one]"
+)
+@click.option(
+    "--broker-port", type=click.IntRange(0, 65535), help=f"The broker's port.  [{BROKER_PORT} or the next free one]"
+)
+@click.option(
+    "--http-port",
+    type=click.IntRange(-1, 65535),
+    help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]",
+)
 def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | None, http_port: int | None) -> int:
     """Start a ZooKeeper and a broker on this machine, and run until Ctrl-C, which ends both.
 

@@ -92,7 +92,11 @@ def key_bytes(key: Key) -> bytes | None:
     """A key as it is stored; a str is encoded in UTF-8."""
     if key is None or type(key) is bytes:
         return key
-    return key.encode() if isinstance(key, str) else as_bytes(key, "key")
+    if isinstance(key, str):
+        return key.encode()
+    if isinstance(key, bytearray | memoryview):
+        return bytes(key)
+    raise TypeError(f"a message's key is str or bytes, got {type(key).__name__}")
 
 
 def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | None:

@@ -7,9 +7,14 @@ The asyncio twins of `Producer`, `Consumer` and `Admin` are in `metamq.aio`.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# In a checkout the packages stand beside this folder, not in it. With this, Python started there finds them too.
+if not (Path(__path__[0]) / "client").is_dir():
+    __path__.append(str(Path(__path__[0]).parent))
 
 if TYPE_CHECKING:
     from metamq import aio as aio

@@ -149,7 +149,9 @@ class MessageTooLarge(MetamqError):
     def __init__(self, what: str, size: int, limit: int, *, hint: str | None = None) -> None:
         super().__init__(
             f"{what} has {size:,} bytes, the limit is {limit:,}",
-            hint=hint or "Send less at once, or raise `max_message_bytes` on the broker and the producer.",
+            hint=hint
+            or "Send less at once, or raise the topic's limit, to 4 MiB at most: `metamq topic alter TOPIC "
+            "--max-message-bytes 4MiB`.",
         )
         self.size = size
         self.limit = limit

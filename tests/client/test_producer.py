@@ -260,12 +260,12 @@ def test_flush_raises_for_a_message_that_found_no_partition(parts: Cluster, topi
         (lambda p: p.send("t", "text"), "a message's value is bytes, got str: encode it, or give Producer"),
         (lambda p: p.send("t", 5), "a message's value is bytes, got int"),
         (lambda p: p.send("t", None), "a message's value is bytes, got NoneType"),
-        (lambda p: p.send("t", b"x", 5), "a message's key is bytes, got int"),
+        (lambda p: p.send("t", b"x", 5), "a message's key is str or bytes, got int"),
         (lambda p: p.send("t", b"x", None, {"h": "text"}), "headers map str to bytes, got 'h': 'text'"),
         (lambda p: p.send("t", b"x", None, {b"h": b"x"}), "headers map str to bytes"),
         (lambda p: p.send_many("t", b"text"), "takes a list of values, not one value"),
         (lambda p: p.send_many("t", [b"x", "y"]), "a message's value is bytes, got str"),
-        (lambda p: p.send_many("t", [b"x"], [5]), "a message's key is bytes, got int"),
+        (lambda p: p.send_many("t", [b"x"], [5]), "a message's key is str or bytes, got int"),
     ],
 )
 def test_wrong_types_are_refused_at_the_call(
