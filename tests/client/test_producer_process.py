@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from metamq.client import producer as client_producer
 from metamq.testing import Cluster, cluster
 from metamq.zk.topics import TopicConfig
 from tests.parts import Stored, read_topic
@@ -46,6 +47,7 @@ def script(parts: Cluster, topic: TopicConfig, code: str, *flags: str) -> subpro
     )
     return subprocess.Popen(
         [sys.executable, *flags, "-c", head + code],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -192,15 +194,19 @@ time.sleep(1)
     assert stored(parts, topic) == [b"dropped"]
 
 
-def test_at_exit_it_waits_no_longer_than_five_seconds(parts: Cluster, topic: TopicConfig) -> None:
+@pytest.mark.parametrize("limit_s", [1.0, pytest.param(5.0, marks=pytest.mark.long)])
+def test_at_exit_it_waits_no_longer_than_five_seconds(parts: Cluster, topic: TopicConfig, limit_s: float) -> None:
+    assert client_producer.AT_EXIT_FLUSH_S == 5.0
     with script(
         parts,
         topic,
-        """
+        f"""
+import metamq.client.producer
+metamq.client.producer.AT_EXIT_FLUSH_S = {limit_s}
 producer = metamq.Producer(zookeeper)
 producer.send(topic, b"x").result(20)
 print("ready")
-time.sleep(0.5)
+sys.stdin.readline()
 producer.send(topic, b"never")
 print("ending")
 """,
@@ -209,14 +215,15 @@ print("ending")
         assert process.stdout.readline() == "ready\n"
         parts.broker.freeze()
         try:
+            print("go", file=process.stdin, flush=True)
             assert process.stdout.readline() == "ending\n"
             begun = time.monotonic()
             _, err = process.communicate(timeout=30)
-            assert time.monotonic() - begun < 8
+            assert time.monotonic() - begun < limit_s + 3
         finally:
             parts.broker.thaw()
     assert "messages were not stored before the process ended: " in err
-    assert "flush() took longer than 5 s" in err
+    assert f"flush() took longer than {limit_s:g} s" in err
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------------
@@ -241,7 +248,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 producer = metamq.Producer(zookeeper, buffer_bytes=20_000)
 producer.send(topic, b"x").result(20)
 print("ready")
-time.sleep(0.3)
+sys.stdin.readline()
 print("waiting")
 try:
     {wait}
@@ -254,8 +261,9 @@ os._exit(0)
         assert process.stdout.readline() == "ready\n"
         parts.broker.freeze()
         try:
+            print("go", file=process.stdin, flush=True)
             assert process.stdout.readline() == "waiting\n"
-            time.sleep(0.2)  # so that it waits by now; if it does not, the wait is cut short all the same
+            time.sleep(0.1)  # so that it waits by now; if it does not, the wait is cut short all the same
             begun = time.monotonic()
             process.send_signal(signal.SIGINT)
             ended = process.stdout.readline()
