@@ -129,7 +129,7 @@ def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq,
         assert (child.returncode, data) == (0, b"")
 
 
-@pytest.mark.parametrize("command", [["broker", "--port", "70000"], ["broker", "--id", "-1"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["broker", "--retention-check", "1ms"], ["broker", "--id", "-1"]], ids=" ".join)
 def test_settings_out_of_their_limits(offline: Metamq, command: list[str]) -> None:
     ended = offline(*command)
     assert ended.status == 1
