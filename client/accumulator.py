@@ -18,20 +18,16 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from itertools import accumulate
 from typing import NamedTuple
 
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, ManyDelivery, OutgoingBatch, Owner
 from metamq.client.partitioner import Partitioner
-from metamq.errors import BufferFull, ClosedError, ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
-from metamq.wire.limits import BATCH_COUNT_MAX
-from metamq.zk.names import check_topic, parse_partition
+from metamq.client.topic_buffer import Headers, TopicBuffer, add_message, chunk_bounds, failed_batch, size_of
+from metamq.errors import BufferFull, ClosedError, ConfigError, MessageTooLarge, MetamqError
+from metamq.zk.names import check_topic
 from metamq.zk.topics import TopicConfig
 
-Headers = Mapping[str, bytes]
 Keys = Sequence[bytes | None]
 
 TIMESTAMP_US_MAX = (1 << 63) - 1
@@ -46,39 +42,6 @@ class Busy(NamedTuple):
 
 
 IDLE = Busy(frozenset(), {})
-
-
-class TopicBuffer:
-    """The messages of one topic that no sender has taken."""
-
-    __slots__ = (
-        "config",
-        "floating",
-        "limit_bytes",
-        "numbers",
-        "open",
-        "placeholder",
-        "places",
-        "sealed",
-        "topic",
-        "unplaced",
-    )
-
-    def __init__(self, topic: str, limit_bytes: int) -> None:
-        self.topic = topic
-        self.limit_bytes = limit_bytes
-        self.config: TopicConfig | None = None
-        self.places: list[tuple[int, int]] = []
-        """(broker id, index) of each configured partition, in numeric order."""
-        self.numbers: dict[tuple[int, int], int] = {}
-        """The number of each place in `places`."""
-        self.floating: OutgoingBatch | None = None
-        self.open: dict[int, OutgoingBatch] = {}
-        """Open batches by number of the place."""
-        self.sealed: deque[OutgoingBatch] = deque()
-        self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
-        """Each places a message or a send_many, in batches begun at a time; returns a failed batch if it cannot."""
-        self.placeholder: OutgoingBatch | None = None
 
 
 class Accumulator:
@@ -142,7 +105,7 @@ class Accumulator:
         timestamp_us: int | None,
     ) -> Delivery:
         """Accepts any message. Raises MessageTooLarge, BufferFull, ConfigError, PartitionNotFound, ClosedError."""
-        size = _size(value, key, headers)
+        size = size_of(value, key, headers)
         if timestamp_us is not None and abs(timestamp_us) > TIMESTAMP_US_MAX:
             raise ConfigError(f"timestamp {timestamp_us} is not microseconds since 1970", hint="It has 63 bits.")
         waiting_since: float | None = None
@@ -153,7 +116,7 @@ class Accumulator:
                     raise MessageTooLarge(f"the message for topic {topic!r}", size, buffer.limit_bytes)
                 unplaced = buffer.config is None and (key is not None or partition is not None)
                 if not unplaced:
-                    number = self._number(buffer, key, partition)
+                    number = buffer.number_of(key, partition, self._partitioner)
                     batch = buffer.floating if number is None else buffer.open.get(number)
                     if batch is not None:
                         break
@@ -177,29 +140,11 @@ class Accumulator:
         timestamp_us: int | None,
         size: int,
     ) -> int:
-        index = _add(batch, value, key, headers, timestamp_us)
+        index = add_message(batch, value, key, headers, timestamp_us)
         batch.size += size
         if batch.size >= self._batch_bytes:
             self._seal(buffer, number)
         return index
-
-    def _number(self, buffer: TopicBuffer, key: bytes | None, partition: str | None) -> int | None:
-        """The place that a message has to go to, None for any. Raises PartitionNotFound, ConfigError."""
-        if partition is not None:
-            place = buffer.numbers.get(parse_partition(partition))
-            if place is None:
-                names = buffer.config.partition_names if buffer.config else []
-                raise PartitionNotFound(buffer.topic, partition, tuple(names))
-            return place
-        if key is None:
-            return None
-        number = self._partitioner(buffer.topic, key, len(buffer.places))
-        if not isinstance(number, int) or not 0 <= number < len(buffer.places):
-            raise ConfigError(
-                f"the partitioner gave {number!r} for a topic of {len(buffer.places)} partitions",
-                hint="It is to give an index among them: 0, 1, and so on.",
-            )
-        return number
 
     def _buffer(self, topic: str) -> TopicBuffer:
         if self.closed_by is not None:
@@ -274,9 +219,9 @@ class Accumulator:
 
         def place(begun_ns: int) -> OutgoingBatch | None:
             try:
-                number = self._number(buffer, key, partition)
+                number = buffer.number_of(key, partition, self._partitioner)
             except Exception as error:
-                failed = _failed_batch(buffer.topic, error)
+                failed = failed_batch(buffer.topic, error)
                 delivery.moved(failed, 0)
                 return failed
             batch = buffer.open.get(number) if number is not None else None
@@ -298,7 +243,7 @@ class Accumulator:
             try:
                 parts[:] = self._add_keyed(buffer, values, keys, sizes, begun_ns)
             except Exception as error:
-                failed = _failed_batch(buffer.topic, error)
+                failed = failed_batch(buffer.topic, error)
                 parts[:] = [failed]
                 return failed
             return None
@@ -349,7 +294,7 @@ class Accumulator:
         """Groups messages by partition, in their order; the keyless ones float as a group."""
         groups: dict[int | None, list[int]] = {}
         for i, key in enumerate(keys):
-            groups.setdefault(self._number(buffer, key, None), []).append(i)
+            groups.setdefault(buffer.number_of(key, None, self._partitioner), []).append(i)
         parts: list[OutgoingBatch] = []
         for number, picked in groups.items():
             self._seal(buffer, number)
@@ -435,10 +380,7 @@ class Accumulator:
             if buffer is None:
                 return []
             self._seal_all(buffer)  # the numbers of their places were those of the former configuration
-            buffer.config = config
-            buffer.places = [parse_partition(name) for name in config.partition_names]
-            buffer.numbers = {place: number for number, place in enumerate(buffer.places)}
-            buffer.limit_bytes = min(self._message_bytes_max, config.max_message_bytes)
+            buffer.configure(config, self._message_bytes_max)
             unplaced, buffer.unplaced = buffer.unplaced, []
             placeholder, buffer.placeholder = buffer.placeholder, None
             begun_ns = placeholder.created_ns if placeholder is not None else time.monotonic_ns()
@@ -486,64 +428,3 @@ class Accumulator:
         for batch in self.outstanding:
             if not batch.done:
                 batch.fail_in_child(error)
-
-
-def _size(value: bytes, key: bytes | None, headers: Headers | None) -> int:
-    """Bytes that a message counts for."""
-    size = len(value) + MESSAGE_OVERHEAD_BYTES
-    if key is not None:
-        size += len(key)
-    if headers:
-        size += sum(len(name.encode()) + len(text) + 4 for name, text in headers.items())
-    return size
-
-
-def _failed_batch(topic: str, error: Exception) -> OutgoingBatch:
-    """Stands for a message that could not be placed. `error` is a MetamqError, or what a user's partitioner raised."""
-    batch = OutgoingBatch(topic)
-    if not isinstance(error, MetamqError):
-        wrapped = ConfigError(f"the partitioner failed for a message to topic {topic!r}: {error!r}")
-        wrapped.__cause__ = error
-        error = wrapped
-    batch.complete(-1, error)
-    return batch
-
-
-def _add(
-    batch: OutgoingBatch, value: bytes, key: bytes | None, headers: Headers | None, timestamp_us: int | None
-) -> int:
-    """Appends a message to an open batch; columns that it is the first to have are filled up before it."""
-    values: list[bytes] = batch.values  # type: ignore[assignment]
-    index = len(values)
-    values.append(value)
-    if key is not None or batch.keys is not None:
-        if batch.keys is None:
-            batch.keys = [None] * index
-        batch.keys.append(key)
-    if headers or batch.headers is not None:
-        if batch.headers is None:
-            batch.headers = [None] * index
-        batch.headers.append(headers)
-    if timestamp_us is not None or batch.timestamps is not None:
-        if batch.timestamps is None:
-            batch.timestamps = [batch.timestamp_us] * index
-        batch.timestamps.append(timestamp_us if timestamp_us is not None else time.time_ns() // 1000)
-    return index
-
-
-def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int, int]]:
-    """(start, end, bytes) of consecutive chunks of at most `batch_bytes` and BATCH_COUNT_MAX messages.
-
-    A message larger than that is a chunk of its own.
-    """
-    ends = list(accumulate(map(MESSAGE_OVERHEAD_BYTES.__add__, sizes)))
-    bounds = []
-    start = 0
-    before = 0
-    while start < len(ends):
-        end = bisect_right(ends, before + batch_bytes, start)
-        end = min(max(end, start + 1), start + BATCH_COUNT_MAX)
-        bounds.append((start, end, ends[end - 1] - before))
-        before = ends[end - 1]
-        start = end
-    return bounds

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.accumulator import Accumulator, Busy, chunk_bounds
+from metamq.client.accumulator import Accumulator, Busy
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, OutgoingBatch
 from metamq.client.partitioner import Partitioner, by_key_hash, partitioner_named
+from metamq.client.topic_buffer import chunk_bounds
 from metamq.errors import (
     BufferFull,
     ClosedError,

@@ -1,0 +1,140 @@
+"""The messages of one topic on their way from `send` to the sender, and what is known of where they go.
+
+No lock in here: the accumulator has one for all topics.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch
+from metamq.client.partitioner import Partitioner
+from metamq.errors import ConfigError, MetamqError, PartitionNotFound
+from metamq.wire.limits import BATCH_COUNT_MAX
+from metamq.zk.names import parse_partition
+from metamq.zk.topics import TopicConfig
+
+Headers = Mapping[str, bytes]
+
+
+class TopicBuffer:
+    """The messages of one topic that no sender has taken."""
+
+    __slots__ = (
+        "config",
+        "floating",
+        "limit_bytes",
+        "numbers",
+        "open",
+        "placeholder",
+        "places",
+        "sealed",
+        "topic",
+        "unplaced",
+    )
+
+    def __init__(self, topic: str, limit_bytes: int) -> None:
+        self.topic = topic
+        self.limit_bytes = limit_bytes
+        self.config: TopicConfig | None = None
+        self.places: list[tuple[int, int]] = []
+        """(broker id, index) of each configured partition, in numeric order."""
+        self.numbers: dict[tuple[int, int], int] = {}
+        """The number of each place in `places`."""
+        self.floating: OutgoingBatch | None = None
+        self.open: dict[int, OutgoingBatch] = {}
+        """Open batches by number of the place."""
+        self.sealed: deque[OutgoingBatch] = deque()
+        self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
+        """Each places a message or a send_many, in batches begun at a time; returns a failed batch if it cannot."""
+        self.placeholder: OutgoingBatch | None = None
+
+    def configure(self, config: TopicConfig, message_bytes_max: int) -> None:
+        """The topic's partitions and limits are known, or others than before."""
+        self.config = config
+        self.places = [parse_partition(name) for name in config.partition_names]
+        self.numbers = {place: number for number, place in enumerate(self.places)}
+        self.limit_bytes = min(message_bytes_max, config.max_message_bytes)
+
+    def number_of(self, key: bytes | None, partition: str | None, partitioner: Partitioner) -> int | None:
+        """The place that a message has to go to, None for any. Raises PartitionNotFound, ConfigError."""
+        if partition is not None:
+            place = self.numbers.get(parse_partition(partition))
+            if place is None:
+                names = self.config.partition_names if self.config else []
+                raise PartitionNotFound(self.topic, partition, tuple(names))
+            return place
+        if key is None:
+            return None
+        number = partitioner(self.topic, key, len(self.places))
+        if not isinstance(number, int) or not 0 <= number < len(self.places):
+            raise ConfigError(
+                f"the partitioner gave {number!r} for a topic of {len(self.places)} partitions",
+                hint="It is to give an index among them: 0, 1, and so on.",
+            )
+        return number
+
+
+def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
+    """Bytes that a message counts for."""
+    size = len(value) + MESSAGE_OVERHEAD_BYTES
+    if key is not None:
+        size += len(key)
+    if headers:
+        size += sum(len(name.encode()) + len(text) + 4 for name, text in headers.items())
+    return size
+
+
+def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
+    """Stands for a message that could not be placed. `error` is a MetamqError, or what a user's partitioner raised."""
+    batch = OutgoingBatch(topic)
+    if not isinstance(error, MetamqError):
+        wrapped = ConfigError(f"the partitioner failed for a message to topic {topic!r}: {error!r}")
+        wrapped.__cause__ = error
+        error = wrapped
+    batch.complete(-1, error)
+    return batch
+
+
+def add_message(
+    batch: OutgoingBatch, value: bytes, key: bytes | None, headers: Headers | None, timestamp_us: int | None
+) -> int:
+    """Appends a message to an open batch; columns that it is the first to have are filled up before it."""
+    values: list[bytes] = batch.values  # type: ignore[assignment]
+    index = len(values)
+    values.append(value)
+    if key is not None or batch.keys is not None:
+        if batch.keys is None:
+            batch.keys = [None] * index
+        batch.keys.append(key)
+    if headers or batch.headers is not None:
+        if batch.headers is None:
+            batch.headers = [None] * index
+        batch.headers.append(headers)
+    if timestamp_us is not None or batch.timestamps is not None:
+        if batch.timestamps is None:
+            batch.timestamps = [batch.timestamp_us] * index
+        batch.timestamps.append(timestamp_us if timestamp_us is not None else time.time_ns() // 1000)
+    return index
+
+
+def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int, int]]:
+    """(start, end, bytes) of consecutive chunks of at most `batch_bytes` and BATCH_COUNT_MAX messages.
+
+    A message larger than that is a chunk of its own.
+    """
+    ends = list(accumulate(map(MESSAGE_OVERHEAD_BYTES.__add__, sizes)))
+    bounds = []
+    start = 0
+    before = 0
+    while start < len(ends):
+        end = bisect_right(ends, before + batch_bytes, start)
+        end = min(max(end, start + 1), start + BATCH_COUNT_MAX)
+        bounds.append((start, end, ends[end - 1] - before))
+        before = ends[end - 1]
+        start = end
+    return bounds
