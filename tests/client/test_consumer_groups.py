@@ -335,14 +335,15 @@ def test_a_member_frozen_past_its_session_finds_its_partitions_gone_and_commits_
         target.freeze(members[0])
         claimed = {each.generation for each in target.history().handled}
 
-        def has_a_new_claim(name: str) -> bool:
+        def is_back() -> bool:
+            """When it handles messages under a new claim."""
             target.produce(1)
-            return any(each.member == name and each.generation not in claimed for each in target.history().handled)
+            return any(each.member == "m0" and each.generation not in claimed for each in target.history().handled)
 
         shop.until(lambda: [each.consumer_id for each in shop.admin.describe_group(group).members] == ["m1"])
         # It may have been stopped in a transaction of the database, which then waits for it.
         target.thaw(members[0])
-        shop.until(lambda: has_a_new_claim("m1") and has_a_new_claim("m0"))
+        shop.until(is_back)
     lost = [each for each in target.history().commits if each.member == "m0" and each.outcome != "ok"]
     assert all(each.generation in claimed for each in lost)
 
