@@ -41,7 +41,6 @@ from metamq.wire.compression import Codec
 
 INFLIGHT_BATCHES = 5
 SEQUENCES_MAX = 1 << 31
-RETRY_PAUSE_S = 0.1
 PRODUCER_ID_IDLE_S = 3600.0
 """Brokers forget a producer id after days without a batch."""
 
@@ -102,10 +101,6 @@ class PartitionQueue:
         if self.inflight and self.next_sequence >= SEQUENCES_MAX and self.waiting[0].sequence < 0:
             return False
         return len(self.inflight) < (INFLIGHT_BATCHES if self.established else 1)
-
-    def pause(self, since_s: float) -> None:
-        """Nothing is sent for a moment: it was refused, or the connection broke, at that time."""
-        self.paused_until_s = max(self.paused_until_s, since_s + RETRY_PAUSE_S)
 
     def next_batch(self, codec: Codec, now_s: float) -> OutgoingBatch:
         """Moves the first waiting batch to those under way, encoded.

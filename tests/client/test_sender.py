@@ -18,7 +18,7 @@ import pytest
 
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
 from metamq.broker.partition import BatchIds, Partition
-from metamq.client import partition_queue
+from metamq.client import partition_queue, sender
 from metamq.client.outgoing import OutgoingBatch
 from metamq.client.partition_queue import PartitionQueue
 from metamq.client.sender import Sender, Verdict, verdict_on
@@ -419,7 +419,7 @@ def check(batches: list[tuple[list[bytes], OutgoingBatch]], stored: list[bytes])
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition_queue, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(sender, "RETRY_PAUSE_S", 0.0)
     monkeypatch.setattr(partition_queue, "SEQUENCES_MAX", 25)
 
 
