@@ -378,8 +378,8 @@ def attack(target: Attacked, chance: random.Random, duration_s: float) -> dict[s
 @pytest.mark.parametrize(
     ("duration_s", "storage"),
     [
-        (8, "zookeeper"),
-        (8, "database"),
+        (6, "zookeeper"),
+        (6, "database"),
         pytest.param(60, "zookeeper", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
         pytest.param(60, "database", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
     ],
