@@ -269,6 +269,7 @@ class ConsumerCore:
         state = self.inbox.states[request.tp]
         state.start_offset, state.stable_offset = result.start_offset, result.stable_offset
         batches: list[MessageBatch[Any]] = []
+        damage: CorruptData | None = None
         try:
             for position, header in walk(data):
                 if header.end_offset > request.offset:
@@ -276,12 +277,14 @@ class ConsumerCore:
                     batches.append(MessageBatch(request.tp, header, whole, request.offset, self.plan.decode))
                     request.offset = header.end_offset
         except CorruptData as error:
-            self.fetch_failed(request, error)
+            damage = error
+        if batches:
+            self.inbox.put(state, batches)
+        if damage is not None:
+            self.fetch_failed(request, damage)
             return
         request.delay_s = 0.0
         self._errors.pop(request.tp, None)
-        if batches:
-            self.inbox.put(state, batches)
         if self._has_room(state):
             self._queue.put(request, self.loop.time())
         else:

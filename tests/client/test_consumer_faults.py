@@ -31,7 +31,7 @@ def tp(topic: str, index: int = 0) -> TopicPartition:
 
 
 class DamagingLine(Line):
-    """Flips a bit of the first few answers that have MARK in them."""
+    """Flips a bit of the first few answers that have MARK in them, where it stands last."""
 
     left = 0
 
@@ -41,7 +41,7 @@ class DamagingLine(Line):
                 if answers and self._swallowing.is_set():
                     self.swallowed.set()
                     continue
-                if answers and self.left > 0 and (place := data.find(MARK)) >= 0:
+                if answers and self.left > 0 and (place := data.rfind(MARK)) >= 0:
                     self.left -= 1
                     data[place] ^= 1
                 target.sendall(data)
