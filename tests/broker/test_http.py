@@ -1,0 +1,56 @@
+"""The status server by itself: it stops at once, and a slow client keeps nobody waiting."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any, cast
+
+import pytest
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.http import StatusServer
+from metamq.broker.server import Broker
+from tests.parts import http_get
+
+
+class Told:
+    """What the status server asks of a broker."""
+
+    config = BrokerConfig(http_port=0)
+
+    def health(self) -> tuple[bool, str]:
+        return True, "fine"
+
+    def readiness(self) -> tuple[bool, str]:
+        return True, "ready"
+
+    def statistics(self) -> dict[str, Any]:
+        return {"epoch": 1, "connections": 0, "topics": {}, "partitions": []}
+
+
+@contextmanager
+def at_most(limit_s: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < limit_s
+
+
+def test_it_stops_at_once() -> None:
+    with at_most(2.0):  # half a second each when a stop waits for the next poll
+        for _ in range(8):
+            server = StatusServer(cast(Broker, Told()))
+            assert http_get(server.port, "/readyz") == (200, "ready\n")
+            server.close()
+
+
+def test_a_client_that_says_nothing_keeps_nobody_waiting(capfd: pytest.CaptureFixture[str]) -> None:
+    server = StatusServer(cast(Broker, Told()))
+    with closing(socket.create_connection(("127.0.0.1", server.port))):
+        with at_most(5.0):  # such a client is given 10 s
+            assert http_get(server.port, "/healthz") == (200, "fine\n")
+        with at_most(5.0):
+            server.close()
+    assert capfd.readouterr().err == ""
