@@ -80,6 +80,7 @@ class ConsumerCore:
         try:
             await self._lease.start()
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
+            await self._storage.check()
             self._assignment = self._make_assignment(self._session)
             await self._assignment.start()
         except BaseException:

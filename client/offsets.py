@@ -53,6 +53,9 @@ class OffsetStorage(Protocol):
     in_claim_node: bool
     """True when offsets live in the node that ZooKeeper claims are made with, so that a release commits as well."""
 
+    async def check(self) -> None:
+        """Raise MetamqError, with the next step, when the storage cannot be used. Called before anything else."""
+
     async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
         """Fence off earlier owners, and say what is committed. May be repeated for one claim.
 
@@ -78,6 +81,9 @@ class ZooKeeperOffsets:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+
+    async def check(self) -> None:
+        """Nothing to do: the session was opened."""
 
     async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
         """What is committed came with the claim; no request is made."""

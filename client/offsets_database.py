@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from metamq.client.offsets import ClaimOutcome, CommitOutcome, CommitRequest
-from metamq.errors import ClosedError, ConfigError, MetamqError, OwnershipLost
+from metamq.errors import ConfigError, MetamqError, OwnershipLost
 from metamq.zk.ownership import Claim, Committed
 from metamq.zk.partitions import TopicPartition
 
@@ -73,7 +73,6 @@ class DatabaseOffsets:
         self._connect = connect
         self._table = table
         self._paramstyle = paramstyle
-        self._closed = False
 
     async def create_table(self) -> None:
         """Make the table unless it is there. Raises MetamqError when the database refuses."""
@@ -91,6 +90,11 @@ class DatabaseOffsets:
                 "PRIMARY KEY (group_name, topic, partition_name))",
             ).close()
         )
+
+    async def check(self) -> None:
+        """Raise MetamqError when the table cannot be read, as when it was not made."""
+        sql = f"SELECT next_offset FROM {self._table} WHERE 1 = 0"
+        await self._run(lambda connection: self._execute(connection, sql).close())
 
     async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
         """Raise the rows' generations to the claims', then read them; see `OffsetStorage.claimed`.
@@ -137,8 +141,7 @@ class DatabaseOffsets:
         return row[1]
 
     async def close(self) -> None:
-        """Refuse further use; no connection outlives its operation."""
-        self._closed = True
+        """Nothing to do: no connection outlives its operation, and other consumers may use this one."""
 
     def _claim(self, connection: Connection, claim: Claim) -> ClaimOutcome:
         key = (claim.group, *claim.tp)
@@ -234,8 +237,6 @@ class DatabaseOffsets:
         return cursor
 
     async def _run(self, operation: Callable[[Connection], R]) -> R:
-        if self._closed:
-            raise ClosedError("offset database")
         return await asyncio.to_thread(self._in_own_transaction, operation)
 
     def _in_own_transaction(self, operation: Callable[[Connection], R]) -> R:
@@ -254,7 +255,7 @@ class DatabaseOffsets:
             reason = str(error).partition("\n")[0]
             refused = MetamqError(
                 f"the offset table {self._table} could not be used: {type(error).__name__}: {reason}",
-                hint="Is the database up? `await DatabaseOffsets.create_table()` makes the table.",
+                hint="Is the database up? `asyncio.run(DatabaseOffsets(connect).create_table())` makes the table.",
                 outcome="unknown",
             )
             refused.retriable = True

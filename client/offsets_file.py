@@ -42,6 +42,11 @@ class FileOffsets:
             self._unlock()
             raise
 
+    async def check(self) -> None:
+        """Raise ClosedError when the consumer that had it was closed."""
+        if self._lock is None:
+            raise ClosedError("offset file")
+
     async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
         """What the file holds for them."""
         return {claim.tp: self._offsets.get(_key(claim)) for claim in claims}
@@ -49,8 +54,7 @@ class FileOffsets:
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
         """Write all requests to the file at once; on disk when this returns."""
         async with self._turn:
-            if self._lock is None:
-                raise ClosedError("offset file")
+            await self.check()
             news = {
                 _key(request.claim): Committed(request.offset, request.epoch, request.claim.topic_id)
                 for request in requests

@@ -280,6 +280,25 @@ def test_wrong_uses_are_named(shop: Shop, group: str, connect: Connect, database
         shop.consumer(topic, offsets=DatabaseOffsets(connect))
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_missing_table_is_named_at_the_start_and_the_next_step_helps(
+    shop: Shop, group: str, tmp_path: Path, broadcast: bool
+) -> None:
+    # It used to be tried again and again in the background: an idle consumer ended, and nothing was consumed.
+    topic = shop.topic()
+    shop.numbers(topic, 3)
+    offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "empty.db"), table="offsets_of_etl")
+    settings: dict[str, Any] = {"offsets": offsets, "broadcast": broadcast, "idle_timeout_s": 1.0}
+    with pytest.raises(MetamqError, match=r"offsets_of_etl could not be used.*no such table.*create_table\(\)"):
+        shop.consumer(topic, group, **settings)
+    assert shop.admin.groups().get(group) is None, "it joined"
+    asyncio.run(offsets.create_table())
+    with shop.consumer(topic, group, **settings) as consumer:
+        assert [int(message.value) for message in consumer] == [0, 1, 2]
+    with shop.consumer(topic, group, **settings) as consumer:  # one storage may serve several
+        assert list(consumer) == []
+
+
 WORKER = """
     import random, sqlite3, sys
     from metamq import Consumer, DatabaseOffsets
