@@ -24,7 +24,7 @@ from typing import NamedTuple
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, ManyDelivery, OutgoingBatch, Owner
 from metamq.client.partitioner import Partitioner
 from metamq.client.topic_buffer import Headers, TopicBuffer, add_message, chunk_bounds, failed_batch, size_of
-from metamq.errors import BufferFull, ClosedError, ConfigError, MessageTooLarge, MetamqError
+from metamq.errors import BufferFull, ConfigError, MessageTooLarge, MetamqError, closed_client
 from metamq.zk.names import check_topic
 from metamq.zk.topics import TopicConfig
 
@@ -147,8 +147,7 @@ class Accumulator:
         return index
 
     def _buffer(self, topic: str) -> TopicBuffer:
-        if self.closed_by is not None:
-            raise self.closed_by.with_traceback(None)
+        self.check_open()
         buffer = self.buffers.get(topic)
         if buffer is None:
             check_topic(topic)
@@ -199,8 +198,7 @@ class Accumulator:
             raise BufferFull(self._buffer_bytes)
         self._wake()
         self.room.wait(left_s)
-        if self.closed_by is not None:
-            raise self.closed_by.with_traceback(None)
+        self.check_open()
         return since
 
     # -- messages whose topic's partitions are not known yet ---------------------------------------------------------
@@ -413,11 +411,16 @@ class Accumulator:
     def close(self, error: MetamqError | None = None) -> None:
         """Refuses further messages; what was accepted may still be taken."""
         with self.lock:
-            self.closed_by = error or ClosedError("producer")
+            self.closed_by = error or closed_client("producer")
             self._fast = {}
             for buffer in self.buffers.values():
                 self._seal_all(buffer)  # a `send` that is just now looking at one of them finds none
             self.room.notify_all()
+
+    def check_open(self) -> None:
+        """Raises what closed the producer."""
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
 
     def forked(self, error: MetamqError) -> None:
         """In a fork's child: nothing is accepted, and nothing that was will be stored from here."""

@@ -180,6 +180,8 @@ class Admin:
         self._core.closed_by = ForkedError("admin")
 
     def __enter__(self) -> Self:
+        if self._core.closed_by is not None:
+            raise self._core.closed_by
         return self
 
     def __exit__(

@@ -20,7 +20,7 @@ from metamq.client.admin_model import (
     TopicSettings,
 )
 from metamq.client.cluster import Cluster
-from metamq.errors import ClosedError, MetamqError
+from metamq.errors import ClosedError, MetamqError, closed_client
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig
@@ -32,7 +32,9 @@ class AdminCore:
     """Belongs to the loop it is opened in. What the methods do, and raise, is told by metamq.Admin."""
 
     def __init__(self) -> None:
-        self.closed_by: MetamqError | None = ClosedError("admin", "it was never opened")
+        self.closed_by: MetamqError | None = ClosedError(
+            "admin", "it was never opened", hint="Use `async with Admin()`."
+        )
         self._open_cluster: Cluster | None = None
 
     async def open(self, servers: str, root: str) -> None:
@@ -45,14 +47,14 @@ class AdminCore:
         """Disconnects; may be repeated."""
         cluster, self._open_cluster = self._open_cluster, None
         if cluster is not None:
-            self.closed_by = ClosedError("admin")
+            self.closed_by = closed_client("admin")
             await cluster.close()
             await cluster.session.close()
 
     async def _cluster(self) -> Cluster:
         """The cluster, once its session is connected. Raises ClosedError, ConnectError."""
         if self._open_cluster is None or self.closed_by is not None:
-            raise self.closed_by or ClosedError("admin")
+            raise self.closed_by or closed_client("admin")
         await admin_topics.until_connected(self._open_cluster.session)
         return self._open_cluster
 

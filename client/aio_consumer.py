@@ -20,6 +20,7 @@ from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
+from metamq.client.opened_later import OpenedLater
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.client.settings import load, zookeeper_servers
 from metamq.client.typevars import T
@@ -35,7 +36,7 @@ POLL_S = 0.5
 """How often a message that waits for its next attempt looks whether it is still ours."""
 
 
-class Consumer(ConsumerFace[T]):
+class Consumer(OpenedLater, ConsumerFace[T]):
     """Reads topics; see metamq.Consumer for the arguments. For one loop, the one it is opened in.
 
         async with Consumer(topics=["flights"], group="etl") as consumer:
@@ -92,6 +93,7 @@ class Consumer(ConsumerFace[T]):
 
     async def open(self) -> Self:
         """Connects and joins the group; `async with` does it. Raises ConnectError, TopicNotFound, ConfigError."""
+        self._open_once()
         on_assigned, on_revoked = self._callbacks
         loop = asyncio.get_running_loop()
         self._core = ConsumerCore(self._plan, self._options, loop, on_assigned=on_assigned, on_revoked=on_revoked)
@@ -102,6 +104,7 @@ class Consumer(ConsumerFace[T]):
 
     async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
+        self._core.check_loop_may_begin()
         while True:
             if self._fields is None:
                 self._finish()
@@ -120,6 +123,7 @@ class Consumer(ConsumerFace[T]):
         """Batches as they are stored, without an object per message; ends as iteration does."""
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
+        self._core.check_loop_may_begin()
         while True:
             self._finish()
             hand = await self._take(whole=True)
@@ -162,6 +166,7 @@ class Consumer(ConsumerFace[T]):
 
     async def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
         """As metamq.Consumer.commit; with `connection` it calls the database in this loop."""
+        self._core.check_usable()
         if connection is not None:
             self._commit_in(position, connection)
             return
@@ -171,6 +176,7 @@ class Consumer(ConsumerFace[T]):
 
     async def seek(self, partition: tuple[str, str], where: int | Start) -> None:
         """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
+        self._core.check_usable()
         await self._core.seek_to(TopicPartition(*partition), where)
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
@@ -178,14 +184,17 @@ class Consumer(ConsumerFace[T]):
 
     def pause(self, *partitions: tuple[str, str]) -> None:
         """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""
+        self._core.check_usable()
         self._core.pause(partitions_of(partitions) or self.assignment)
 
     def resume(self, *partitions: tuple[str, str]) -> None:
         """Goes on with paused partitions."""
+        self._core.check_usable()
         self._core.resume(partitions_of(partitions) or self.assignment)
 
     async def lag(self) -> dict[TopicPartition, int]:
         """Messages that are stored and not done, per assigned partition, as the brokers know now."""
+        self._core.check_usable()
         return await self._core.lag()
 
     async def run(
@@ -198,6 +207,7 @@ class Consumer(ConsumerFace[T]):
         dead_letter: bool = True,
     ) -> None:
         """Awaits `listener(message)` for each message; as metamq.Consumer.run, with tasks in place of threads."""
+        self._core.check_loop_may_begin()
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}", hint="At least one task has to call the listener.")
         policy = RetryPolicy(max_attempts, retry_delay_s, dead_letter)

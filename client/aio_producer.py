@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
+from metamq.client.opened_later import OpenedLater
 from metamq.client.producer import SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_servers
 from metamq.client.typevars import T
-from metamq.errors import ConfigError
 from metamq.zk.paths import DEFAULT_ROOT
 
 
-class Producer(ProducerFace[T]):
+class Producer(OpenedLater, ProducerFace[T]):
     """Sends messages to topics; see metamq.Producer for the arguments. For one loop, the one it is opened in.
 
         async with Producer() as producer:
@@ -39,31 +39,23 @@ class Producer(ProducerFace[T]):
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = root
         self._encode = encode
-        self._opened = False
         self._closed = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_core":  # what everything works on is made by open()
-            raise ConfigError(
-                "this Producer is not open", hint="Use `async with Producer(...)`, or `await open()` first."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     async def open(self) -> Self:
         """Connects to ZooKeeper; `async with` does it. Raises ConnectError; ConfigError the second time."""
-        if self._opened:
-            raise ConfigError("this Producer was opened before", hint="Make another one.")
-        self._opened = True
+        self._open_once()
         self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
         await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
         return self
 
     async def flush(self, timeout: float | None = 30) -> None:
         """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
+        self._check_usable()
         await self._core.flush(timeout)
 
     async def drain(self) -> None:
         """Waits until the buffer is below half of its bound. Cancel-safe."""
+        self._check_usable()
         await self._core.drain()
 
     async def close(self, timeout: float | None = 30) -> None:

@@ -51,7 +51,8 @@ class Consumer(ConsumerFace[T]):
 
     A message, or batch, is done when the next one is asked for, or when the `with` block ends without an exception.
     Membership is the ZooKeeper session: a handler may take as long as it likes without losing its partitions.
-    One thread iterates; commit, seek, pause, resume, lag and health may be called from any.
+    One thread iterates; commit, seek, pause, resume, lag and health may be called from any. After close() a loop that
+    is running ends, and everything but health() raises ClosedError.
     Raises ConnectError, TopicNotFound, ConfigError.
     """
 
@@ -112,6 +113,7 @@ class Consumer(ConsumerFace[T]):
 
     def __iter__(self) -> Iterator[Message[T]]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
+        self._core.check_loop_may_begin()
         while True:
             if self._fields is None:
                 self._finish()
@@ -128,6 +130,7 @@ class Consumer(ConsumerFace[T]):
         """Batches as they are stored, without an object per message; ends as iteration does."""
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
+        self._core.check_loop_may_begin()
         while True:
             self._finish()
             hand = self.take_hand(whole=True)
@@ -196,7 +199,7 @@ class Consumer(ConsumerFace[T]):
         Raises OwnershipLost when a partition has another owner now, or these messages are counted already: roll back,
         and go on with what comes next. Other errors may be retried.
         """
-        self._check_usable()
+        self._core.check_usable()
         if connection is not None:
             self._commit_in(position, connection)
             return
@@ -206,7 +209,7 @@ class Consumer(ConsumerFace[T]):
 
     def seek(self, partition: tuple[str, str], where: int | Start) -> None:
         """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
-        self._check_usable()
+        self._core.check_usable()
         self._background.run(self._core.seek_to(TopicPartition(*partition), where))
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
@@ -223,7 +226,7 @@ class Consumer(ConsumerFace[T]):
     def _in_loop(
         self, call: Callable[[Iterable[TopicPartition]], None], partitions: tuple[tuple[str, str], ...]
     ) -> None:
-        self._check_usable()
+        self._core.check_usable()
 
         async def run() -> None:
             call(partitions_of(partitions) or self._core.assignment())
@@ -232,7 +235,7 @@ class Consumer(ConsumerFace[T]):
 
     def lag(self) -> dict[TopicPartition, int]:
         """Messages that are stored and not done, per assigned partition, as the brokers know now."""
-        self._check_usable()
+        self._core.check_usable()
         return self._background.run(self._core.lag())
 
     def run(
@@ -251,7 +254,7 @@ class Consumer(ConsumerFace[T]):
         `max_attempts` it goes to the group's dead-letter topic, or with dead_letter=False the error ends run().
         A listener that raises metamq.Rollback gets the message again, as often as it likes.
         """
-        self._check_usable()
+        self._core.check_loop_may_begin()
         self._finish()
         ListenerPool(
             self, listener, self._filter,
@@ -268,22 +271,19 @@ class Consumer(ConsumerFace[T]):
     def _close(self, *, in_hand_done: bool) -> None:
         if not self._closed:
             self._closed = True
-            self._check_usable()
+            if isinstance(self._core.inbox.error, ForkedError):
+                raise self._core.inbox.error
             try:
                 self._background.run(self._core.close(in_hand_done=in_hand_done))
             finally:
                 self._close_ended.set()
-
-    def _check_usable(self) -> None:
-        error = self._core.inbox.error
-        if isinstance(error, ForkedError):
-            raise error
 
     def forked(self) -> None:
         """Called in the child after a fork."""
         self._core.forked(ForkedError("consumer"))
 
     def __enter__(self) -> Self:
+        self._core.check_loop_may_begin()
         return self
 
     def __exit__(

@@ -23,7 +23,15 @@ from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.rebalance import ZKLoadRebalanceListener
 from metamq.client.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
-from metamq.errors import ConfigError, CorruptData, MetamqError, OffsetOutOfRange, OwnershipLost
+from metamq.errors import (
+    ConfigError,
+    CorruptData,
+    ForkedError,
+    MetamqError,
+    OffsetOutOfRange,
+    OwnershipLost,
+    closed_client,
+)
 from metamq.wire.batch import walk
 from metamq.wire.commands import GetResult
 from metamq.zk.lease import Lease
@@ -440,6 +448,19 @@ class ConsumerCore:
         return refused
 
     # What the application asks for
+
+    def check_usable(self) -> None:
+        """Raises ClosedError once it is closed, but not in callbacks during close(); ForkedError in a fork's child."""
+        if isinstance(self.inbox.error, ForkedError):
+            raise self.inbox.error
+        if self._session is None:
+            raise closed_client("consumer")
+
+    def check_loop_may_begin(self) -> None:
+        """As check_usable, and raises ClosedError during close(), too. A loop that is running just ends then."""
+        self.check_usable()
+        if self.inbox.closed:
+            raise closed_client("consumer")
 
     def seek(self, tp: TopicPartition, offset: int) -> None:
         """The next message handed out is the one at `offset`."""

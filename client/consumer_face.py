@@ -37,11 +37,15 @@ class ConsumerFace(Generic[T]):
 
     @property
     def assignment(self) -> list[TopicPartition]:
-        """The partitions that this consumer has now."""
+        """The partitions that this consumer has now. Raises ClosedError after close()."""
+        self._core.check_usable()
         return self._core.assignment()
 
     def health(self) -> ConsumerHealth:
-        """How consumption goes, partition by partition: positions, lag, last errors. Asks nobody; any thread."""
+        """How consumption goes, partition by partition: positions, lag, last errors. Asks nobody; any thread.
+
+        Also after close().
+        """
         return self._core.health()
 
     def _requests(self, position: Position) -> list[CommitRequest]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from metamq.client.rebalance_decisions import group_strategy, next_plan, plan_inputs, subscribed_topics
 from metamq.client.watched import Watched
-from metamq.errors import ClosedError, ConfigError, MetamqError
+from metamq.errors import ConfigError, MetamqError, closed_client
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.members import Member, read_members
 from metamq.zk.plans import Plan, StoredPlan, read_plan, store_plan
@@ -92,7 +92,7 @@ class GroupPlan:
         if self._session.generation != joined_in:
             raise ConnectionLost(self._session.servers, "the session expired", outcome="not_done")
         if there is None:
-            raise CannotStay(ClosedError("consumer", f"{self._id!r} was evicted from group {self._group!r}"))
+            raise CannotStay(closed_client("consumer", f"{self._id!r} was evicted from group {self._group!r}"))
         self._members.forget()
 
     def _check_strategy(self, present: Mapping[str, Member], stored: StoredPlan | None) -> None:

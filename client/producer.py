@@ -81,12 +81,9 @@ class Producer(ProducerFace[T]):
             return
         self._closed = True
         _unclosed.discard(self)
-        self._check_usable()
-        self._background.run(self._core.close(timeout))
-
-    def _check_usable(self) -> None:
         if isinstance(self._core.accumulator.closed_by, ForkedError):
             raise self._core.accumulator.closed_by
+        self._background.run(self._core.close(timeout))
 
     def forked(self) -> None:
         """Called in the child after a fork."""
@@ -94,6 +91,7 @@ class Producer(ProducerFace[T]):
         self._core.forked()
 
     def __enter__(self) -> Self:
+        self._check_usable()
         return self
 
     def __exit__(

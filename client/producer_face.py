@@ -34,6 +34,10 @@ class ProducerFace(Generic[T]):
     _core: ProducerCore
     _encode: Callable[[T], bytes] | None
 
+    def _check_usable(self) -> None:
+        """Raises ClosedError after close(), ForkedError in a fork's child."""
+        self._core.accumulator.check_open()
+
     def send(
         self,
         topic: str,

@@ -301,5 +301,10 @@ class TransactionError(MetamqError):
 class ClosedError(MetamqError):
     """Used after close()."""
 
-    def __init__(self, what: str, reason: str = "") -> None:
-        super().__init__(f"this {what} is closed" + (f": {reason}" if reason else ""))
+    def __init__(self, what: str, reason: str = "", *, hint: str = "") -> None:
+        super().__init__(f"this {what} is closed" + (f": {reason}" if reason else ""), hint=hint)
+
+
+def closed_client(what: str, reason: str = "") -> ClosedError:
+    """The error of a user's client that was closed."""
+    return ClosedError(what, reason, hint="Make a new one.")

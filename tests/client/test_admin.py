@@ -349,8 +349,9 @@ def test_after_close(running: Cluster) -> None:
     admin = running.admin()
     admin.close()
     admin.close()
-    with pytest.raises(ClosedError, match="this admin is closed"):
-        admin.topics()
+    for use in (admin.topics, lambda: admin.create_topic("t"), admin.brokers, admin.__enter__):
+        with pytest.raises(ClosedError, match=r"this admin is closed\. Make a new one"):
+            use()
 
 
 def test_one_that_is_not_closed_says_so(running: Cluster) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import metamq
 from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
-from metamq.errors import ConfigError, OffsetOutOfRange, OwnershipLost, TopicNotFound
+from metamq.errors import ClosedError, ConfigError, OffsetOutOfRange, OwnershipLost, TopicNotFound
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -329,6 +329,46 @@ def test_close_ends_loops_and_waits_for_nobody(shop: Shop, group: str) -> None:
         await consumer.close()
         await reading
         assert shop.committed(group)[tp(topic)] == 5
+        await every_use_is_refused(consumer, topic, ClosedError, r"this consumer is closed\. Make a new one")
+        assert consumer.health().partitions == {}
+
+    asyncio.run(scenario())
+
+
+async def every_use_is_refused(consumer: aio.Consumer[Any], topic: str, error: type[Exception], match: str) -> None:
+    async def nothing(message: Message[Any]) -> None:
+        raise AssertionError(message)
+
+    uses: list[Callable[[], Any]] = [
+        lambda: anext(aiter(consumer)),
+        lambda: anext(consumer.batches()),
+        lambda: consumer.run(nothing),
+        lambda: consumer.commit(),
+        lambda: consumer.commit(connection=sqlite3.connect(":memory:")),
+        lambda: consumer.seek(tp(topic), 0),
+        lambda: consumer.pause(),
+        lambda: consumer.resume(tp(topic)),
+        lambda: consumer.lag(),
+        lambda: consumer.assignment,
+    ]
+    for use in uses:
+        with pytest.raises(error, match=match):  # noqa: PT012
+            outcome = use()
+            await outcome
+
+
+def test_before_open_every_use_says_so_and_it_is_opened_once(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+
+    async def scenario() -> None:
+        consumer = aio.Consumer[bytes](shop.cluster.zookeeper, topics=topic, group=group)
+        await every_use_is_refused(consumer, topic, ConfigError, "this Consumer is not open. Use `async with Consumer")
+        await consumer.close()
+        async with consumer:
+            with pytest.raises(ConfigError, match="was opened before"):
+                await consumer.open()
+        with pytest.raises(ConfigError, match="was opened before"):
+            await consumer.open()
 
     asyncio.run(scenario())
 

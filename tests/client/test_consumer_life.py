@@ -5,20 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq import TopicPartition
-from metamq.errors import ForkedError
+from metamq import Consumer, TopicPartition
+from metamq.errors import ClosedError, ForkedError
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -155,7 +156,8 @@ def test_close_from_another_thread_ends_the_loop(shop: Shop, group: str) -> None
         for thread in threads:
             thread.start()
         assert [int(message.value) for message in consumer] == [0, 1, 2, 3, 4]
-        assert list(consumer.batches()) == []
+        with pytest.raises(ClosedError):
+            next(consumer.batches())
     # The block ends when the other thread's close has ended: the process may go.
     assert shop.committed(group)[tp(topic)] == 5
     assert shop.admin.describe_group(group).members == ()
@@ -177,6 +179,60 @@ def test_close_from_another_thread_does_not_wait_for_the_message_in_hand(shop: S
     assert time.monotonic() - start < 3
     assert list(messages) == []
     assert shop.committed(group)[tp(topic)] == 1
+
+
+USES: dict[str, Callable[[Consumer[Any], str], object]] = {
+    "iteration": lambda consumer, topic: next(iter(consumer)),
+    "batches": lambda consumer, topic: next(consumer.batches()),
+    "run": lambda consumer, topic: consumer.run(print),
+    "commit": lambda consumer, topic: consumer.commit(),
+    "commit in a transaction": lambda consumer, topic: consumer.commit(connection=sqlite3.connect(":memory:")),
+    "seek": lambda consumer, topic: consumer.seek(tp(topic), 0),
+    "pause": lambda consumer, topic: consumer.pause(tp(topic)),
+    "pause of all": lambda consumer, topic: consumer.pause(),
+    "resume": lambda consumer, topic: consumer.resume(),
+    "lag": lambda consumer, topic: consumer.lag(),
+    "assignment": lambda consumer, topic: consumer.assignment,
+    "with": lambda consumer, topic: consumer.__enter__(),
+}
+
+
+@pytest.mark.parametrize("in_a_group", [True, False])
+def test_after_close_every_use_says_so(shop: Shop, group: str, in_a_group: bool) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    consumer = shop.consumer(topic, group if in_a_group else None)
+    messages = iter(consumer)
+    next(messages)
+    consumer.close()
+    for name, use in USES.items():
+        with pytest.raises(ClosedError, match=r"this consumer is closed\. Make a new one") as caught:
+            use(consumer, topic)
+        assert caught.value.outcome == "not_done", name
+    assert list(messages) == [], "a loop that was running just ends"
+    assert consumer.health().partitions == {}
+    consumer.close()
+
+
+def test_during_close_callbacks_may_use_the_consumer_and_no_loop_begins(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    told: list[Any] = []
+    consumers: list[Consumer[Any]] = []
+
+    def on_revoked(partitions: list[TopicPartition]) -> None:
+        consumer = consumers[0]
+        told.append((consumer.assignment, consumer.lag()))
+        consumer.commit({tp(topic): 2})
+        with pytest.raises(ClosedError):
+            next(iter(consumer))
+        told.append("committed")
+
+    with shop.consumer(topic, group, auto_commit=False, on_revoked=on_revoked) as consumer:
+        consumers.append(consumer)
+        next(iter(consumer))
+    assert told == [([tp(topic)], {tp(topic): 4}), "committed"]
+    assert shop.committed(group)[tp(topic)] == 2
 
 
 def test_close_before_anything_was_fetched(shop: Shop, group: str) -> None:
@@ -215,8 +271,6 @@ def test_in_a_forks_child_the_consumer_says_so_and_a_new_one_works(shop: Shop, g
 
 
 def _in_the_child(shop: Shop, topic: str, consumer: object, messages: Iterator[object]) -> str:
-    from metamq import Consumer
-
     assert isinstance(consumer, Consumer)
     for use in (lambda: next(messages), consumer.commit, consumer.lag, consumer.close):
         with pytest.raises(ForkedError, match="in the child"):

@@ -231,8 +231,14 @@ def test_close_raises_it_too_and_is_closed_all_the_same(parts: Cluster) -> None:
     with pytest.raises(ExceptionGroup):
         producer.close()
     producer.close()
-    for call in (lambda: producer.send("t", b"x"), lambda: producer.send_many("t", [b"x"])):
-        with pytest.raises(ClosedError, match="this producer is closed"):
+    for call in (
+        lambda: producer.send("t", b"x"),
+        lambda: producer.send("t", b"x", key="k"),
+        lambda: producer.send_many("t", [b"x"]),
+        producer.flush,
+        producer.__enter__,
+    ):
+        with pytest.raises(ClosedError, match=r"this producer is closed\. Make a new one"):
             call()
 
 
@@ -457,6 +463,9 @@ def test_asyncio_misused(parts: Cluster, topic: TopicConfig) -> None:
                 producer.send(topic.topic, b"x").result(10)
         with pytest.raises(ClosedError):
             producer.send(topic.topic, b"x")
+        for use in (producer.flush, producer.drain):
+            with pytest.raises(ClosedError, match="Make a new one"):
+                await use()
         await producer.close()
 
     asyncio.run(run())
