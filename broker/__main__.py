@@ -1,6 +1,7 @@
 """`python -m metamq.broker`: one broker, its settings from METAMQ_… variables and the file in $METAMQ_CONFIG.
 
-Prints one line, "ready <port> <http port>", on standard output once it serves. People use `metamq broker`.
+Prints one line, "ready <port> <http port>", on standard output once it serves. With --with-parent it ends when its
+standard input does. People use `metamq broker`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import sys
 
 from metamq.broker.config import BrokerConfig
+from metamq.broker.parent import follow_parent
 from metamq.broker.run import run_broker
 from metamq.broker.server import Broker
 from metamq.client.settings import load, zookeeper_servers
@@ -22,6 +24,8 @@ def _ready(broker: Broker) -> None:
 def main() -> int:
     """Runs until SIGTERM. The exit status is that of the command line: 2 usage, 3 unreachable, 1 failed."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if "--with-parent" in sys.argv[1:]:
+        follow_parent(sys.stdin.fileno())
     try:
         return run_broker(load(BrokerConfig, "broker", arguments={}), zookeeper_servers(None), ready=_ready)
     except ConnectError as error:

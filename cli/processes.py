@@ -1,8 +1,4 @@
-"""Servers as child processes: a broker that dies with its parent, and what is left to say of one that ended.
-
-A parent may be killed with -9, and then can tell nobody. So the child holds the read end of a pipe of which the parent
-has the only write end: when that closes, the parent is gone, and the child ends as if it had got SIGTERM.
-"""
+"""Servers as child processes: a broker that dies with its parent, and what is left to say of one that ended."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ from metamq.errors import MetamqError, Timeout
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-AFTER_PARENT_S = 5.0
 LOG_LINES = 12
 
 
@@ -80,25 +75,6 @@ class BrokerChild:
                 with contextlib.suppress(OSError):
                     pipe.close()
         return self._process.wait()
-
-
-def follow_parent(stdin: int) -> None:
-    """In the child: end this process when the pipe on standard input closes, gracefully if that does not take long.
-
-    The descriptor is read, not the file object: a thread that waits in that would hold its lock, which Python waits
-    for, in vain, when it ends.
-    """
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(stdin, 1):
-                continue
-        os.kill(os.getpid(), signal.SIGTERM)
-        timer = threading.Timer(AFTER_PARENT_S, os._exit, [1])
-        timer.daemon = True
-        timer.start()
-
-    threading.Thread(target=watch, name="metamq-parent", daemon=True).start()
 
 
 def has_ended(pid: int) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from metamq.broker.config import BrokerConfig
+from metamq.broker.parent import follow_parent
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import say
-from metamq.cli.processes import StopSignals, end_of_log, follow_parent, has_ended
+from metamq.cli.processes import StopSignals, end_of_log, has_ended
 from metamq.cli.progress import download_progress
 from metamq.cli.units import DURATION, SIZE
 from metamq.client.settings import load

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metamq.errors import MetamqError
+from metamq.errors import MetamqError, Timeout
 from metamq.zk.embedded import EmbeddedZooKeeper
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BrokerProcess", "Cluster", "cluster", "metamq_cluster"]
 
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
+LOG_CHARACTERS = 2000
 
 
 class BrokerProcess:
-    """One broker as a process of its own, on a port that it keeps over restarts."""
+    """One broker as a process of its own, on a port that it keeps over restarts; it ends when this process does."""
 
     def __init__(self, zookeeper: str, data: Path, broker_id: int = 0, **settings: object) -> None:
         """`settings` are those of metamq.broker.config.BrokerConfig."""
@@ -49,7 +52,7 @@ class BrokerProcess:
         self._settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, *, wait: bool = True) -> None:
+    def start(self, *, wait: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
         """Starts the process and waits until it serves. Raises MetamqError with the end of its log when it does not."""
         assert self._process is None
         settings = {**self._settings, "id": self.broker_id, "data": self.data, "port": self.port}
@@ -57,27 +60,36 @@ class BrokerProcess:
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
         with self.log_path.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "metamq.broker"],
+                [sys.executable, "-m", "metamq.broker", "--with-parent"],
                 env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
         if wait:
-            self.wait_ready()
+            self.wait_ready(timeout_s)
 
-    def wait_ready(self) -> None:
-        """Waits until a started process serves."""
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Waits until a started process serves. Raises as `start`; Timeout when it takes too long, and ends it."""
         assert self._process is not None
         assert self._process.stdout is not None
+        answer = select.poll()
+        answer.register(self._process.stdout, select.POLLIN)
+        if not answer.poll(timeout_s * 1000):
+            self.kill()
+            raise Timeout(f"the start of broker {self.broker_id}", timeout_s, hint=self._end_of_log())
         words = self._process.stdout.readline().split()
         if not words:
             status = self._process.wait()
             self._closed()
-            end = self.log_path.read_text()[-2000:]
-            raise MetamqError(f"broker {self.broker_id} ended with status {status} instead of serving:\n{end}")
+            raise MetamqError(
+                f"broker {self.broker_id} ended with status {status} instead of serving", hint=self._end_of_log()
+            )
         self.port, self.http_port = int(words[1]), int(words[2])
+
+    def _end_of_log(self) -> str:
+        return f"Its log {self.log_path} ends:\n{self.log_path.read_text()[-LOG_CHARACTERS:]}"
 
     @property
     def pid(self) -> int:
@@ -137,8 +149,9 @@ class BrokerProcess:
 
     def _closed(self) -> None:
         assert self._process is not None
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
         self._process = None
 
 
@@ -210,8 +223,7 @@ def cluster(*, brokers: int = 1, folder: Path | None = None, **settings: object)
                 yield running
             finally:
                 for broker in running.brokers:
-                    if broker.running:
-                        broker.kill()
+                    broker.kill()
     finally:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)
