@@ -17,7 +17,7 @@ from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
 from metamq.client.inbox import Hand
 from metamq.client.message_batch import MessageBatch
-from metamq.client.model import Message
+from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
 from metamq.client.opened_later import OpenedLater
@@ -114,7 +114,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
                 self._fields = self._iterate(hand)
                 self._hand = hand
             for fields in self._fields:
-                message: Message[T] = Message._make(fields)
+                message: Message[T] = message_of(fields)
                 if self._filter is None or self._filter(message):
                     yield message
             self._finish()
@@ -254,7 +254,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         done = False
         try:
             for fields in hand.iterate():
-                message: Message[T] = Message._make(fields)
+                message: Message[T] = message_of(fields)
                 done = self._filter is not None and not self._filter(message)
                 if not done and not await self._deliver(hand, message, listener, policy):
                     return

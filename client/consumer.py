@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -17,7 +18,7 @@ from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, Da
 from metamq.client.inbox import Hand
 from metamq.client.listener import DeadLetters, Listener, ListenerPool
 from metamq.client.message_batch import MessageBatch
-from metamq.client.model import Message
+from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
 from metamq.client.settings import load, zookeeper_servers
@@ -114,6 +115,10 @@ class Consumer(ConsumerFace[T]):
     def __iter__(self) -> Iterator[Message[T]]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
         self._core.check_loop_may_begin()
+        return chain.from_iterable(self._runs())
+
+    def _runs(self) -> Iterator[Iterator[Message[T]]]:
+        """The messages of one batch after the other; no Python runs between two messages of a batch."""
         while True:
             if self._fields is None:
                 self._finish()
@@ -122,8 +127,8 @@ class Consumer(ConsumerFace[T]):
                     return
                 self._fields = self._iterate(hand)
                 self._hand = hand
-            messages: Iterator[Message[T]] = map(Message._make, self._fields)
-            yield from messages if self._filter is None else filter(self._filter, messages)
+            messages: Iterator[Message[T]] = map(message_of, self._fields)
+            yield messages if self._filter is None else filter(self._filter, messages)
             self._finish()
 
     def batches(self) -> Iterator[MessageBatch[T]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from metamq.client.inbox import Hand
-from metamq.client.model import Message
+from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.errors import ConfigError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
@@ -148,7 +148,7 @@ class ListenerPool:
     def _handle(self, hand: Hand) -> bool:
         """Calls the listener with each message; False when the last one handed out is not done."""
         for fields in hand.iterate():
-            message: Message[Any] = Message._make(fields)
+            message: Message[Any] = message_of(fields)
             if self._filter is not None and not self._filter(message):
                 continue
             if not self._deliver(hand, message):

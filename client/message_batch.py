@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import repeat
 from typing import Any, Generic
 
-from metamq.client.model import Message, TopicPartition
+from metamq.client.model import Message, TopicPartition, message_of
 from metamq.client.typevars import T
 from metamq.errors import ConfigError
 from metamq.wire import columns
@@ -123,7 +123,7 @@ class MessageBatch(Generic[T]):
         )
 
     def __iter__(self) -> Iterator[Message[T]]:
-        return map(Message._make, self.fields(iter(self.offsets), [self.topic] * len(self)))
+        return map(message_of, self.fields(iter(self.offsets), [self.topic] * len(self)))
 
     def to_arrow(self) -> Any:
         """A pyarrow.RecordBatch: offset, key, value, timestamp, headers; topic and partition in the schema's metadata.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Generic, NamedTuple
+from functools import partial
+from typing import Any, Generic, NamedTuple
 
 from metamq.client.typevars import T
 from metamq.zk.partitions import TopicPartition, partition_order
 
-__all__ = ["Message", "Receipt", "ReceiptRange", "TopicPartition", "partition_order", "time_of"]
+__all__ = ["Message", "Receipt", "ReceiptRange", "TopicPartition", "message_of", "partition_order", "time_of"]
 
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -64,3 +65,7 @@ class Message(NamedTuple, Generic[T]):
     def time(self) -> datetime:
         """`timestamp` as an aware datetime, UTC."""
         return time_of(self.timestamp)
+
+
+message_of: Callable[[Iterable[Any]], Message[Any]] = partial(tuple.__new__, Message)
+"""A message of its fields, as `Message._make` but at C speed."""

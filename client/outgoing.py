@@ -167,6 +167,35 @@ class OutgoingBatch:
         return self.timestamps[index] if self.timestamps is not None else self.timestamp_us
 
 
+class QuickBatch(OutgoingBatch):
+    """An open batch that one thread fills without a lock: its values have neither keys nor headers nor timestamps.
+
+    That thread appends a value, and only then looks at `limit_bytes`. Whoever closes the batch, under the
+    accumulator's lock, first puts `limit_bytes` to 0, and only then looks which values are there. So whatever the
+    order, a value is in the batch or its thread learns that the batch was closed without it. This needs the GIL.
+    """
+
+    __slots__ = ("accepted", "filled_bytes", "limit_bytes", "pending", "thread_id")
+
+    def __init__(self, topic: str, limit_bytes: int) -> None:
+        super().__init__(topic)
+        self.thread_id = threading.get_ident()
+        self.pending: list[bytes] = []
+        self.values = self.pending
+        self.filled_bytes = 0
+        self.limit_bytes = limit_bytes
+        """To be closed once it has so many; 0 when it is."""
+        self.accepted = 0
+        """How many of the pending values are in it; known once closed."""
+
+    def close(self) -> None:
+        """From here on `values` and `size` stay as they are; what is appended later is not in it."""
+        self.limit_bytes = 0
+        self.values = self.pending[:]
+        self.accepted = len(self.values)
+        self.size = self.filled_bytes
+
+
 class _Waitable:
     """What the two kinds of deliveries share; `_batches()` says what they wait for."""
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch
+from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
 from metamq.client.partitioner import Partitioner
 from metamq.errors import ConfigError, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX
@@ -32,6 +32,7 @@ class TopicBuffer:
         "open",
         "placeholder",
         "places",
+        "quick",
         "sealed",
         "topic",
         "unplaced",
@@ -45,6 +46,7 @@ class TopicBuffer:
         """(broker id, index) of each configured partition, in numeric order."""
         self.numbers: dict[tuple[int, int], int] = {}
         """The number of each place in `places`."""
+        self.quick: QuickBatch | None = None
         self.floating: OutgoingBatch | None = None
         self.open: dict[int, OutgoingBatch] = {}
         """Open batches by number of the place."""

@@ -6,8 +6,8 @@
     headers     int32 offsets[count + 1], bytes                     with HAS_HEADERS; each a msgpack map, empty for none
 
 This is Arrow's layout of a binary array, so `pyarrow` wraps the received bytes without a copy. In Python the fast
-ways are one `bytes.join` to encode and one comprehension of slices to decode; both were measured against row-wise
-encodings, which cost three times as much.
+ways are one `bytes.join` to encode, and to decode `BytesIO.read`, mapped over the lengths: half the cost of a
+comprehension of slices. Row-wise encodings cost three times as much as these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from __future__ import annotations
 import reprlib
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from io import BytesIO
+from itertools import accumulate
+from operator import sub
 from typing import Any
 
 import msgpack
@@ -134,7 +136,8 @@ class BinaryColumn:
         offsets = self.offsets.tolist()
         if offsets != sorted(offsets):  # the first is 0 and the last is where the data ends: see _Reader
             raise CorruptData("batch body", "a column's offsets are not ascending")
-        return [data[start:end] for start, end in pairwise(offsets)]
+        lengths = map(sub, offsets[1:], offsets)
+        return [*map(BytesIO(data).read, lengths)]
 
     def tolist_with_nulls(self) -> list[bytes | None]:
         """All entries as bytes, None where the validity bitmap says so. Raises CorruptData as tolist()."""
