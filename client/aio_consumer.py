@@ -170,12 +170,12 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         if connection is not None:
             self._commit_in(position, connection)
             return
-        refused = await self._core.commit(self._requests(position))
+        refused = await self._core.commits.commit(self._requests(position))
         for error in refused.values():
             raise error
 
     async def seek(self, partition: tuple[str, str], where: int | Start) -> None:
-        """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
+        """The next message of a TopicPartition is the one at a place; see metamq.Consumer.seek."""
         self._core.check_usable()
         await self._core.seek_to(TopicPartition(*partition), where)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from metamq.client.offsets import Claim, Committed
-from metamq.errors import MetamqError
+from metamq.client.offsets import Claim, CommitRequest, Committed
+from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotFound
+from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
 
@@ -50,6 +51,28 @@ class AssignmentHandler(Protocol):
 
     def failed(self, error: MetamqError) -> None:
         """The listener has stopped for good; `lost` was called for everything before."""
+
+
+class Assignment(Protocol):
+    """Who assigns partitions to the consumer, as the consumer sees it."""
+
+    async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
+        """Commit; gives what was refused."""
+
+    def partition_names(self, topic: str) -> Sequence[str] | None:
+        """The partitions that a topic has, as far as is known: None when it is not, none when there is no topic."""
+
+
+def not_assigned(tp: TopicPartition, topics: Collection[str], assignment: Assignment) -> MetamqError:
+    """What to say of a partition that a consumer of `topics` does not have. Raises ConfigError when `tp` names none."""
+    parse_partition(tp.partition)
+    if tp.topic not in topics:
+        return ConfigError(f"this consumer does not read topic {tp.topic!r}", hint=f"It reads {', '.join(topics)}.")
+    names = assignment.partition_names(tp.topic)
+    if names and tp.partition not in names:
+        return PartitionNotFound(tp.topic, tp.partition, tuple(names))
+    is_gone = names is not None and not names
+    return OwnershipLost(*tp, reason="its topic was deleted" if is_gone else "it is not assigned to this consumer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,12 +208,17 @@ class Consumer(ConsumerFace[T]):
         if connection is not None:
             self._commit_in(position, connection)
             return
-        refused = self._background.run(self._core.commit(self._requests(position)))
+        refused = self._background.run(self._core.commits.commit(self._requests(position)))
         for error in refused.values():
             raise error
 
     def seek(self, partition: tuple[str, str], where: int | Start) -> None:
-        """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time."""
+        """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time.
+
+        Raises OffsetOutOfRange for an offset beyond the end, where Kafka's consumer would go by its reset policy at the
+        next poll. An offset that retention has removed goes by `on_data_loss`; so does any offset while its broker does
+        not answer. PartitionNotFound, ConfigError for what is none, OwnershipLost for another member's partition.
+        """
         self._core.check_usable()
         self._background.run(self._core.seek_to(TopicPartition(*partition), where))
 

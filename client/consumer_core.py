@@ -11,8 +11,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-from metamq.client.assignment import AssignedPartition
+from metamq.client.assignment import AssignedPartition, not_assigned
 from metamq.client.cluster import Cluster
+from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
 from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
@@ -33,7 +34,7 @@ from metamq.errors import (
     closed_client,
 )
 from metamq.wire.batch import walk
-from metamq.wire.commands import GetResult
+from metamq.wire.commands import LATEST, GetResult
 from metamq.zk.lease import Lease
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -90,6 +91,7 @@ class ConsumerCore:
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
             await self._storage.check()
             self._assignment = self._make_assignment(self._session)
+            self.commits = Commits(self.plan, self.inbox, self._assignment, self._errors)
             await self._assignment.start()
         except BaseException:
             await self._shut_down()
@@ -97,7 +99,7 @@ class ConsumerCore:
         self._spawn(self._watch_lease())
         self._spawn(self._watch_progress())
         if self.plan.auto_commit:
-            self._spawn(self._commit_often())
+            self._spawn(self.commits.commit_often(options.commit_interval_ms))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -175,7 +177,7 @@ class ConsumerCore:
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
         """Commits where the group begins, before anything is done: "latest" is decided once, not by each new owner."""
         assert state.claim is not None
-        refused = await self.commit([CommitRequest(state.claim, first.offset, first.epoch)])
+        refused = await self.commits.commit([CommitRequest(state.claim, first.offset, first.epoch)])
         for error in refused.values():
             raise error
 
@@ -372,8 +374,6 @@ class ConsumerCore:
     def _lease_reason(self, valid: bool) -> str:
         return "ZooKeeper answers again" if valid else "ZooKeeper has not answered, another member may take over"
 
-    # Committing
-
     async def _watch_progress(self) -> None:
         """Notes, for others to see from outside, that messages are being done, or that there is nothing to do."""
         before: dict[TopicPartition, int] = {}
@@ -386,66 +386,6 @@ class ConsumerCore:
             if done != before or not is_busy:
                 self._assignment.note_progress()
             before = done
-
-    async def _commit_often(self) -> None:
-        while True:
-            await asyncio.sleep(self.options.commit_interval_ms / 1000)
-            try:
-                refused = await self.commit(self._due_commits())
-            except MetamqError as trouble:
-                log.warning("nothing can be committed at present: %s", trouble)
-                continue
-            for tp, error in refused.items():
-                if isinstance(error, OwnershipLost):
-                    log.info("%s", error)
-                else:
-                    self._errors[tp] = str(error)
-
-    def _due_commits(self) -> list[CommitRequest]:
-        requests = []
-        for state in list(self.inbox.states.values()):
-            with self.inbox.lock:
-                due = state.due_commit()
-            if state.claim is not None and due is not None:
-                requests.append(CommitRequest(state.claim, *due))
-        return requests
-
-    def commit_requests(
-        self, offsets: Mapping[TopicPartition, int] | None, *, handed_out: bool = False
-    ) -> list[CommitRequest]:
-        """What a commit() is to write: the given offsets, or all that is done. Any thread.
-
-        `handed_out`: the offsets are those of messages, which must have been handed out since the partition is ours.
-        Raises OwnershipLost, ConfigError without a group.
-        """
-        if self.plan.group is None:
-            raise ConfigError("a consumer without a group has nothing to commit to", hint="Give Consumer(group=...).")
-        if offsets is None:
-            return self._due_commits()
-        return [self._commit_request(tp, offset, handed_out) for tp, offset in offsets.items()]
-
-    def _commit_request(self, tp: TopicPartition, offset: int, handed_out: bool) -> CommitRequest:
-        state = self.inbox.states.get(tp)
-        if state is None or state.claim is None:
-            raise OwnershipLost(*tp, reason="it is not assigned to this consumer")
-        if not isinstance(offset, int) or offset < 0:
-            raise ConfigError(f"{tp}: {offset!r} is no offset", hint="An offset is a whole number, 0 or more.")
-        with self.inbox.lock:
-            if handed_out and not state.has_handed_out(offset):
-                raise OwnershipLost(*tp, reason=f"it was another's since offset {offset - 1} was handed out")
-            epoch = state.hand.batch.epoch if state.hand is not None else state.epoch
-        return CommitRequest(state.claim, offset, epoch)
-
-    async def commit(self, requests: list[CommitRequest]) -> dict[TopicPartition, MetamqError]:
-        """Commits; returns what was refused."""
-        if not requests or self.plan.group is None:
-            return {}
-        refused = await self._assignment.commit(requests)
-        for request in requests:
-            state = self.inbox.states.get(request.claim.tp)
-            if state is not None and request.claim.tp not in refused:
-                state.committed_offset = request.offset
-        return refused
 
     # What the application asks for
 
@@ -475,15 +415,34 @@ class ConsumerCore:
         self._fetch_from(state, offset)
 
     async def seek_to(self, tp: TopicPartition, where: Any) -> None:
-        """Seeks to an offset, "earliest", "latest" or a time. Raises ConfigError for anything else."""
+        """Seeks to an offset, "earliest", "latest" or a time. Raises ConfigError for anything else.
+
+        OffsetOutOfRange for an offset beyond the end; while the broker does not answer it is taken as it is, and
+        `on_data_loss` says what happens when it is found to be none.
+        """
         is_offset = isinstance(where, int) and not isinstance(where, bool)
         if where < 0 if is_offset else not is_start(where):
             raise ConfigError(
                 f"seek to {where!r}", hint="Give an offset, 0 or more, 'earliest', 'latest' or an aware datetime."
             )
         state = self._state(tp)
-        offset = where if is_offset else await self._finder.find(tp, self._topic_id(state), where)
-        self.seek(tp, offset)
+        if not is_offset:
+            self.seek(tp, await self._finder.find(tp, self._topic_id(state), where))
+            return
+        if where > state.stable_offset:  # or it was there when something was last fetched
+            await self._check_not_beyond_end(state, where)
+        self.seek(tp, where)
+
+    async def _check_not_beyond_end(self, state: PartitionState, offset: int) -> None:
+        try:
+            found = (await self._finder.ask({state.tp: self._topic_id(state)}, LATEST))[state.tp]
+        except MetamqError as error:
+            log.info("%s: whether there is an offset %d is not known yet: %s", state.tp, offset, error)
+            return
+        if offset > found.stable_offset:
+            beyond = OffsetOutOfRange(str(state.tp), offset, found.start_offset, found.stable_offset)
+            beyond.hint = "Give an offset up to its end, 'earliest', 'latest' or an aware datetime."
+            raise beyond
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Hands out nothing of these partitions until resume()."""
@@ -505,7 +464,7 @@ class ConsumerCore:
     def _state(self, tp: TopicPartition) -> PartitionState:
         state = self.inbox.states.get(tp)
         if state is None:
-            raise OwnershipLost(tp.topic, tp.partition, "it is not assigned to this consumer")
+            raise not_assigned(tp, self.plan.topics, self._assignment)
         return state
 
     def _topic_id(self, state: PartitionState) -> str:

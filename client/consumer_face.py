@@ -49,7 +49,8 @@ class ConsumerFace(Generic[T]):
         return self._core.health()
 
     def _requests(self, position: Position) -> list[CommitRequest]:
-        return self._core.commit_requests(offsets_of(position), handed_out=isinstance(position, Message | MessageBatch))
+        handed_out = isinstance(position, Message | MessageBatch)
+        return self._core.commits.requests(offsets_of(position), handed_out=handed_out)
 
     def _commit_in(self, position: Position, connection: Connection) -> None:
         """Writes offsets into the application's own transaction, in this thread."""

@@ -175,6 +175,13 @@ class ZKLoadRebalanceListener:
         """The claims on what the handler consumes now, as they stand after the last commit. A copy."""
         return self._holdings.claims
 
+    def partition_names(self, topic: str) -> Sequence[str] | None:
+        """See `Assignment.partition_names`."""
+        if self._plan is None:
+            return None
+        given = self._plan.inputs.topics.get(topic)
+        return given.partition_names if given is not None else ()
+
     async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
         """Commit, and give what was refused: OwnershipLost, or an error after which the same can be committed again.
 

@@ -86,6 +86,11 @@ class UnsharedAssignment:
         self._claims |= {claim.tp: claim for claim in claims}
         await self._handler.assigned([AssignedPartition(claim) for claim in claims])
 
+    def partition_names(self, topic: str) -> Sequence[str]:
+        """See `Assignment.partition_names`."""
+        config = self._cluster.configs.get(topic)
+        return config.partition_names if config is not None else ()
+
     async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
         """Commits to the consumer's own storage; returns what was refused."""
         if self._storage is None:

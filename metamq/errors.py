@@ -35,6 +35,8 @@ from typing import Any, Literal
 
 Outcome = Literal["not_done", "unknown"]
 
+PARTITIONS_NAMED_MAX = 20
+
 
 def _rebuild(cls: type[MetamqError], args: tuple[Any, ...], fields: dict[str, Any]) -> MetamqError:
     error = cls.__new__(cls)
@@ -123,6 +125,8 @@ class PartitionNotFound(TopicNotFound):
 
     def __init__(self, topic: str, partition: str, partitions: tuple[str, ...] = ()) -> None:
         known = f"It has: {', '.join(partitions)}." if partitions else ""
+        if len(partitions) > PARTITIONS_NAMED_MAX:
+            known = f"It has {len(partitions):,} partitions, {partitions[0]} to {partitions[-1]}."
         MetamqError.__init__(
             self,
             f"topic {topic!r} has no partition {partition!r}",

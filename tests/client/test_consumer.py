@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from metamq import Consumer, Message, TopicPartition
-from metamq.errors import ConfigError, ConnectError, OwnershipLost, TopicNotFound
+from metamq.errors import ConfigError, ConnectError, OffsetOutOfRange, OwnershipLost, PartitionNotFound, TopicNotFound
 from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicStore
@@ -235,7 +236,7 @@ def test_commit_of_a_message_a_batch_all_that_is_done_or_given_offsets(shop: Sho
         assert shop.committed(group)[tp(topic)] == 42
         assert consumer.health().partitions[tp(topic)].committed_offset == 42
         consumer.commit({})
-        with pytest.raises(OwnershipLost, match="not assigned"):
+        with pytest.raises(PartitionNotFound, match="It has: 0-0"):
             consumer.commit({TopicPartition(topic, "0-7"): 1})
         with pytest.raises(ConfigError, match="no offset"):
             consumer.commit({tp(topic): -1})
@@ -314,8 +315,55 @@ def test_seek_to_an_offset_the_ends_and_a_time(shop: Shop, group: str) -> None:
         for nonsense in (-1, "begin", datetime(2020, 1, 1), None, True):
             with pytest.raises(ConfigError, match="seek to"):
                 consumer.seek(tp(topic), nonsense)  # type: ignore[arg-type]
-        with pytest.raises(OwnershipLost):
-            consumer.seek(("no-such-topic", "0-0"), 3)
+
+
+@pytest.mark.parametrize("in_a_group", [True, False])
+def test_a_partition_that_is_none_is_named_with_those_there_are(shop: Shop, group: str, in_a_group: bool) -> None:
+    topic = shop.topic(3)
+    with shop.consumer(topic, group if in_a_group else None) as consumer:
+        shop.until(lambda: len(consumer.assignment) == 3)
+        uses: list[Callable[[tuple[str, str]], object]] = [
+            lambda tp: consumer.seek(tp, 0),
+            lambda tp: consumer.seek(tp, "latest"),
+            consumer.pause,
+            consumer.resume,
+        ]
+        if in_a_group:
+            uses.append(lambda tp: consumer.commit({TopicPartition(*tp): 0}))
+        for use in uses:
+            with pytest.raises(PartitionNotFound, match=f"{topic}.* has no partition '1-7'. It has: 0-0, 0-1, 0-2"):
+                use((topic, "1-7"))
+            with pytest.raises(ConfigError, match=f"does not read topic 'other'. It reads {topic}"):
+                use(("other", "0-0"))
+            with pytest.raises(ConfigError, match="'7' is not a broker id"):
+                use((topic, "7"))
+
+
+def test_a_partition_of_another_member_is_not_ours_to_seek(shop: Shop, group: str) -> None:
+    topic = shop.topic(2)
+    with shop.consumer(topic, group, consumer_id="a") as consumer, shop.consumer(topic, group, consumer_id="b"):
+        shop.until(lambda: consumer.assignment == [tp(topic, 0)])
+        with pytest.raises(OwnershipLost, match="not assigned to this consumer"):
+            consumer.seek(tp(topic, 1), 0)
+
+
+def test_a_seek_beyond_the_end_is_refused_and_changes_nothing(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    with shop.consumer(topic, group, on_assigned=lambda _: None) as consumer:
+        shop.until(lambda: consumer.assignment)
+        for _ in range(2):  # before something was fetched, and after
+            with pytest.raises(OffsetOutOfRange, match=f"{topic}/0-0 has the offsets 0 to 5, not 6") as caught:
+                consumer.seek(tp(topic), 6)
+            assert "'earliest', 'latest'" in str(caught.value)
+            assert values(first(consumer, 1)) == [0]
+            consumer.seek(tp(topic), 0)
+        consumer.seek(tp(topic), 5)
+        shop.numbers(topic, 1, start=5)
+        assert values(first(consumer, 1)) == [5]
+        shop.numbers(topic, 1, start=6)
+        consumer.seek(tp(topic), 7)  # more than was fetched, not more than there is
+    assert shop.committed(group)[tp(topic)] == 7
 
 
 def test_a_seek_of_another_thread_takes_effect_at_the_next_message(shop: Shop) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import metamq
 from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
-from metamq.errors import ClosedError, ConfigError, OffsetOutOfRange, OwnershipLost, TopicNotFound
+from metamq.errors import ClosedError, ConfigError, OffsetOutOfRange, OwnershipLost, PartitionNotFound, TopicNotFound
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -168,7 +168,7 @@ def test_commit_seek_pause_resume_lag_health(shop: Shop, group: str) -> None:
             assert values(await first(consumer, 2)) == [1, 2]
             assert await consumer.lag() == {tp(topic): 18}
             assert consumer.health().partitions[tp(topic)].in_hand
-            with pytest.raises(OwnershipLost):
+            with pytest.raises(ConfigError, match="does not read topic"):
                 await consumer.commit({TopicPartition("other", "0-0"): 1})
 
     asyncio.run(scenario())
@@ -384,9 +384,10 @@ def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> N
             aio.Consumer(topics=[])
         async with consuming(shop, topic, group, on_data_loss="fail") as consumer:
             await until(lambda: consumer.assignment)
-            await consumer.seek(tp(topic), 50)
-            with pytest.raises(OffsetOutOfRange):
-                await first(consumer, 1)
+            with pytest.raises(OffsetOutOfRange, match="0 to 0, not 50"):
+                await consumer.seek(tp(topic), 50)
+            with pytest.raises(PartitionNotFound):
+                await consumer.seek((topic, "0-9"), 0)
         async with consuming(shop, topic) as consumer:
             with pytest.raises(ConfigError, match="without a group"):
                 await consumer.commit()

@@ -110,15 +110,19 @@ def test_messages_that_were_fetched_before_retention_are_handed_out(shop: Shop, 
 def test_an_offset_beyond_the_end_is_not_asked_for_for_ever(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 5)
+
+    def go_beyond() -> None:
+        with shop.consumer(topic, group, auto_commit=False) as consumer:
+            shop.until(lambda: consumer.assignment)
+            consumer.commit({tp(topic): 1_000})
+
+    go_beyond()
     with shop.consumer(topic, group, on_data_loss="latest") as consumer:
         shop.until(lambda: consumer.assignment)
-        consumer.seek(tp(topic), 1_000)
         shop.until(lambda: consumer.health().partitions[tp(topic)].next_offset == 5)
         shop.numbers(topic, 1, start=5)
         assert int(next(iter(consumer)).value) == 5
-    with shop.consumer(topic, group, auto_commit=False) as consumer:
-        shop.until(lambda: consumer.assignment)
-        consumer.commit({tp(topic): 1_000})
+    go_beyond()
     with shop.consumer(topic, group, on_data_loss="fail") as consumer, pytest.raises(OffsetOutOfRange, match="1000"):
         next(iter(consumer))
 
