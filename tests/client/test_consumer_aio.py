@@ -17,7 +17,7 @@ import pytest
 
 import metamq
 from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
-from metamq.errors import ClosedError, ConfigError, OffsetOutOfRange, OwnershipLost, PartitionNotFound, TopicNotFound
+from metamq.errors import ClosedError, ConfigError, OffsetOutOfRange, PartitionNotFound, TopicNotFound
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop

@@ -126,8 +126,8 @@ def test_what_is_pending_is_never_below_zero(shop: Shop, group: str) -> None:
     with shop.consumer(topic, group, auto_commit=False) as consumer:
         shop.until(lambda: consumer.lag() == {tp(topic): 5})
         consumer.commit({tp(topic): 1_000})
-        consumer.seek(tp(topic), 900)
-        assert consumer.lag() == {tp(topic): 0}
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
+        shop.until(lambda: consumer.lag() == {tp(topic): 0})
         assert consumer.health().partitions[tp(topic)].lag in (None, 0)
         assert [each.lag for each in shop.admin.describe_group(group).partitions] == [0]
 
@@ -138,7 +138,6 @@ def test_a_closed_consumer_is_followed_by_another_of_its_name(shop: Shop, group:
         shop.numbers(topic, 1, start=number)
         with shop.consumer(topic, group, consumer_id="same") as consumer:
             assert int(next(iter(consumer)).value) == number
-        assert list(consumer) == []
 
 
 def test_a_thousand_partitions_of_which_one_is_busy(shop: Shop) -> None:
