@@ -13,7 +13,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.parent import follow_parent
 from metamq.broker.run import run_broker
 from metamq.broker.server import Broker
-from metamq.client.settings import load, zookeeper_servers
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.errors import ConnectError, MetamqError
 
 
@@ -27,7 +27,8 @@ def main() -> int:
     if "--with-parent" in sys.argv[1:]:
         follow_parent(sys.stdin.fileno())
     try:
-        return run_broker(load(BrokerConfig, "broker", arguments={}), zookeeper_servers(None), ready=_ready)
+        config = load(BrokerConfig, "broker", arguments={})
+        return run_broker(config, zookeeper_servers(None), root=zookeeper_root(None), ready=_ready)
     except ConnectError as error:
         print(error, file=sys.stderr)
         return 3

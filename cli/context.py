@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from metamq.client.settings import CONFIG_FILE_VARIABLE, read_file, unknown, zookeeper_servers
+from metamq.client.settings import CONFIG_FILE_VARIABLE, zookeeper_root, zookeeper_servers
 from metamq.errors import ConnectError
-from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
 
-KNOWN_KEYS = ["zookeeper", "broker", "producer", "consumer"]
 PROBE_TIMEOUT_S = 3.0
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -29,31 +27,28 @@ class Globals:
 
     zookeeper: str | None = None
     config: str | None = None
-    root: str = DEFAULT_ROOT
+    root: str | None = None
     verbose: int = 0
     debug: bool = False
 
     def servers(self) -> str:
         """ZooKeeper's address. Raises ConfigError."""
-        self.check_config()
         return zookeeper_servers(self.zookeeper, self.config)
+
+    def place(self) -> str:
+        """The znode that all is kept below. Raises ConfigError."""
+        return zookeeper_root(self.root, self.config)
 
     @property
     def config_file(self) -> str | None:
         """The file with the settings, where there is one."""
         return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
 
-    def check_config(self) -> None:
-        """Raise ConfigError when the file has a key at its top that nobody knows."""
-        for key in read_file(self.config_file):
-            if key not in KNOWN_KEYS:
-                raise unknown(key, KNOWN_KEYS, str(self.config_file))
-
     def client(self) -> dict[str, Any]:
         """The arguments of a Producer, Consumer or Admin. Raises ConfigError; ConnectError when nobody listens."""
         servers = self.servers()
         check_listening(servers)
-        return {"zookeeper": servers, "config": self.config, "root": self.root}
+        return {"zookeeper": servers, "config": self.config, "root": self.place()}
 
     def admin(self) -> Admin:
         """An open Admin. Raises ConfigError, ConnectError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 import os
 import shutil
@@ -11,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from metamq.client.admin_topics import describe_topic
 from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import ConsumerOptions
 from metamq.client.producer_core import ProducerOptions
-from metamq.client.settings import load
+from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire.commands import Command as WireCommand
 from metamq.zk import jars
@@ -45,6 +44,8 @@ TIMEOUT_S = 5.0
 SKEW_MS_MAX = 1_000
 FREE_BYTES_MIN = 1024**3
 SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
+OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE")
+"""Variables of `./dev test` and of docker-compose.yml."""
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -99,7 +100,7 @@ def _look(settings: Globals, tell: Callable[[Finding], None]) -> bool:
     for finding in _local():
         tell(finding)
     try:
-        servers = settings.servers()
+        servers, root = settings.servers(), settings.place()
         hosts, _chroot = parse_servers(servers)
         for section, kind in SECTIONS.items():
             load(kind, section, file=settings.config_file, arguments={})
@@ -107,14 +108,14 @@ def _look(settings: Globals, tell: Callable[[Finding], None]) -> bool:
         tell(Finding("settings", "problem", error.problem, error.hint))
         return True
     source = f"file {settings.config_file}" if settings.config_file else "no file"
-    tell(Finding("settings", "ok", f"ZooKeeper at {servers}, root {settings.root}, {source}"))
+    tell(Finding("settings", "ok", f"ZooKeeper at {servers}, root {root}, {source}"))
     for finding in _environment():
         tell(finding)
     reached = [_probe(host, port, tell) for host, port in hosts]
     if not any(reached):
         return False
     try:
-        asyncio.run(_look_inside(servers, settings.root, tell))
+        asyncio.run(_look_inside(servers, root, tell))
     except MetamqError as error:
         tell(Finding("ZooKeeper", "problem", error.problem, error.hint))
         return False
@@ -123,13 +124,10 @@ def _look(settings: Globals, tell: Callable[[Finding], None]) -> bool:
 
 def _environment() -> Iterator[Finding]:
     """Variables that look like settings, and are none."""
-    known = {f"METAMQ_{name}" for name in ("ZOOKEEPER", "CONFIG", "JAVA", "ZOOKEEPER_JARS", "MAVEN")}
-    for section, kind in SECTIONS.items():
-        known |= {f"METAMQ_{section.upper()}_{field.name.upper()}" for field in fields(kind)}
+    sections = tuple(variable(section, "") for section in SECTIONS)
     for name in sorted(os.environ):
-        if name.startswith("METAMQ_") and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            yield Finding("settings", "warning", f"{name} is no setting", f"Did you mean {near[0]}?" if near else "")
+        if name.startswith(ENVIRONMENT_PREFIX) and not name.startswith(sections) and name not in (*VARIABLES, *OTHERS):
+            yield Finding("settings", "warning", f"{name} is no setting", f"Known: {', '.join(VARIABLES)}.")
 
 
 # This machine

@@ -82,7 +82,7 @@ def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: 
         else:
             say(f"Broker {config.id} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
-    return run_broker(config, current().servers(), root=current().root, ready=ready)
+    return run_broker(config, current().servers(), root=current().place(), ready=ready)
 
 
 @click.command(cls=Command)

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import click
 
+from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import say
 from metamq.cli.processes import BrokerChild, StopSignals, end_of_log, has_ended, how_it_ended
 from metamq.cli.progress import download_progress
+from metamq.client.settings import load
 from metamq.errors import ConfigError, MetamqError
 from metamq.zk.embedded import EmbeddedZooKeeper
 
@@ -66,7 +68,7 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
     if ephemeral and data is not None:
         raise click.UsageError("--ephemeral keeps nothing, --data says where to keep it: give one of them")
     current().log()
-    current().check_config()
+    load(BrokerConfig, "broker", file=current().config, arguments={})  # before anything is started for nothing
     with (
         _folder(data, ephemeral) as folder,
         _locked(folder) as lock,
@@ -180,7 +182,7 @@ def _broker(zookeeper: str, folder: Path, port: int | None, http_port: int | Non
         "--http-port": -1 if http_port == -1 else _port("/metrics", http_port, HTTP_PORT, "--http-port"),
         "--data": folder / "broker",
         "--zookeeper": zookeeper,
-        "--root": current().root,
+        "--root": current().place(),
     }
     arguments = [f"{name}={value}" for name, value in settings.items()]
     if current().config:

@@ -20,10 +20,9 @@ from metamq.client.admin_model import (
     TopicSettings,
 )
 from metamq.client.background import background
-from metamq.client.settings import zookeeper_servers
+from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import ClosedError, ForkedError
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.topics import TopicConfig
 
 T = TypeVar("T")
@@ -35,6 +34,7 @@ class Admin:
     """Looks at and changes topics, groups and brokers. Thread-safe.
 
     zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:       the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
     config:     a TOML file.
 
     All methods raise ConnectError while ZooKeeper is away (with `outcome` "unknown" when a change may have been made;
@@ -42,11 +42,12 @@ class Admin:
     none. Ctrl-C ends a wait at once.
     """
 
-    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str = DEFAULT_ROOT) -> None:
+    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:
         self._core = AdminCore()
         self._closed = True
         self._background = background()
-        self._background.run(self._core.open(zookeeper_servers(zookeeper, config), root))
+        servers, place = zookeeper_servers(zookeeper, config), zookeeper_root(root, config)
+        self._background.run(self._core.open(servers, place))
         self._closed = False
         self._background.add(self)
 

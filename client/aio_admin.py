@@ -19,9 +19,8 @@ from metamq.client.admin_model import (
     TopicDescription,
     TopicSettings,
 )
-from metamq.client.settings import zookeeper_servers
+from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.topics import TopicConfig
 
 
@@ -34,10 +33,10 @@ class Admin:
     Cancelling a call takes back nothing that was sent already.
     """
 
-    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str = DEFAULT_ROOT) -> None:
+    def __init__(self, zookeeper: str | None = None, *, config: str | None = None, root: str | None = None) -> None:
         self._core = AdminCore()
         self._servers = zookeeper_servers(zookeeper, config)
-        self._root = root
+        self._root = zookeeper_root(root, config)
 
     async def open(self) -> Self:
         """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""

@@ -22,12 +22,11 @@ from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
 from metamq.client.opened_later import OpenedLater
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
-from metamq.client.settings import load, zookeeper_servers
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.paths import DEFAULT_ROOT
 
 log = logging.getLogger("metamq.client")
 
@@ -65,7 +64,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         broadcast: bool = False,
         consumer_id: str | None = None,
         config: str | None = None,
-        root: str = DEFAULT_ROOT,
+        root: str | None = None,
         **settings: Unpack[ConsumerSettings],
     ) -> None:
         self._plan = consumer_plan(
@@ -82,7 +81,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         )
         self._options = load(ConsumerOptions, "consumer", file=config, arguments=settings)
         self._servers = zookeeper_servers(zookeeper, config)
-        self._root = root
+        self._root = zookeeper_root(root, config)
         self._filter = filter
         self._idle_timeout_s = idle_timeout_s
         self._callbacks = _awaited(on_assigned), _awaited(on_revoked)

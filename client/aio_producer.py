@@ -11,9 +11,8 @@ from metamq.client.opened_later import OpenedLater
 from metamq.client.producer import SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
-from metamq.client.settings import load, zookeeper_servers
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
-from metamq.zk.paths import DEFAULT_ROOT
 
 
 class Producer(OpenedLater, ProducerFace[T]):
@@ -32,12 +31,12 @@ class Producer(OpenedLater, ProducerFace[T]):
         *,
         encode: Callable[[T], bytes] | None = None,
         config: str | None = None,
-        root: str = DEFAULT_ROOT,
+        root: str | None = None,
         **settings: Unpack[ProducerSettings],
     ) -> None:
         self._options = load(ProducerOptions, "producer", file=config, arguments=settings)
         self._servers = zookeeper_servers(zookeeper, config)
-        self._root = root
+        self._root = zookeeper_root(root, config)
         self._encode = encode
         self._closed = False
 

@@ -21,17 +21,17 @@ from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
-from metamq.client.settings import load, zookeeper_servers
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.paths import DEFAULT_ROOT
 
 
 class Consumer(ConsumerFace[T]):
     """Reads topics, alone or sharing their partitions with the other members of a group.
 
     zookeeper:   "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:        the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
     topics:      names of topics.
     group:       members of a group share its topics' partitions, and the group's offsets are kept. Without a group the
                  consumer reads every partition and keeps nothing.
@@ -76,7 +76,7 @@ class Consumer(ConsumerFace[T]):
         broadcast: bool = False,
         consumer_id: str | None = None,
         config: str | None = None,
-        root: str = DEFAULT_ROOT,
+        root: str | None = None,
         **settings: Unpack[ConsumerSettings],
     ) -> None:
         plan = consumer_plan(
@@ -107,8 +107,8 @@ class Consumer(ConsumerFace[T]):
             on_revoked=_in_thread(on_revoked),
         )
         self._servers = zookeeper_servers(zookeeper, config)
-        self._root = root
-        self._background.run(self._core.open(self._servers, root))
+        self._root = zookeeper_root(root, config)
+        self._background.run(self._core.open(self._servers, self._root))
         self._closed = False
         self._background.add(self)
 

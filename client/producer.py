@@ -15,10 +15,9 @@ from typing import Any, Literal, Self, Unpack
 from metamq.client.background import background
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
-from metamq.client.settings import load, zookeeper_servers
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
-from metamq.zk.paths import DEFAULT_ROOT
 
 log = logging.getLogger("metamq.client")
 
@@ -31,6 +30,7 @@ class Producer(ProducerFace[T]):
     """Sends messages to topics. Thread-safe: one Producer serves a whole process.
 
     zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:       the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
     encode:     makes bytes of a value; without it values are bytes.
     on_full:    what `send` does when the buffer is full: "block" (for `full_timeout_s`, None is for ever) or "raise".
     config:     a TOML file; its [producer] section has the settings below.
@@ -50,7 +50,7 @@ class Producer(ProducerFace[T]):
         on_full: Literal["block", "raise"] = "block",
         full_timeout_s: float | None = None,
         config: str | None = None,
-        root: str = DEFAULT_ROOT,
+        root: str | None = None,
         **settings: Unpack[ProducerSettings],
     ) -> None:
         if on_full not in ("block", "raise"):
@@ -62,7 +62,7 @@ class Producer(ProducerFace[T]):
         wait_s = 0.0 if on_full == "raise" else full_timeout_s
         self._core = ProducerCore(options, self._background.loop, wait_s=wait_s)
         servers = zookeeper_servers(zookeeper, config)
-        self._background.run(self._core.open(servers, root, SESSION_TIMEOUT_MS))
+        self._background.run(self._core.open(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
         self._closed = False
         self._background.add(self)
         _unclosed.add(self)

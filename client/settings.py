@@ -2,6 +2,9 @@
 
 A setting is a field of a frozen dataclass. Unknown keys are errors with a suggestion, and an error names the source
 of the value, so that nobody has to guess which of three places was wrong.
+
+The environment is shared with others: a Kubernetes Service called metamq puts METAMQ_PORT into every pod. So a variable
+is an error when it begins like those of the section, as METAMQ_BROKER_…, or is very much like one that is known.
 """
 
 from __future__ import annotations
@@ -12,17 +15,29 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from metamq.errors import ConfigError
+from metamq.zk.paths import DEFAULT_ROOT
 
 T = TypeVar("T")
 
 ENVIRONMENT_PREFIX = "METAMQ_"
 DEFAULT_ZOOKEEPER = "127.0.0.1:2181"
 CONFIG_FILE_VARIABLE = "METAMQ_CONFIG"
+ZOOKEEPER_VARIABLE = "METAMQ_ZOOKEEPER"
+ROOT_VARIABLE = "METAMQ_ROOT"
+SECTIONS = ("broker", "producer", "consumer")
+VARIABLES = (
+    CONFIG_FILE_VARIABLE, ZOOKEEPER_VARIABLE, ROOT_VARIABLE, "METAMQ_JAVA", "METAMQ_ZOOKEEPER_JARS", "METAMQ_MAVEN",
+)  # fmt: skip
+"""Those of no section."""
+KEYS = ("zookeeper", "root", *SECTIONS)
+"""What may stand at the top of the file."""
+NEAR = 0.85
+"""How much alike two names are that are taken for each other; of 1, which is equal."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -38,8 +53,9 @@ def load(cls: type[T], section: str, *, file: str | Path | None = None, argument
     for key, value in read_section(file, section).items():
         field = _field(cls, key, f"[{section}] of {file}")
         values[field.name] = _convert(cls, field, value, f"{key} in [{section}] of {file}")
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        name = f"{ENVIRONMENT_PREFIX}{section.upper()}_{field.name.upper()}"
+    variables = {variable(section, field.name): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    check_environment(variables, section)
+    for name, field in variables.items():
         if name in os.environ:
             values[field.name] = _convert(cls, field, os.environ[name], name)
     for key, value in arguments.items():
@@ -48,17 +64,40 @@ def load(cls: type[T], section: str, *, file: str | Path | None = None, argument
     return cls(**values)
 
 
+def variable(section: str, key: str) -> str:
+    """The variable of a setting: METAMQ_BROKER_PORT."""
+    return f"{ENVIRONMENT_PREFIX}{section}_{key}".upper()
+
+
+def check_environment(names: Collection[str] = (), section: str = "") -> None:
+    """Raise ConfigError for a variable that is none of VARIABLES nor of the section's `names`, but is meant to be."""
+    known = {*VARIABLES, *names}
+    others = tuple(variable(other, "") for other in SECTIONS if other != section)
+    for name in sorted(os.environ):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in known or name.startswith(others):
+            continue
+        prefix = variable(section, "")
+        if section and name.startswith(prefix):
+            raise unknown(name, list(names), "the environment", prefix)
+        if difflib.get_close_matches(name, known, 1, NEAR):
+            raise unknown(name, list(known), "the environment")
+
+
 def read_file(file: str | Path | None) -> dict[str, Any]:
     """The TOML file's content; without one, that of $METAMQ_CONFIG, else nothing. Raises ConfigError."""
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
     if file is None:
         return {}
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
+    for key in content:
+        if key not in KEYS:
+            raise unknown(key, list(KEYS), str(file))
+    return content
 
 
 def read_section(file: str | Path | None, section: str) -> dict[str, Any]:
@@ -71,17 +110,28 @@ def read_section(file: str | Path | None, section: str) -> dict[str, Any]:
 
 def zookeeper_servers(given: str | None, file: str | Path | None = None) -> str:
     """Where ZooKeeper is: the argument, $METAMQ_ZOOKEEPER, `zookeeper` in the file, else 127.0.0.1:2181."""
+    return _text("zookeeper", given, ZOOKEEPER_VARIABLE, file, DEFAULT_ZOOKEEPER, "zk1:2181,zk2:2181/chroot")
+
+
+def zookeeper_root(given: str | None, file: str | Path | None = None) -> str:
+    """The znode that all is kept below: the argument, $METAMQ_ROOT, `root` in the file, else /meta."""
+    return _text("root", given, ROOT_VARIABLE, file, DEFAULT_ROOT, DEFAULT_ROOT)
+
+
+def _text(key: str, given: str | None, name: str, file: str | Path | None, default: str, example: str) -> str:
+    check_environment()
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
-    servers = given or os.environ.get("METAMQ_ZOOKEEPER") or read_file(file).get("zookeeper") or DEFAULT_ZOOKEEPER
-    if not isinstance(servers, str):
-        raise ConfigError(f"zookeeper in {file} is to be a string like 'zk1:2181,zk2:2181/chroot', got {servers!r}")
-    return servers
+    stored = read_file(file).get(key)  # also when it does not count: a file that is wrong is to be known
+    found = given or os.environ.get(name) or stored or default
+    if not isinstance(found, str):
+        raise ConfigError(f"{key} in {file} is to be a string like {example!r}, got {found!r}")
+    return found
 
 
-def unknown(key: str, known: list[str], where: str) -> ConfigError:
-    """The error for a key nobody knows, with the nearest that somebody does."""
-    near = difflib.get_close_matches(key, known, 1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(known))}."
+def unknown(key: str, known: list[str], where: str, prefix: str = "") -> ConfigError:
+    """The error for a key nobody knows, with the nearest that somebody does. All begin with `prefix`."""
+    near = difflib.get_close_matches(key.removeprefix(prefix), [name.removeprefix(prefix) for name in known], 1)
+    hint = f"Did you mean {prefix + near[0]!r}?" if near else f"Known: {', '.join(sorted(known))}."
     return ConfigError(f"unknown setting {key!r} in {where}", hint=hint)
 
 

@@ -153,6 +153,24 @@ def test_a_wrong_file_is_named(
         monkeypatch.setenv("METAMQ_CONFIG", str(file))
 
 
+@pytest.mark.parametrize(
+    ("name", "command", "meant"),
+    [
+        ("METAMQ_ZOOKEPER", ["topic", "list"], "METAMQ_ZOOKEEPER"),
+        ("METAMQ_PRODUCER_COMPRESION", ["produce", "x", "y"], "METAMQ_PRODUCER_COMPRESSION"),
+        ("METAMQ_BROKER_PROT", ["broker"], "METAMQ_BROKER_PORT"),
+        ("METAMQ_BROKER_PROT", ["up", "--ephemeral"], "METAMQ_BROKER_PORT"),
+    ],
+)
+def test_a_misspelt_variable_is_named(
+    metamq: Metamq, monkeypatch: pytest.MonkeyPatch, name: str, command: list[str], meant: str
+) -> None:
+    monkeypatch.setenv(name, "x")
+    ended = metamq(*command)
+    assert (ended.status, ended.data) == (1, b"")
+    assert ended.talk == f"metamq: unknown setting {name!r} in the environment\n  Did you mean {meant!r}?\n"
+
+
 def test_a_root_of_its_own(metamq: Metamq, topic: str) -> None:
     assert topic in metamq("topic", "list").text
     assert topic not in metamq("topic", "list", "--root", "/elsewhere").text

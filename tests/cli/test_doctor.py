@@ -69,8 +69,18 @@ def test_nobody_there(offline: Metamq) -> None:
 
 
 def test_settings_that_are_none(metamq: Metamq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAMQ_SIZE", "1")
+    monkeypatch.setenv("METAMQ_TEST_WORKERS", "0")
+    looked = metamq("doctor")
+    assert looked.status == 0
+    assert "warning  settings: METAMQ_SIZE is no setting\n" in looked.text
+    assert "METAMQ_TEST_WORKERS" not in looked.text
     monkeypatch.setenv("METAMQ_BROKER_PROT", "1")
-    assert "METAMQ_BROKER_PROT is no setting\n         Did you mean METAMQ_BROKER_PORT?" in metamq("doctor").text
+    looked = metamq("doctor")
+    assert looked.status == 1
+    assert "unknown setting 'METAMQ_BROKER_PROT' in the environment\n" in looked.text
+    assert "Did you mean 'METAMQ_BROKER_PORT'?\n" in looked.text
+    monkeypatch.delenv("METAMQ_BROKER_PROT")
     file = tmp_path / "metamq.toml"
     file.write_text("[consumer]\nfetch_wait = 1\n")
     looked = metamq("doctor", "--config", file)
