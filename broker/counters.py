@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from metamq.wire.batch import BatchHeader
@@ -34,12 +35,16 @@ class Counters:
         self.fetches += 1
         self.bytes_out += sum(result.size for result in results)
 
-    def snapshot(self) -> dict[str, Any]:
-        """All of it as plain values."""
+    def snapshot(self, topics: Collection[str] | None = None) -> dict[str, Any]:
+        """All of it as plain values; of these topics only, where they are given."""
+
+        def of(counts: Mapping[str, int]) -> dict[str, int]:
+            return dict(counts) if topics is None else {t: counts[t] for t in topics if t in counts}
+
         return {
-            "messages_in": dict(self.messages_in),
-            "bytes_in": dict(self.bytes_in),
-            "batches_in": dict(self.batches_in),
+            "messages_in": of(self.messages_in),
+            "bytes_in": of(self.bytes_in),
+            "batches_in": of(self.batches_in),
             "bytes_out": self.bytes_out,
             "fetches": self.fetches,
             "repeats": self.repeats,

@@ -7,7 +7,7 @@ after an fsync; the other commands answer at once, but for GET, whose long poll 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import metamq
@@ -27,10 +27,12 @@ from metamq.wire.commands import (
     OffsetsResult,
     PutEntry,
     PutResult,
+    Stats,
+    unpack,
     unpack_list,
 )
 from metamq.wire.connection import Request
-from metamq.wire.limits import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX
+from metamq.wire.limits import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX, STATS_PARTITIONS_MAX
 
 if TYPE_CHECKING:
     from metamq.broker.protocol import BrokerProtocol
@@ -147,19 +149,41 @@ class Processors:
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields)
 
     def _stats(self, request: Request, connection: BrokerProtocol) -> None:
-        connection.answer(request, self.statistics())
+        start = Stats("", 0) if request.header is None else unpack(Stats, request.header)
+        page, following = page_of(self._topics.open, start, STATS_PARTITIONS_MAX)
+        counters = self.counters.snapshot({partition.topic for partition in page})
+        connection.answer(request, {**self._statistics(page), "counters": counters, "next": following})
 
     def statistics(self) -> dict[str, Any]:
-        """What STATS answers: counters since the start, and every partition's figures."""
+        """What STATS answers, of all topics and partitions in one."""
+        return {**self._statistics(self._topics.partitions()), "counters": self.counters.snapshot()}
+
+    def _statistics(self, partitions: Iterable[Partition]) -> dict[str, Any]:
         return {
             "broker_id": self._broker_id,
             "epoch": self._ids.epoch,
             "version": metamq.__version__,
             "time_ms": time.time_ns() // 1_000_000,
             "writes_refused": str(self.refuse_writes) if self.refuse_writes else None,
-            "counters": self.counters.snapshot(),
-            "partitions": [_partition_statistics(partition) for partition in self._topics.partitions()],
+            "partitions": [_partition_statistics(partition) for partition in partitions],
         }
+
+
+def page_of(
+    topics: Mapping[str, Mapping[int, Partition]], start: Stats, size: int
+) -> tuple[list[Partition], Stats | None]:
+    """At most `size` partitions from `start` on, in order, and where the next page begins; None at the end.
+
+    What is made or removed between two pages moves no other partition from one page to the next.
+    """
+    page: list[Partition] = []
+    for topic in sorted(name for name in topics if name >= start.topic):
+        first = start.partition if topic == start.topic else 0
+        for index in sorted(index for index in topics[topic] if index >= first):
+            if len(page) == size:
+                return page, Stats(topic, index)
+            page.append(topics[topic][index])
+    return page, None
 
 
 def _partition_statistics(partition: Partition) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Topics:
         self._folder = folder
         self._files = files
         self._configs: dict[str, TopicConfig] = {}
-        self._partitions: dict[str, dict[int, Partition]] = {}
+        self.open: dict[str, dict[int, Partition]] = {}
+        """The open partitions, by topic and index. To be read, not changed."""
         self._broken: dict[tuple[str, int], MetamqError] = {}
         """Partitions whose logs are damaged: they are not served, the others are."""
         self._unreadable: dict[str, MetamqError] = {}
@@ -60,7 +61,7 @@ class Topics:
             raise TopicNotFound(topic)
         if topic_id != config.id:
             raise TopicNotFound(topic, hint=f"It was deleted and made anew: its id is {config.id}, not {topic_id}.")
-        partition = self._partitions[topic].get(index)
+        partition = self.open[topic].get(index)
         if partition is None and (topic, index) in self._broken:
             raise self._broken[topic, index]
         if partition is None:
@@ -73,7 +74,7 @@ class Topics:
 
     def partitions(self) -> Iterator[Partition]:
         """All open partitions."""
-        for indexed in list(self._partitions.values()):
+        for indexed in list(self.open.values()):
             yield from list(indexed.values())
 
     def counts(self) -> dict[str, int]:
@@ -107,7 +108,7 @@ class Topics:
 
     def _apply_one(self, topic: str, config: TopicConfig) -> None:
         self._configs[topic] = config
-        indexed = self._partitions.setdefault(topic, {})
+        indexed = self.open.setdefault(topic, {})
         settings = log_config(config, self._folder.path / "archive")
         for partition in indexed.values():
             partition.log.reconfigure(settings)
@@ -128,7 +129,7 @@ class Topics:
         log.info("topic %s (id %s) was deleted: its data is removed", topic, self._configs[topic].id)
         del self._configs[topic]
         self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
-        for partition in self._partitions.pop(topic).values():
+        for partition in self.open.pop(topic).values():
             partition.close(TopicNotFound(topic), clean=False)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> None:

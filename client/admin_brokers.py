@@ -7,18 +7,17 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from metamq.client import in_pieces
 from metamq.client.admin_model import BrokerDescription, BrokerStatistics, PartitionStatistics
 from metamq.client.cluster import Cluster
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire import status
-from metamq.wire.commands import Command, OffsetsEntry, OffsetsResult, unpack_list
+from metamq.wire.commands import OffsetsEntry, OffsetsResult
 from metamq.zk.brokers import live_brokers, read_state
 from metamq.zk.errors import NoNode
 from metamq.zk.names import parse_partition, partition_name
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session import Session
-
-REQUEST_TIMEOUT_S = 10.0
 
 Found = OffsetsResult | MetamqError
 
@@ -65,9 +64,7 @@ async def _ask_one(
         for tp, (topic_id, timestamp_us) in asked.items()
     ]
     try:
-        connection = await cluster.connection(broker_id)
-        header = await connection.request(Command.OFFSETS, entries, timeout_s=REQUEST_TIMEOUT_S)
-        results = unpack_list(OffsetsResult, header)
+        results = await in_pieces.ask_offsets(await cluster.connection(broker_id), entries)
     except MetamqError as error:
         return dict.fromkeys(asked, error)
     return {
@@ -83,8 +80,7 @@ async def broker_statistics(cluster: Cluster, broker_id: int) -> BrokerStatistic
         known = f"There are: {', '.join(map(str, described))}." if described else "There is none yet."
         raise ConfigError(f"there is no broker {broker_id}", hint=known)
     connection = await cluster.connection(broker_id)
-    header = await connection.request(Command.STATS, None, timeout_s=REQUEST_TIMEOUT_S)
-    return _statistics(connection.address, header)
+    return _statistics(connection.address, await in_pieces.ask_statistics(connection))
 
 
 def _statistics(address: str, header: Any) -> BrokerStatistics:
@@ -125,8 +121,7 @@ async def sizes_on_disk(cluster: Cluster, broker_ids: list[int]) -> dict[TopicPa
     async def ask(broker_id: int) -> tuple[PartitionStatistics, ...]:
         try:
             connection = await cluster.connection(broker_id)
-            header = await connection.request(Command.STATS, None, timeout_s=REQUEST_TIMEOUT_S)
-            return _statistics(connection.address, header).partitions
+            return _statistics(connection.address, await in_pieces.ask_statistics(connection)).partitions
         except MetamqError:
             return ()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 from collections.abc import Callable
 from itertools import count
 
@@ -57,11 +58,11 @@ class FetchRequestQueue:
         heapq.heappush(self._heaps.setdefault(request.broker_id, []), (due, next(self._numbers), request))
         self._wake(request.broker_id)
 
-    def take(self, broker_id: int, now: float) -> list[FetchRequest]:
-        """All requests to a broker that are due, the longest due first; the cancelled are dropped."""
+    def take(self, broker_id: int, now: float, most: int = sys.maxsize) -> list[FetchRequest]:
+        """The requests to a broker that are due, `most` at most, the longest due first; the cancelled are dropped."""
         heap = self._heaps.get(broker_id, [])
-        due = []
-        while heap and heap[0][0] <= now:
+        due: list[FetchRequest] = []
+        while heap and heap[0][0] <= now and len(due) < most:
             request = heapq.heappop(heap)[2]
             if not request.cancelled:
                 due.append(request)

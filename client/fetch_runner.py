@@ -4,6 +4,9 @@ The broker remembers what is open and armed (metamq.broker.fetch_session), so a 
 a long poll is parked, requests that become due are sent in a further GET, which the broker takes as an amendment: it
 answers the parked one with nothing and goes on with both.
 
+A GET carries ENTRIES_TARGET changes of a kind at most, so that it fits into a frame; further ones follow in GETs of
+their own, each amending the one before.
+
 A partition that was answered with an error is opened anew when its turn comes: what the broker found under the old
 handle stays what it was, be it a topic that the broker had not heard of yet.
 """
@@ -24,6 +27,7 @@ from metamq.errors import ConnectError, MetamqError
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.wire.connection import Response
+from metamq.wire.limits import ENTRIES_TARGET
 
 log = logging.getLogger("metamq.client")
 
@@ -67,7 +71,7 @@ class FetchRunner:
         self._limits = limits
         self._changed = asyncio.Event()
         self._armed: dict[int, FetchRequest] = {}
-        self._closed_handles: list[tuple[object, int]] = []
+        self._closed_handles: deque[tuple[object, int]] = deque()
         self._polls: deque[tuple[asyncio.Future[Response], float]] = deque()
         """GETs without an answer, and when each is late."""
         self.last_answer_s = 0.0
@@ -117,16 +121,25 @@ class FetchRunner:
         while True:
             if connection.closed.done():
                 raise connection.closed.result()
-            due = self._queue.take(self.broker_id, loop.time())
-            closed_handles, self._closed_handles = self._closed_handles, []
-            closed = [handle for opened_on, handle in closed_handles if opened_on is connection]
-            for handle in closed:
-                self._armed.pop(handle, None)
+            due = self._queue.take(self.broker_id, loop.time(), ENTRIES_TARGET)
+            closed = self._next_closed(connection)
             if due or closed or (self._armed and not self._polls):
                 self._send(connection, due, closed, handles)
             await self._wait(loop, connection)
             while self._polls and self._polls[0][0].done():
                 self._answered(self._polls.popleft()[0])
+
+    def _next_closed(self, connection: BrokerConnection) -> list[int]:
+        """Handles that the next GET is to close."""
+        closed: list[int] = []
+        while self._closed_handles and len(closed) < ENTRIES_TARGET:
+            opened_on, handle = self._closed_handles.popleft()
+            if opened_on is connection:
+                self._armed.pop(handle, None)
+                closed.append(handle)
+        if self._closed_handles:
+            self._changed.set()
+        return closed
 
     def _send(
         self,

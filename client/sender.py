@@ -45,6 +45,7 @@ from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.compression import Codec
 from metamq.wire.connection import Response
+from metamq.wire.limits import ENTRIES_TARGET
 from metamq.zk.topics import TopicConfig
 
 log = logging.getLogger("metamq.client")
@@ -176,7 +177,7 @@ class BrokerSender:
         size = 0
         for queue in list(self._ready):
             del self._ready[queue]
-            while size < PUT_BYTES and queue.sendable(now_s):
+            while size < PUT_BYTES and len(picked) < ENTRIES_TARGET and queue.sendable(now_s):
                 try:
                     batch = queue.next_batch(self._sender.codec, now_s)
                 except MetamqError as error:  # such as a limit that only the encoded batch is seen to exceed
@@ -189,7 +190,7 @@ class BrokerSender:
                 size += len(batch.encoded or b"")
             if queue.waiting:
                 self._ready[queue] = None
-            if size >= PUT_BYTES:
+            if size >= PUT_BYTES or len(picked) >= ENTRIES_TARGET:
                 break
         return picked
 

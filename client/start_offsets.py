@@ -11,15 +11,14 @@ from typing import NamedTuple
 from metamq.client.assignment import AssignedPartition
 from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import Start
+from metamq.client.in_pieces import ask_offsets
 from metamq.client.producer_face import timestamp_us
 from metamq.wire import status
-from metamq.wire.commands import EARLIEST, LATEST, Command, OffsetsEntry, OffsetsResult, unpack_list
+from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
-
-REQUEST_TIMEOUT_S = 10.0
 
 
 class FirstOffset(NamedTuple):
@@ -66,7 +65,7 @@ class OffsetFinder:
         return {tp: result.offset for tp, result in (await self.ask(topic_ids, LATEST)).items()}
 
     async def ask(self, topic_ids: Mapping[TopicPartition, str], what: int) -> dict[TopicPartition, OffsetsResult]:
-        """One OFFSETS request a broker. Raises the first error."""
+        """OFFSETS of each partition's broker. Raises the first error."""
         by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
         for tp in topic_ids:
             by_broker[parse_partition(tp.partition)[0]].append(tp)
@@ -75,9 +74,8 @@ class OffsetFinder:
             entries = [
                 OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions
             ]
-            connection = await self._cluster.connection(broker_id)
-            header = await connection.request(Command.OFFSETS, entries, timeout_s=REQUEST_TIMEOUT_S)
-            for tp, result in zip(partitions, unpack_list(OffsetsResult, header), strict=True):
+            results = await ask_offsets(await self._cluster.connection(broker_id), entries)
+            for tp, result in zip(partitions, results, strict=True):
                 if result.status != status.OK:
                     raise status.decode_error(result.status, result.error)
                 found[tp] = result

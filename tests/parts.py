@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.server import Broker
+from metamq.client.in_pieces import ask_statistics
 from metamq.client.transport import BrokerConnection
 from metamq.testing import BrokerProcess
 from metamq.wire import status
@@ -47,8 +48,7 @@ def statistics(broker: BrokerProcess) -> dict[str, Any]:
     async def ask() -> dict[str, Any]:
         connection = await BrokerConnection.open("127.0.0.1", broker.port)
         try:
-            answer: dict[str, Any] = await connection.request(Command.STATS, [], timeout_s=10)
-            return answer
+            return await ask_statistics(connection)
         finally:
             await connection.close()
 
@@ -61,7 +61,7 @@ def read_topic(broker: BrokerProcess, topic: str, topic_id: str) -> dict[str, li
     async def read() -> dict[str, list[Stored]]:
         connection = await BrokerConnection.open("127.0.0.1", broker.port)
         try:
-            answer = await connection.request(Command.STATS, [], timeout_s=10)
+            answer = await ask_statistics(connection)
             found = [p for p in answer["partitions"] if p["topic"] == topic]
             return {
                 f"{broker.broker_id}-{p['partition']}": await _read_partition(connection, topic, topic_id, p)

@@ -127,6 +127,13 @@ class OffsetsEntry(NamedTuple):
     timestamp_us: int
 
 
+class Stats(NamedTuple):
+    """Asks for figures of the partitions from this one on, in the order of topics and indexes."""
+
+    topic: str
+    partition: int
+
+
 class OffsetsResult(NamedTuple):
     """The offset, and its message's timestamp where it was asked for by time (-1 where there is none)."""
 

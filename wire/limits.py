@@ -12,13 +12,16 @@ HELLO_BYTES_MAX = 4 * 1024
 """A frame before the HELLO is done: a stranger can make us allocate no more than this."""
 
 HEADER_BYTES_MAX = 1024 * 1024
-"""A request's msgpack header; 1,000 partitions in one GET take about 40 KB."""
+"""A request's msgpack header; ENTRIES_TARGET partitions of the longest names take less than half of it."""
 
 ANSWER_HEADER_BYTES_MAX = 8 * 1024 * 1024
-"""A response's; an error has sentences where its entry in the request had a name, and STATS a map a partition."""
+"""A response's; an error has sentences where its entry in the request had a name."""
 
 ENTRIES_MAX = 20_000
 """Entries of one PUT or OFFSETS, and of their answers: twice the partitions that a topic may have."""
+
+ENTRIES_TARGET = 1000
+"""Entries that our clients put into one request: with the longest names it fits, and so do an error for each."""
 
 ERROR_TEXT_CHARS_MAX = 1000
 """Of each text in an error's fields; the rest is cut."""
@@ -40,6 +43,9 @@ FETCH_BYTES_MAX = 32 * 1024 * 1024
 
 FETCH_RESULTS_MAX = 1000
 """Partitions in one answer to a GET; the others keep their turn."""
+
+STATS_PARTITIONS_MAX = 1000
+"""Partitions in one answer to STATS, which says where to go on."""
 
 FETCH_PARTITIONS_MAX = 100_000
 """Partitions that are open in one fetch session."""

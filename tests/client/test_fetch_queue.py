@@ -41,6 +41,17 @@ def test_what_is_due_at_one_time_keeps_its_order() -> None:
     assert requests.take(0, 1.0) == same
 
 
+def test_no_more_than_asked_for_is_taken() -> None:
+    requests = queue()
+    same = [request(index) for index in range(5)]
+    for each in same:
+        requests.put(each, 1.0)
+    same[1].cancelled = True
+    assert requests.take(0, 1.0, 2) == [same[0], same[2]]
+    assert requests.next_due(0) == 1.0
+    assert requests.take(0, 1.0, 9) == same[3:]
+
+
 def test_each_broker_has_a_queue_of_its_own() -> None:
     requests = queue()
     zero, one = request(0, broker_id=0), request(0, broker_id=1)
