@@ -1,10 +1,18 @@
 # One image for ZooKeeper and the broker: `metamq zookeeper` or `metamq broker`, as docker-compose.yml tells each container.
 FROM python:3.11-slim-bookworm AS build
-RUN python3 -m venv /opt/metamq
+# The image needs no pip, so the one of the base image installs. First what metamq needs, which changes seldom.
+RUN python3 -m venv --without-pip /opt/metamq
 WORKDIR /source
+COPY pyproject.toml ./
+RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+        extras = project["optional-dependencies"]; \
+        print(*project["dependencies"], *extras["local"], *extras["lz4"], *extras["zstd"], sep="\n")' >requirements.txt \
+    && python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check -r requirements.txt
 COPY . .
-RUN /opt/metamq/bin/pip install --no-cache-dir --disable-pip-version-check ".[local,lz4,zstd]"
-# The jars of ZooKeeper, into the image: a container needs no way out to the internet. -P: metamq as installed, not ./metamq.
+RUN python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check --no-deps .
+# The jars of ZooKeeper, into the image: a container needs no way out to the internet. They come from Maven Central, or
+# `--build-arg METAMQ_MAVEN=<mirror>`, and are checked by the SHA-512 in zk/jars.py. -P: metamq as installed, not ./metamq.
+ARG METAMQ_MAVEN=
 RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.jars import find_jars; find_jars()" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
 

@@ -44,7 +44,7 @@ TIMEOUT_S = 5.0
 SKEW_MS_MAX = 1_000
 FREE_BYTES_MIN = 1024**3
 SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
-OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE")
+OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
