@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from metamq.client.assignment import AssignedPartition
@@ -38,7 +39,6 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     if request.param == "sqlite3":
         return lambda: sqlite3.connect(tmp_path / "results.db", timeout=10)
     server = request.getfixturevalue("postgres")
-    psycopg = pytest.importorskip("psycopg")
     schema = f"test_{uuid.uuid4().hex}"
     with psycopg.connect(server) as connection:
         connection.execute(f"CREATE SCHEMA {schema}")
@@ -162,14 +162,14 @@ def test_a_new_owner_waits_for_the_open_transaction_of_the_one_before(connect: C
     asyncio.run(scenario())
 
 
+# sqlite3 locks the whole database.
+@pytest.mark.parametrize("connect", ["psycopg"], indirect=True)
 def test_a_row_that_is_waited_for_holds_up_no_other_row(connect: Connect) -> None:
     async def scenario() -> None:
         storage = await storage_on(connect)
         busy, free = TopicPartition("flights", "0-9"), TopicPartition("flights", "0-1")
         old = await claimed(storage, a_claim(10, tp=busy))
         with closing(connect()) as connection:
-            if isinstance(connection, sqlite3.Connection):
-                pytest.skip("sqlite3 locks the whole database")
             storage.commit_in(connection, [CommitRequest(old, 7, 1)])
             taking_over = asyncio.create_task(storage.claimed([a_claim(11, "two", free), a_claim(11, "two", busy)]))
             await asyncio.wait({taking_over}, timeout=0.2)
