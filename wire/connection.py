@@ -33,7 +33,8 @@ from metamq.wire.limits import (
 OPAQUE_MAX = 0xFFFFFFFF
 
 INITIAL_BYTES = 2 * BATCH_TARGET_BYTES
-"""What either side makes room for, before the bytes are there, on the word of a peer that it knows."""
+"""What a broker makes room for, before the bytes are there, on the word of a client that it knows; twice as much where
+that is a whole frame, as it is of our producers' largest PUTs."""
 
 
 class State(enum.Enum):
@@ -155,6 +156,7 @@ class ClientConnection:
             raise UnsupportedVersion(self.address, (PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX), theirs)
         self.greeting = greeting
         self._reader.frame_bytes_max = FRAME_BYTES_MAX
+        self._reader.trust()
         self.state = State.OPEN
 
 

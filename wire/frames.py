@@ -12,10 +12,12 @@
 All integers are little-endian. Requests may be answered in any order.
 
 `FrameReader` turns received bytes into frames. It hands out the memory to receive into, so that a large body is
-written once by the kernel: small frames share one buffer, a large frame gets its own, which grows fourfold with what
-has really arrived. It begins with what the peer's largest frame so far was, up to `initial_bytes`: a peer that sends
-large frames has them copied no more than once, and a length alone costs a stranger's 64 KiB, and never more than
-`initial_bytes`. Growing copies into new memory; extending a bytearray in place was measured at twenty times the cost.
+written once by the kernel: small frames share one buffer, a large frame gets its own as soon as its second piece is
+asked for. How much of it at once, on the word of a length, is the peer's credit: a stranger's 64 KiB, then as much as
+its largest frame so far, up to `initial_bytes`. The memory of a frame larger than that grows fourfold with what has
+really arrived, or up to eightfold where that is all of it: so a sixth is copied once more at worst. Growing copies into
+new memory; extending a bytearray in place was measured at twenty times the cost. A client trusts its broker with a
+whole frame: see trust().
 
 A header is unpacked only when it cannot cost more than a small multiple of its size: msgpack makes room for the
 elements that an array announces before it has seen any, at each level of nesting anew.
@@ -109,20 +111,41 @@ class FrameReader:
         self._credit_bytes = min(_STRANGER_BYTES, initial_bytes)
         self._buffer = bytearray(buffer_bytes)
         self._filled = 0
-        self._large: bytearray | None = None  # a frame of its own, `_large_size` bytes when complete
-        self._large_size = 0
+        self.large_bytes = 0
+        """The size of the large frame that has begun, 0 where none has: what room will be made for."""
+        self._large: bytearray | None = None
+        """Its first bytes; None before the second piece is asked for: they are in the shared buffer then."""
         self._large_filled = 0
         self._broken = False
 
+    def trust(self) -> None:
+        """From now on any frame within the limits gets all of its memory at once."""
+        self._credit_bytes = self._initial_bytes = FRAME_BYTES_MAX
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a part of a frame has arrived."""
+        return self._filled > 0 or self.large_bytes > 0
+
     def next_buffer(self) -> memoryview:
         """Where to receive the next bytes; never empty. Not before the last received() has been exhausted."""
-        if self._large is None:
+        if not self.large_bytes:
             return memoryview(self._buffer)[self._filled :]
-        if self._large_filled == len(self._large):
-            grown = bytearray(min(_GROWTH * len(self._large), self._large_size))
-            grown[: self._large_filled] = self._large
-            self._large = grown
-        return memoryview(self._large)[self._large_filled :]
+        large = self._large
+        if large is None:
+            large = self._grown(memoryview(self._buffer)[: self._filled], self._credit_bytes)
+            self._filled = 0
+        elif self._large_filled == len(large):
+            large = self._grown(large, _GROWTH * len(large))
+        return memoryview(large)[self._large_filled :]
+
+    def _grown(self, start: bytearray | memoryview, room_bytes: int) -> bytearray:
+        """The large frame's memory from now on: `room_bytes`, or all it needs if that is at most twice as much."""
+        size = self.large_bytes
+        grown = bytearray(size if size <= 2 * room_bytes else max(room_bytes, len(start) + 1))
+        grown[: len(start)] = start
+        self._large, self._large_filled = grown, len(start)
+        return grown
 
     def received(self, count: int) -> Iterator[Frame]:
         """Takes note of `count` bytes put into next_buffer(); gives the frames that are complete now.
@@ -137,9 +160,10 @@ class FrameReader:
                 yield from self._split()
             else:
                 self._large_filled += count
-                if self._large_filled == self._large_size:
+                if self._large_filled == self.large_bytes:
                     large, self._large = self._large, None
-                    self._credit_bytes = max(self._credit_bytes, min(self._large_size, self._initial_bytes))
+                    self._credit_bytes = max(self._credit_bytes, min(self.large_bytes, self._initial_bytes))
+                    self.large_bytes = 0
                     yield _decode(memoryview(large))
         except ProtocolError:
             self.close()
@@ -149,6 +173,7 @@ class FrameReader:
         """Throws away what was received, and what still comes."""
         self._broken = True
         self._filled = 0
+        self.large_bytes = 0
         self._large = None
 
     def _split(self) -> Iterator[Frame]:
@@ -159,8 +184,7 @@ class FrameReader:
             size = self._checked_size(at)
             if size > filled - at:
                 if size > len(self._buffer):
-                    self._start_large(view[at:filled], size)
-                    at = filled
+                    self.large_bytes = size
                 break
             yield _decode(memoryview(bytearray(view[at : at + size])))
             at += size
@@ -182,12 +206,6 @@ class FrameReader:
         if header > self.header_bytes_max:
             raise ProtocolError(f"a header of {header:,} bytes is over the limit of {self.header_bytes_max:,}")
         return size
-
-    def _start_large(self, start: memoryview, size: int) -> None:
-        self._large = bytearray(max(min(size, self._credit_bytes), len(start)))
-        self._large[: len(start)] = start
-        self._large_filled = len(start)
-        self._large_size = size
 
 
 def _decode(frame: memoryview) -> Frame:

@@ -327,3 +327,17 @@ def test_junk_is_refused_or_waits_for_more(junk: bytes, greeted: bool, piece: in
         _events, error = until_error(end, junk, piece)
         assert error is None or isinstance(error, MetamqError)
         assert (end.state is State.CLOSED) == (error is not None)
+
+
+def test_a_client_makes_room_for_a_whole_answer_at_once_and_a_broker_does_not() -> None:
+    """What a broker that was greeted announces is received where it stays."""
+    client, server = opened()
+    for opaque in (1, 2):
+        client.request(Command.GET, None)
+        answer = joined(encode_frame(1, Command.GET, 0, opaque, [], [bytes(4 << 20)]))
+        assert feed(client, answer[:1000]) == []
+        assert len(client.next_buffer()) == len(answer) - 1000
+        assert len(feed(client, answer[1000:])) == 1
+    put = joined(encode_frame(1, Command.PUT, 0, 1, [], [bytes(4 << 20)]))
+    assert feed(server, put[:1000]) == []
+    assert len(server.next_buffer()) < 100_000
