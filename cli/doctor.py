@@ -26,6 +26,7 @@ from metamq.client.admin_topics import describe_topic
 from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import ConsumerOptions
 from metamq.client.producer_core import ProducerOptions
+from metamq.client.rebalance_decisions import why_idle
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire.commands import Command as WireCommand
@@ -274,21 +275,25 @@ async def _look_at_topics(cluster: Cluster, tell: Callable[[Finding], None]) -> 
 
 
 async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> None:
-    """That members, plans and owners can be read, and that no owner is without a member."""
+    """That members, plans and owners can be read, no owner is without a member, and no member without a partition."""
 
     async def look(name: str) -> Finding:
         present = {}
         if await session.exists(session.paths.members(name)) is not None:
             present = await read_members(session, name)
-        await read_plan(session, name)
+        stored = await read_plan(session, name)
         owners = await owned_partitions(session, name)
         left = sorted({owner for owner in owners.values() if owner not in present})
         if left:
             hint = "They end with their owners' sessions; `metamq group evict` removes them at once."
             return Finding(f"group {name}", "warning", f"partitions owned by no member: {', '.join(left)}", hint)
-        return Finding(
-            f"group {name}", "ok", f"{count(len(present), 'member')}, {count(len(owners), 'partition')} owned"
-        )
+        size = f"{count(len(present), 'member')}, {count(len(owners), 'partition')} owned"
+        idle = {member: why_idle(member, stored.plan) for member in present if stored is not None}
+        reasons = [f"{member} has none: {reason}" for member, reason in idle.items() if reason]
+        if reasons:
+            hint = "Add partitions, or start no more members than there are; one that is left over only stands by."
+            return Finding(f"group {name}", "warning", f"{size}; {'; '.join(reasons)}", hint)
+        return Finding(f"group {name}", "ok", size)
 
     for name in await children(session, session.paths.groups()):
         await _checked(f"group {name}", look(name), tell)

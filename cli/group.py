@@ -52,7 +52,8 @@ def describe(names: tuple[str, ...], output: str) -> None:
     """Show committed offsets, lag and owners of a group's partitions, and its members.
 
     PROGRESS is how long ago a member last said that it got on; members say so every 10 s, so a minute or more means
-    that it is stuck. "-": nothing is committed, or nobody owns the partition.
+    that it is stuck. IDLE is why a member has no partition. "-": nothing is committed, nobody owns the partition, or
+    the member is not idle.
 
     \b
     metamq group describe etl
@@ -99,7 +100,7 @@ def _print_description(one: GroupDescription) -> None:
     if one.members:
         click.echo()
         print_table(
-            ["MEMBER", "HOST", "PID", "PARTITIONS", "TOPICS", "PROGRESS", "VERSION"],
+            ["MEMBER", "HOST", "PID", "PARTITIONS", "TOPICS", "PROGRESS", "VERSION", "IDLE"],
             [
                 [
                     member.consumer_id,
@@ -109,6 +110,7 @@ def _print_description(one: GroupDescription) -> None:
                     ",".join(member.topics),
                     show_age(member.progress_age_ms),
                     member.version,
+                    member.idle_reason,
                 ]
                 for member in one.members
             ],

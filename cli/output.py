@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from metamq.client.words import count as count
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 NOTHING = "-"
@@ -59,11 +61,6 @@ def _cell(value: object) -> str:
 
 def _is_number(value: object) -> bool:
     return value is None or isinstance(value, int)
-
-
-def count(number: int, noun: str) -> str:
-    """ "1 message", "2,000 messages"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def styled(text: str, stream: Any, **style: Any) -> str:

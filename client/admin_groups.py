@@ -25,6 +25,7 @@ from metamq.client.admin_model import (
 )
 from metamq.client.cluster import Cluster
 from metamq.client.producer_face import timestamp_us
+from metamq.client.rebalance_decisions import why_idle
 from metamq.client.strategies import explain
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
@@ -118,7 +119,7 @@ async def describe_group(cluster: Cluster, group: str) -> GroupDescription:
         group,
         _strategy(present, stored.plan if stored else None),
         stored.plan.generation if stored else None,
-        tuple(_member(member, owners) for member in present.values()),
+        tuple(_member(member, owners, stored.plan if stored else None) for member in present.values()),
         tuple(partitions),
     )
 
@@ -178,7 +179,7 @@ def _partition(
     )
 
 
-def _member(member: Member, owners: Mapping[TopicPartition, str]) -> MemberDescription:
+def _member(member: Member, owners: Mapping[TopicPartition, str], plan: Plan | None) -> MemberDescription:
     mine = sorted((tp for tp, owner in owners.items() if owner == member.consumer_id), key=partition_order)
     return MemberDescription(
         consumer_id=member.consumer_id,
@@ -190,6 +191,7 @@ def _member(member: Member, owners: Mapping[TopicPartition, str]) -> MemberDescr
         partitions=tuple(mine),
         since_ms=member.since_ms,
         progress_age_ms=max(time.time_ns() // 1_000_000 - member.progress_ms, 0),
+        idle_reason=why_idle(member.consumer_id, plan) if plan is not None and not mine else "",
     )
 
 

@@ -90,7 +90,8 @@ class MemberDescription:
     """A member of a group. `partitions` are those it owns at this moment, none for one that is left over.
 
     `progress_age_ms`: how long ago it last finished a message or found none, as it told; members tell every 10 s, so
-    only an age well beyond that says that it is stuck.
+    only an age well beyond that says that it is stuck. `idle_reason`: why the plan gives it no partition, empty if it
+    gives it some.
     """
 
     consumer_id: str
@@ -102,6 +103,7 @@ class MemberDescription:
     partitions: tuple[TopicPartition, ...]
     since_ms: int
     progress_age_ms: int
+    idle_reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from metamq.errors import (
     MetamqError,
     OffsetOutOfRange,
     OwnershipLost,
+    TopicNotFound,
     closed_client,
 )
 from metamq.wire.batch import walk
@@ -156,9 +157,7 @@ class ConsumerCore:
             except MetamqError as error:
                 if isinstance(error, OwnershipLost):
                     return
-                if not error.retriable and str(error) != self._errors.get(state.tp):
-                    log.warning("%s cannot be consumed at present: %s", state.tp, error)
-                self._errors[state.tp] = str(error)
+                self._note_error(state.tp, error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, 5.0)
                 continue
@@ -195,7 +194,7 @@ class ConsumerCore:
         is_well = not states or await self._tell(self._on_revoked, states)
         finals = {state.tp: self._final(state) if is_well else None for state in states}
         for state in states:
-            self.inbox.remove(state)
+            self._remove(state)
         return finals
 
     def _final(self, state: PartitionState) -> tuple[int, int] | None:
@@ -220,7 +219,11 @@ class ConsumerCore:
             state = self.inbox.states.get(tp)
             if state is not None:
                 self._stop_fetching(state)
-                self.inbox.remove(state)
+                self._remove(state)
+
+    def _remove(self, state: PartitionState) -> None:
+        self.inbox.remove(state)
+        self._errors.pop(state.tp, None)
 
     def failed(self, error: MetamqError) -> None:
         """The assignment has ended for good: the application gets the error."""
@@ -323,11 +326,16 @@ class ConsumerCore:
         if isinstance(error, OffsetOutOfRange):
             self._out_of_range(request, error)
             return
-        text = str(error)
-        if self._errors.get(request.tp) != text:
-            log.log(logging.INFO if error.retriable else logging.WARNING, "%s: %s", request.tp, text)
-        self._errors[request.tp] = text
+        self._note_error(request.tp, error)
         self._queue.put(request, self.loop.time() + request.grow_delay())
+
+    def _note_error(self, tp: TopicPartition, error: MetamqError) -> None:
+        """For health(), and for the log: what is wrong with many partitions at once is said there once."""
+        text = str(error)
+        if text not in self._errors.values():
+            passes = error.retriable or type(error) is TopicNotFound  # or the assignment says that it was deleted
+            log.log(logging.INFO if passes else logging.WARNING, "%s: %s", tp, text)
+        self._errors[tp] = text
 
     def _out_of_range(self, request: FetchRequest, error: OffsetOutOfRange) -> None:
         state = self.inbox.states[request.tp]

@@ -31,7 +31,7 @@ from metamq.client.assignment import AssignedPartition, AssignmentHandler, Rebal
 from metamq.client.group_plan import CannotStay, GroupPlan
 from metamq.client.holdings import Holdings
 from metamq.client.offsets import Claim, CommitRequest, Committed, OffsetStorage
-from metamq.client.rebalance_decisions import Phase, mine_in, why_idle
+from metamq.client.rebalance_decisions import Phase, deleted_topics, why_idle
 from metamq.client.strategies import check_strategy
 from metamq.errors import ClosedError, ConfigError, MetamqError
 from metamq.zk import members
@@ -262,7 +262,9 @@ class ZKLoadRebalanceListener:
             self._holdings.lose_all()
             await self._join()
             self._joined_in = generation
-        self._plan = await self._group_plan.agree(generation)
+        before, self._plan = self._plan, await self._group_plan.agree(generation)
+        for topic in deleted_topics(before, self._plan, self._topics):
+            log.warning("group %s: topic %r was deleted: %s consumes it no more", self._group, topic, self._id)
         await self._holdings.follow(self._plan)
         self._tell_if_idle(self._plan)
 
@@ -291,9 +293,11 @@ class ZKLoadRebalanceListener:
         self._handler.failed(error)
 
     def _tell_if_idle(self, plan: Plan) -> None:
-        reason = "" if self._holdings or mine_in(self._id, plan) else why_idle(self._id, plan)
-        if reason and not self._idle_reason:
-            log.info("group %s: %s has no partition: %s", self._group, self._id, reason)
+        """Once when it begins: the numbers may change often while members come and go, and health() has them."""
+        reason = "" if self._holdings else why_idle(self._id, plan)
+        if reason and not self._idle_reason and plan.inputs.topics.keys() & set(self._topics):  # else they were deleted
+            hint = "Add partitions, or start no more members than there are partitions"
+            log.warning("group %s: %s has no partition: %s. %s", self._group, self._id, reason, hint)
         self._idle_reason = reason
 
     # Joining

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from metamq.client import strategies
+from metamq.client.words import count
 from metamq.zk.members import Member
 from metamq.zk.partitions import TopicPartition, partition_order
 from metamq.zk.plans import Plan, PlanInputs, TopicInput
@@ -165,11 +166,20 @@ def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
     return Plan(previous.generation + 1 if previous else 1, strategy, inputs, assignment)
 
 
+def deleted_topics(before: Plan | None, plan: Plan, topics: Collection[str]) -> list[str]:
+    """Those of `topics` that were there in the plan before, and are not any more."""
+    return [] if before is None else [t for t in topics if t in before.inputs.topics and t not in plan.inputs.topics]
+
+
 def why_idle(consumer_id: str, plan: Plan) -> str:
-    """Why the plan gives a member nothing."""
-    topics = plan.inputs.members.get(consumer_id, ())
-    partitions = sum(len(plan.inputs.topics[topic].partition_names) for topic in topics if topic in plan.inputs.topics)
+    """Why the plan gives a member nothing; nothing when it gives it something, or does not know it."""
+    topics = plan.inputs.members.get(consumer_id)
+    if topics is None or consumer_id in plan.assignment.values():
+        return ""
+    present = [plan.inputs.topics[topic] for topic in topics if topic in plan.inputs.topics]
+    partitions = sum(sum(topic.partitions.values()) for topic in present)
     if not partitions:
         return f"none of its topics exists: {', '.join(topics)}"
     rivals = sum(not set(topics).isdisjoint(subscribed) for subscribed in plan.inputs.members.values())
-    return f"{rivals} members share {partitions} partitions by strategy {plan.strategy}"
+    share = f"{count(rivals, 'member')} share {count(partitions, 'partition')}"
+    return f"{share} of {count(len(present), 'topic')}, by strategy {plan.strategy}"

@@ -35,16 +35,20 @@ class OffsetFinder:
     def __init__(self, cluster: Cluster, start: Start) -> None:
         self._cluster = cluster
         self._start = start
+        self._made_anew: set[tuple[str, str]] = set()
+        """(topic, topic id): said once, not for each partition."""
 
     async def first_offset(self, assigned: AssignedPartition) -> FirstOffset:
         """Where to begin with a partition. Raises the broker's error, or ConnectError."""
         committed = assigned.committed
         if committed is not None and committed.topic_id == assigned.claim.topic_id:
             return FirstOffset(committed.offset, committed.epoch, is_committed=True)
-        if committed is not None:
+        topic = assigned.tp.topic, assigned.claim.topic_id
+        if committed is not None and topic not in self._made_anew:
+            self._made_anew.add(topic)
             log.warning(
-                "%s was deleted and made anew since offset %d was committed: beginning at %s",
-                assigned.tp, committed.offset, self._start,
+                "topic %r was deleted and made anew since offsets in it were committed: beginning at %s",
+                assigned.tp.topic, self._start,
             )  # fmt: skip
         found = await self._find(assigned.tp, assigned.claim.topic_id, self._start)
         return FirstOffset(found.offset, found.epoch, is_committed=False)

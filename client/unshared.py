@@ -66,6 +66,8 @@ class UnsharedAssignment:
             try:
                 config = await self._cluster.topic(topic)  # no request unless a watch has fired
             except TopicNotFound:
+                if any(tp.topic == topic for tp in self._claims):
+                    log.warning("topic %r was deleted: %s consumes it no more", topic, self._consumer_id)
                 continue
             wanted |= dict.fromkeys(config.topic_partitions, config.id)
         gone = [tp for tp, claim in self._claims.items() if wanted.get(tp) != claim.topic_id]

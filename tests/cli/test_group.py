@@ -38,13 +38,32 @@ def test_members_are_shown_and_protect_their_group(metamq: Metamq, running: Clus
     with running.consumer(group=topic, topics=[topic], consumer_id="reader"):
         until(lambda: metamq("group", "describe", topic, "-o", "json").json[0]["partitions"][0]["owner"] == "reader")
         lines = metamq("group", "describe", topic).text.splitlines()
-        assert lines[-2].split() == ["MEMBER", "HOST", "PID", "PARTITIONS", "TOPICS", "PROGRESS", "VERSION"]
+        assert lines[-2].split() == ["MEMBER", "HOST", "PID", "PARTITIONS", "TOPICS", "PROGRESS", "VERSION", "IDLE"]
         assert lines[-1].split()[2:5] == [str(os.getpid()), "1", topic]
+        assert lines[-1].split()[-1] == "-"
         for command in (["reset", topic, topic, "--to", "latest"], ["delete", topic]):
             ended = metamq("group", *command, "--yes")
             assert ended.status == 1
             assert "has members" in ended.talk
             assert "reader (process" in ended.talk
+
+
+def test_a_member_without_partitions_is_pointed_out(metamq: Metamq, running: Cluster, topic: str, until: Until) -> None:
+    reason = "2 members share 1 partition of 1 topic, by strategy range"
+    one = running.consumer(group=topic, topics=[topic], consumer_id="one")
+    with one, running.consumer(group=topic, topics=[topic], consumer_id="two") as two:
+        until(lambda: two.health().group.idle_reason == reason)
+        until(lambda: one.assignment)
+        assert metamq("group", "describe", topic).text.splitlines()[-1].endswith(reason)
+        members = metamq("group", "describe", topic, "-o", "json").json[0]["members"]
+        assert [member["idle_reason"] for member in members] == ["", reason]
+        findings = metamq("doctor", "-o", "json").json
+        (found,) = [finding for finding in findings if finding["what"] == f"group {topic}"]
+        assert (found["status"], found["detail"]) == (
+            "warning",
+            f"2 members, 1 partition owned; two has none: {reason}",
+        )
+        assert found["hint"].startswith("Add partitions")
 
 
 def test_reset_prints_the_plan_and_wants_yes(metamq: Metamq, topic: str) -> None:

@@ -179,8 +179,11 @@ def test_a_member_without_partitions_is_there_too(running: Cluster, admin: Admin
         running.consumer(group=topic, topics=[topic], consumer_id="b"),
     ):
         until(lambda: len(admin.describe_group(topic).members) == 2)
-        owned = {member.consumer_id: len(member.partitions) for member in admin.describe_group(topic).members}
-        assert owned == {"a": 1, "b": 0}
+        until(lambda: admin.describe_group(topic).partitions[0].owner == "a")
+        one, two = admin.describe_group(topic).members
+        assert (one.consumer_id, one.idle_reason, len(one.partitions)) == ("a", "", 1)
+        assert (two.consumer_id, two.partitions) == ("b", ())
+        assert two.idle_reason == "2 members share 1 partition of 1 topic, by strategy range"
 
 
 def test_offsets_are_reset_to_every_kind_of_place(running: Cluster, admin: Admin, topic: str) -> None:

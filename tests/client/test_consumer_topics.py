@@ -178,7 +178,7 @@ def test_offsets_of_a_deleted_topic_are_not_used_for_its_successor(
     with shop.consumer(topic, group) as consumer:
         assert int(next(iter(consumer)).value) == 100
         assert consumer.health().partitions[tp(topic)].committed_offset is None
-    assert "was deleted and made anew since offset 10 was committed" in caplog.text
+    assert f"topic '{topic}' was deleted and made anew since offsets in it were committed" in caplog.text
     assert shop.committed(group)[tp(topic)] == 1
 
 
@@ -195,14 +195,37 @@ def test_a_commit_for_the_topic_of_before_is_refused_or_of_no_effect(shop: Shop,
     assert shop.committed(group)[tp(topic)] == 1
 
 
-def test_a_topic_that_is_deleted_leaves_the_others_alone(shop: Shop, group: str) -> None:
-    gone, stays = shop.topic(2), shop.topic(2)
-    with shop.cluster.consumer(topics=[gone, stays], group=group) as consumer:
-        shop.until(lambda: len(consumer.assignment) == 4)
-        shop.admin.delete(gone)
-        shop.until(lambda: consumer.assignment == [tp(stays, 0), tp(stays, 1)])
+@pytest.mark.parametrize("in_a_group", [True, False])
+def test_a_topic_that_is_deleted_is_told_of_once_and_leaves_the_others_alone(
+    shop: Shop, group: str, in_a_group: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone, stays = shop.topic(4), shop.topic(2)
+    with shop.cluster.consumer(topics=[gone, stays], group=group if in_a_group else None) as consumer:
+        for time in range(2):
+            shop.until(lambda: len(consumer.assignment) == 6)
+            shop.until(lambda: all(each.next_offset == 0 for each in consumer.health().partitions.values()))
+            shop.admin.delete(gone)
+            shop.until(lambda: consumer.assignment == [tp(stays, 0), tp(stays, 1)])
+            warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert len(warned) == time + 1, warned
+            assert f"topic '{gone}' was deleted" in warned[-1]
+            shop.admin.create_topic(gone, 4)
         shop.send(stays, [b"still here"])
         assert next(iter(consumer)).value == b"still here"
+
+
+def test_a_topic_made_anew_is_told_of_once(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:
+    topic = shop.topic(4)
+    for index in range(4):
+        shop.send(topic, [b"old"], f"0-{index}")
+    with shop.consumer(topic, group) as consumer:
+        assert len(list(islice(consumer, 4))) == 4
+    shop.admin.delete(topic)
+    shop.admin.create_topic(topic, 4)
+    with shop.consumer(topic, group) as consumer:
+        shop.until(lambda: len(consumer.assignment) == 4)
+        shop.until(lambda: all(each.next_offset == 0 for each in consumer.health().partitions.values()))
+    assert caplog.text.count("was deleted and made anew") == 1
 
 
 def test_messages_older_than_the_retention_are_not_waited_for(shop: Shop, group: str) -> None:

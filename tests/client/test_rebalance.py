@@ -546,10 +546,22 @@ def test_more_members_than_partitions(servers: str, caplog: pytest.LogCaptureFix
             one, two = await group.join("one"), await group.join("two")
             await group.settled(1, one, two)
             await group.until(lambda: two.listener.health().idle_reason)
-            assert two.listener.health().idle_reason == "2 members share 1 partitions by strategy range"
+            reason = "2 members share 1 partition of 1 topic, by strategy range"
+            assert two.listener.health().idle_reason == reason
             assert one.listener.health().idle_reason == ""
-            lines = [record.message for record in caplog.records if "has no partition" in record.message]
-            assert lines == ["group etl: two has no partition: 2 members share 1 partitions by strategy range"]
+            three = await group.join("three")
+            await group.settled(1, one, two, three)
+            for idle in (two, three):
+                await group.until(lambda idle=idle: "3 members" in idle.listener.health().idle_reason)
+            warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+            assert [line.partition(". ")[0] for line in warned] == [
+                f"group etl: two has no partition: {reason}",
+                f"group etl: three has no partition: {reason.replace('2', '3')}",
+            ]
+            await one.listener.stop()
+            await three.listener.stop()
+            await group.settled(1, two)
+            await group.until(lambda: two.listener.health().idle_reason == "")
 
     asyncio.run(scenario())
 

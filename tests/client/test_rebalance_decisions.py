@@ -15,6 +15,7 @@ from metamq.client.rebalance_decisions import (
     Held,
     Phase,
     decide,
+    deleted_topics,
     group_strategy,
     next_plan,
     plan_inputs,
@@ -133,8 +134,21 @@ def test_the_next_plan_follows_the_one_before() -> None:
 def test_a_member_without_partitions_is_told_why() -> None:
     inputs = PlanInputs({"a": ("t",), "b": ("t",), "c": ("u",)}, {"t": TopicInput(ID, {0: 1})})
     plan = next_plan(None, "range", inputs)
-    assert why_idle("b", plan) == "2 members share 1 partitions by strategy range"
+    assert why_idle("a", plan) == ""
+    assert why_idle("b", plan) == "2 members share 1 partition of 1 topic, by strategy range"
     assert why_idle("c", plan) == "none of its topics exists: u"
+    assert why_idle("nobody", plan) == ""
+    topics = {"t": TopicInput(ID, {0: 1}), "u": TopicInput(ID, {0: 1, 3: 1})}
+    plan = next_plan(None, "round_robin", PlanInputs(dict.fromkeys("abcd", ("t", "u")), topics))
+    assert why_idle("d", plan) == "4 members share 3 partitions of 2 topics, by strategy round_robin"
+
+
+def test_topics_that_were_deleted_since_the_plan_before() -> None:
+    topics = {"t": TopicInput(ID, {0: 1}), "u": TopicInput(ID, {0: 1})}
+    before = next_plan(None, "range", PlanInputs({"a": ("t", "u")}, topics))
+    after = next_plan(before, "range", PlanInputs({"a": ("t", "u")}, {"t": TopicInput(NEW_ID, {0: 1})}))
+    assert deleted_topics(before, after, ("t", "u", "v")) == ["u"]
+    assert deleted_topics(None, after, ("t", "u", "v")) == deleted_topics(after, before, ("t", "u")) == []
 
 
 @given(
