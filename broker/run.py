@@ -14,7 +14,7 @@ from metamq.zk.paths import DEFAULT_ROOT
 def run_broker(
     config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
 ) -> int:
-    """Blocks until SIGTERM or SIGINT; returns the exit status. Raises what a start can fail with."""
+    """Blocks until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises what a start can fail with."""
     work = serve(config, zookeeper, root=root, ready=ready)
     if sys.platform == "win32":
         return asyncio.run(work)

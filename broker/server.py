@@ -1,7 +1,7 @@
 """The broker process: start in the right order, follow ZooKeeper, stop without losing anything.
 
-start   lock the data folder → bind the port → read the topics → recover their logs → become master under a new
-        epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
+start   lock the data folder → bind the port → wait for ZooKeeper → read the topics → recover their logs → become
+        master under a new epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
 run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
         ZooKeeper the broker goes on serving, since nobody else holds its data.
 stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
@@ -72,14 +72,18 @@ class Broker:
         loop = asyncio.get_running_loop()
         self._folder = DataFolder.open(Path(config.data), config.id)
         try:
-            listener = self._bind()
-            self.port = listener.getsockname()[1]
+            self._listener = self._bind()
+            self.port = self._listener.getsockname()[1]
             limit = _raised_open_files_limit()
             open_files = config.open_files_max or max(OPEN_FILES_LEAST, limit // 2)
             connections_max = max(1, min(config.connections_max, limit - open_files - OPEN_FILES_LEAST))
             self._files = FileCache(open_files)
             self._session = await Session.open(
-                self._zookeeper, timeout_ms=config.session_timeout_ms, root=self._root, on_state=self._session_state
+                self._zookeeper,
+                timeout_ms=config.session_timeout_ms,
+                connect_timeout_s=None,  # it may be started after us
+                root=self._root,
+                on_state=self._session_state,
             )
             self._flusher = Flusher(self.fail)
             self._topics = Topics(config.id, self._folder, self._files)
@@ -99,7 +103,7 @@ class Broker:
             self._housekeeping = Housekeeping(self._topics, self._folder, self._processors, config, self.fail)
             self._server = await loop.create_server(
                 lambda: BrokerProtocol(self._processors, self._connections, loop, connections_max=connections_max),
-                sock=listener,
+                sock=self._listener,
                 backlog=ACCEPT_BACKLOG,
             )
             self._status = StatusServer(self) if config.http_port >= 0 else None
@@ -301,8 +305,12 @@ class Broker:
 
     async def _abandon(self) -> None:
         """Undoes a start that failed half way."""
+        if hasattr(self, "_status") and self._status is not None:
+            self._status.close()
         if hasattr(self, "_server"):
             self._server.close()
+        elif hasattr(self, "_listener"):
+            self._listener.close()
         if hasattr(self, "_session"):
             await self._session.close()
         if hasattr(self, "_topics"):
@@ -347,13 +355,32 @@ def _raised_open_files_limit() -> int:
 async def serve(
     config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None]
 ) -> int:
-    """Runs a broker until SIGTERM or SIGINT; `ready` is called once it serves. Returns the exit status."""
+    """Runs a broker until SIGTERM, SIGINT or SIGHUP; `ready` is called once it serves. Returns the exit status."""
     broker = Broker(config, zookeeper, root=root)
-    await broker.start()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, broker.end)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+            loop.add_signal_handler(number, broker.end)
+    if not await _started(broker):
+        log.info("broker %d was stopped before it was up", config.id)
+        return 0
     ready(broker)
     await broker.wait()
     await broker.stop()
     return 1 if broker.failure else 0
+
+
+async def _started(broker: Broker) -> bool:
+    """Brings the broker up; False when it was asked to end before that, and has undone what it did."""
+    start, end = asyncio.ensure_future(broker.start()), asyncio.ensure_future(broker.wait())
+    try:
+        await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            await asyncio.wait({start})
+        if start.cancelled():
+            return False
+        start.result()
+        return True
+    finally:
+        end.cancel()

@@ -8,7 +8,7 @@ What is changed, and why:
 - To connect and to shake hands are given a fraction of the session time-out each, and connecting can be interrupted.
   kazoo gives either the whole time-out: one host in the dark, or a server that lost the request while it was starting
   (ZooKeeper does that), and the session is over before anything else is tried.
-- The negotiated time-out is kept; kazoo only logs it.
+- The negotiated time-out is kept; kazoo only logs it. So is the reason why an attempt to connect failed.
 - `drop` cuts the connection. kazoo finds out that a server hangs by an idle time without an answer to its ping, and
   every request postpones that ping; a client that asks often enough waits for ever.
 - A request is handed over under a lock, and only while the connection of the session that was asked for is up.
@@ -30,11 +30,14 @@ from collections.abc import Callable
 from typing import Any
 
 from kazoo.client import KazooClient
+from kazoo.exceptions import SessionExpiredError
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionHandler
 from kazoo.protocol.serialization import Connect
 from kazoo.protocol.states import KazooState, KeeperState
 from kazoo.retry import KazooRetry
+
+from metamq.zk.attempts import Attempts
 
 log = logging.getLogger("metamq.zk")
 
@@ -89,9 +92,24 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
 
     negotiated_timeout_ms = 0
 
-    def __init__(self, client: KazooClient, patience_s: float) -> None:
+    def __init__(self, client: KazooClient, patience_s: float, attempts: Attempts) -> None:
         super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
         self._first_patience_s = self._patience_s = patience_s
+        self._attempts = attempts
+
+    def _expand_client_hosts(self) -> Any:
+        addresses = super()._expand_client_hosts()
+        self._attempts.begin(addresses)
+        return addresses
+
+    def _connect(self, host: str, hostip: str, port: int) -> Any:
+        try:
+            return super()._connect(host, hostip, port)
+        except SessionExpiredError:
+            raise
+        except Exception as error:
+            self._attempts.failed(host, hostip, port, error)
+            raise
 
     def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
         if not isinstance(request, Connect):
@@ -161,7 +179,8 @@ class Link:
             ),
             logger=kazoo_log,
         )
-        self._connection = _Connection(client, patience_s)
+        self.attempts = Attempts(client.hosts)  # as kazoo spells them
+        self._connection = _Connection(client, patience_s, self.attempts)
         client._connection = self._connection
         client.add_listener(self._state_changed)
         self._client = client

@@ -83,7 +83,11 @@ MAX_DATA_BYTES = 1_000_000
 _MAX_IN_FLIGHT = 100
 _CLOSE_GRACE_S = 0.4
 _CLOSE_LIMIT_S = 0.5
-_NO_SERVER_HINT = "Start one with `metamq up`, or set METAMQ_ZOOKEEPER to yours."
+NO_SERVER_HINT = "Start one with `metamq up`, or set METAMQ_ZOOKEEPER to yours."
+TELL_AFTER_S = 1.0
+TELL_AGAIN_S = 10.0
+_LOOK_S = 0.05
+"""How often the reasons are looked at while there is no connection."""
 
 
 class State(enum.Enum):
@@ -133,7 +137,8 @@ class Session:
         servers: str,
         *,
         timeout_ms: int = 10_000,
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float | None = 10.0,
+        patient: bool = True,
         root: str = DEFAULT_ROOT,
         on_state: Callable[[State], None] | None = None,
     ) -> Session:
@@ -141,25 +146,44 @@ class Session:
 
         `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is called with
         each later state, see the method of that name.
-        Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`.
+        Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`
+        (None: tries for ever), or, unless it is to be `patient`, once every server has refused.
         """
         if timeout_ms <= 0:
             raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
         session = cls(servers, timeout_ms=timeout_ms, root=root)
         session._link.start()
         try:
-            async with asyncio.timeout(connect_timeout_s):
-                await session._first_connection()
-        except TimeoutError:
-            await session.close()
-            reason = f"no ZooKeeper answered within {connect_timeout_s:g} s"
-            raise ConnectError(servers, reason, hint=_NO_SERVER_HINT) from None
+            await session._come_up(connect_timeout_s, patient)
         except BaseException:
             await session.close()
             raise
         if on_state is not None:
             session.on_state(on_state)
         return session
+
+    async def _come_up(self, timeout_s: float | None, patient: bool) -> None:
+        """Waits for the first connection, and says for what it waits."""
+        began_s = self._loop.time()
+        tell_s = began_s + TELL_AFTER_S
+        attempts = self._link.attempts
+        coming = asyncio.ensure_future(self._first_connection())
+        try:
+            while not (await asyncio.wait({coming}, timeout=_LOOK_S))[0]:
+                now_s = self._loop.time()
+                if timeout_s is not None and now_s > began_s + timeout_s:
+                    raise self._unreachable(f"{attempts.reason()}, tried for {timeout_s:g} s")
+                if not patient and attempts.all_refused():
+                    raise self._unreachable(attempts.reason())
+                if now_s > tell_s:
+                    tell_s = now_s + TELL_AGAIN_S
+                    log.warning("waiting for ZooKeeper at %s: %s", self.servers, attempts.reason())
+            await coming
+        finally:
+            coming.cancel()
+
+    def _unreachable(self, reason: str) -> ConnectError:
+        return ConnectError(f"ZooKeeper at {self.servers}", reason, hint=NO_SERVER_HINT)
 
     async def _first_connection(self) -> None:
         while True:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -416,21 +418,6 @@ def test_metrics_and_pages(parts: Cluster) -> None:
     assert http_get(port, "/other") == (404, "/metrics, /healthz and /readyz are here\n")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_zookeeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A broker that looks for a ZooKeeper that is not there; it does so while the other tests run."""
-    address = f"127.0.0.1:{free_port()}"
-    settings = {
-        "METAMQ_ZOOKEEPER": address,
-        "METAMQ_BROKER_PORT": "0",
-        "METAMQ_BROKER_HTTP_PORT": "-1",
-        "METAMQ_BROKER_DATA": str(tmp_path_factory.mktemp("without") / "data"),
-    }
-    with run_broker(settings) as process:
-        yield process, address
-        process.kill()
-
-
 @pytest.mark.parametrize("alarm", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_loop_that_hangs_shows(parts: Cluster, tmp_path: Path, alarm: bool) -> None:
     hanging = threading.Event()
@@ -453,11 +440,38 @@ def test_a_loop_that_hangs_shows(parts: Cluster, tmp_path: Path, alarm: bool) ->
         assert http_get(port, "/healthz")[0] == 200
 
 
-def test_no_zookeeper(without_zookeeper: tuple[subprocess.Popen[str], str]) -> None:
-    process, address = without_zookeeper
-    out, text = process.communicate(timeout=30)
-    assert (process.returncode, out) == (3, "")
-    assert f"no connection to {address}: no ZooKeeper answered within 10 s. Start one with `metamq up`" in text
+@contextmanager
+def waiting_for_zookeeper(data: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A broker, and the address where it looks for a ZooKeeper in vain."""
+    address = f"127.0.0.1:{free_port()}"
+    settings = {"ZOOKEEPER": address, "BROKER_PORT": "0", "BROKER_HTTP_PORT": "-1", "BROKER_DATA": str(data)}
+    with run_broker({f"METAMQ_{name}": value for name, value in settings.items()}) as process:
+        try:
+            wait_until((data / "lock").exists)
+            yield process, address
+        finally:
+            process.kill()
+
+
+def test_a_broker_waits_for_its_zookeeper_and_says_so(tmp_path: Path) -> None:
+    with waiting_for_zookeeper(tmp_path / "data") as (process, address):
+        assert process.stderr is not None
+        assert process.stdout is not None
+        told = process.stderr.readline()
+        assert told.endswith(f"WARNING metamq.zk: waiting for ZooKeeper at {address}: connection refused\n")
+        with EmbeddedZooKeeper(port=int(address.rpartition(":")[2])):
+            assert process.stdout.readline().startswith("ready ")
+            process.terminate()
+            _, text = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in text) == (0, False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_broker_that_is_not_up_yet_stops_when_asked_to(tmp_path: Path, number: signal.Signals) -> None:
+    with waiting_for_zookeeper(tmp_path / "data") as (process, _address):
+        process.send_signal(number)
+        out, text = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "")
     assert "Traceback" not in text
 
 

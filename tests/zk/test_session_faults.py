@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from metamq.errors import ConfigError, ConnectError
-from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.errors import ConnectError
+from metamq.zk.embedded import EmbeddedZooKeeper
 from metamq.zk.session import ANY_VERSION, ConnectionLost, Create, Node, NodeExists, Session, SessionExpired, State
+from tests.zk.listeners import black_hole
 
 Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]
-
-
-@contextmanager
-def black_hole() -> Iterator[int]:
-    """A port at which a TCP connect gets no answer: the listener's queue is full."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        port = listener.getsockname()[1]
-        fillers = [socket.socket() for _ in range(4)]
-        try:
-            for filler in fillers:
-                filler.setblocking(False)
-                filler.connect_ex(("127.0.0.1", port))
-            yield port
-        finally:
-            for filler in fillers:
-                filler.close()
 
 
 def test_a_killed_server_suspends_and_a_restarted_one_resumes_the_session(
@@ -302,28 +283,6 @@ def test_close_is_quick_without_a_server(
     if fault == "freeze":
         victim.thaw()
     assert all(record.exc_info is None for record in caplog.records)
-
-
-def test_nobody_at_the_address(until: Until) -> None:
-    async def main() -> None:
-        threads = set(threading.enumerate())
-        address = f"127.0.0.1:{free_port()}"
-        with pytest.raises(
-            ConnectError, match=f"no connection to {address}: no ZooKeeper answered within 0.3 s"
-        ) as failure:
-            await Session.open(address, connect_timeout_s=0.3)
-        assert "metamq up" in failure.value.hint
-        assert "METAMQ_ZOOKEEPER" in failure.value.hint
-        await until(lambda: set(threading.enumerate()) == threads)
-        with pytest.raises(ConfigError):
-            await Session.open("zk:x")
-        with pytest.raises(ConfigError):
-            await Session.open(address, timeout_ms=0)
-        with pytest.raises(ConfigError):
-            await Session.open(address, root="meta")
-        assert set(threading.enumerate()) == threads
-
-    asyncio.run(main())
 
 
 def test_a_server_that_answers_nothing_is_given_up(victim: EmbeddedZooKeeper, until: Until) -> None:

@@ -1,0 +1,75 @@
+"""Why there is no connection yet: what became of the last attempt at each address of each server."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kazoo.exceptions import ConnectionDropped
+from kazoo.handlers.threading import KazooTimeoutError
+
+Server = tuple[str, int]
+
+NO_ANSWER = "no answer"
+NOT_RESOLVED = "name not resolved"
+_REFUSALS = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
+
+
+class _Failure(NamedTuple):
+    reason: str
+    is_refusal: bool
+    """Trying again soon is not going to help; silence may be a server that is busy."""
+
+
+class Attempts:
+    """Written by one thread, read by any: a dictionary keeps its keys once it can be seen."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = tuple(dict.fromkeys(servers))
+        self._failures: dict[Server, dict[str, _Failure | None]] = {server: {"": None} for server in self._servers}
+
+    def begin(self, addresses: Iterable[tuple[str, str, int]]) -> None:
+        """These (name, IP address, port) are about to be tried; a server that is not among them does not resolve."""
+        failures: dict[Server, dict[str, _Failure | None]] = {server: {} for server in self._servers}
+        for name, ip, port in addresses:
+            failures[name, port][ip] = self._failures[name, port].get(ip)
+        for found in failures.values():
+            if not found:
+                found[""] = _Failure(NOT_RESOLVED, is_refusal=True)
+        self._failures = failures
+
+    def failed(self, name: str, ip: str, port: int, error: Exception) -> None:
+        """One attempt has failed."""
+        self._failures[name, port][ip] = _failure(error)
+
+    def all_refused(self) -> bool:
+        """Whether every address of every server has refused actively."""
+        return all(
+            failure is not None and failure.is_refusal
+            for found in self._failures.values()
+            for failure in found.values()
+        )
+
+    def reason(self) -> str:
+        """One for all servers when it is the same: "connection refused"; else "zk1:2181 no answer, zk2:2181 ..."."""
+        reasons = {
+            f"{name}:{port}": " and ".join(dict.fromkeys(one.reason if one else NO_ANSWER for one in found.values()))
+            for (name, port), found in self._failures.items()
+        }
+        if len(set(reasons.values())) == 1:
+            return next(iter(reasons.values()))
+        return ", ".join(f"{server} {reason}" for server, reason in reasons.items())
+
+
+def _failure(error: Exception) -> _Failure:
+    # kazoo wraps what the socket raised.
+    cause = error.__context__ if isinstance(error, ConnectionDropped) and error.__context__ is not None else error
+    if isinstance(cause, TimeoutError | KazooTimeoutError):
+        return _Failure(NO_ANSWER, is_refusal=False)
+    if isinstance(cause, OSError) and cause.errno:
+        return _Failure(os.strerror(cause.errno).lower(), is_refusal=cause.errno in _REFUSALS)
+    if isinstance(cause, ConnectionDropped):
+        return _Failure("it closed the connection", is_refusal=False)
+    return _Failure(f"its answer makes no sense ({error!r})", is_refusal=False)
