@@ -13,6 +13,7 @@ from kazoo.handlers.threading import KazooTimeoutError
 Server = tuple[str, int]
 
 NO_ANSWER = "no answer"
+NO_ANSWER_YET = "no answer yet"
 NOT_RESOLVED = "name not resolved"
 _REFUSALS = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
 
@@ -54,10 +55,10 @@ class Attempts:
 
     def reason(self) -> str:
         """One for all servers when it is the same: "connection refused"; else "zk1:2181 no answer, zk2:2181 ..."."""
-        reasons = {
-            f"{name}:{port}": " and ".join(dict.fromkeys(one.reason if one else NO_ANSWER for one in found.values()))
-            for (name, port), found in self._failures.items()
-        }
+        reasons = {}
+        for (name, port), found in self._failures.items():
+            told = dict.fromkeys(one.reason if one else NO_ANSWER_YET for one in found.values())
+            reasons[f"{name}:{port}"] = " and ".join(told)
         if len(set(reasons.values())) == 1:
             return next(iter(reasons.values()))
         return ", ".join(f"{server} {reason}" for server, reason in reasons.items())
