@@ -263,12 +263,12 @@ class Accumulator:
                 number = buffer.number_of(key, partition, self._partitioner)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
-                delivery.moved(failed, 0)
+                delivery._move(failed, 0)
                 return failed
             batch = buffer.open.get(number) if number is not None else None
             if batch is None:
                 batch = self._open(buffer, number, begun_ns)
-            delivery.moved(batch, self._append(buffer, number, batch, value, key, headers, timestamp_us, size))
+            delivery._move(batch, self._append(buffer, number, batch, value, key, headers, timestamp_us, size))
             return None
 
         buffer.unplaced.append(place)

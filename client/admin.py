@@ -49,7 +49,7 @@ class Admin:
         servers, place = zookeeper_servers(zookeeper, config), zookeeper_root(root, config)
         self._background.run(self._core.open(servers, place))
         self._closed = False
-        self._background.add(self)
+        self._background.add(self._core)
 
     # Topics
 
@@ -175,10 +175,6 @@ class Admin:
             self._closed = True
             if not isinstance(self._core.closed_by, ForkedError):
                 self._background.run(self._core.close())
-
-    def forked(self) -> None:
-        """Called in the child after a fork."""
-        self._core.closed_by = ForkedError("admin")
 
     def __enter__(self) -> Self:
         if self._core.closed_by is not None:

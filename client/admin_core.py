@@ -20,7 +20,7 @@ from metamq.client.admin_model import (
     TopicSettings,
 )
 from metamq.client.cluster import Cluster
-from metamq.errors import ClosedError, MetamqError, closed_client
+from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig
@@ -50,6 +50,10 @@ class AdminCore:
             self.closed_by = closed_client("admin")
             await cluster.close()
             await cluster.session.close()
+
+    def forked(self) -> None:
+        """In a fork's child: nothing works any more."""
+        self.closed_by = ForkedError("admin")
 
     async def _cluster(self) -> Cluster:
         """The cluster, once its session is connected. Raises ClosedError, ConnectError."""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Forkable(Protocol):
-    """A client that lives on a background loop."""
+    """The core of a client that lives on a background loop."""
 
     def forked(self) -> None:
         """Called in the child after a fork; every later use is to raise ForkedError."""
@@ -40,12 +40,13 @@ class BackgroundLoop:
         self.loop.run_forever()
 
     def add(self, client: Forkable) -> None:
-        """Registers a client to be told of a fork."""
+        """Registers a client to be told of a fork, for as long as it is referenced."""
         self._clients.add(client)
 
-    def clients(self) -> list[Any]:
-        """The clients that are still referenced."""
-        return list(self._clients)
+    def forked(self) -> None:
+        """Tells them, in the child."""
+        for client in list(self._clients):
+            client.forked()
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Runs `callback(*args)` in the loop; returns at once."""
@@ -103,8 +104,7 @@ def _after_fork_in_child() -> None:
     _lock = threading.Lock()
     parent, _current = _current, None
     if parent is not None:
-        for client in parent.clients():
-            client.forked()
+        parent.forked()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -15,12 +14,14 @@ from metamq.client.background import background
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.listener import DeadLetters, Listener, ListenerPool
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
+from metamq.client.retrying import RetryPolicy
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
@@ -93,7 +94,6 @@ class Consumer(ConsumerFace[T]):
         )
         options = load(ConsumerOptions, "consumer", file=config, arguments=settings)
         self._filter = filter
-        self._idle_timeout_s = idle_timeout_s
         self._hand: Hand | None = None
         self._fields: Iterator[tuple[Any, ...]] | None = None
         self._closed = True
@@ -106,11 +106,12 @@ class Consumer(ConsumerFace[T]):
             on_assigned=_in_thread(on_assigned),
             on_revoked=_in_thread(on_revoked),
         )
+        self._hands = ThreadHands(self._core, self._background, idle_timeout_s)
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
         self._background.run(self._core.open(self._servers, self._root))
         self._closed = False
-        self._background.add(self)
+        self._background.add(self._core)
 
     def __iter__(self) -> Iterator[Message[T]]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
@@ -122,7 +123,7 @@ class Consumer(ConsumerFace[T]):
         while True:
             if self._fields is None:
                 self._finish()
-                hand = self.take_hand()
+                hand = self._hands.take()
                 if hand is None:
                     return
                 self._fields = self._iterate(hand)
@@ -138,7 +139,7 @@ class Consumer(ConsumerFace[T]):
         self._core.check_loop_may_begin()
         while True:
             self._finish()
-            hand = self.take_hand(whole=True)
+            hand = self._hands.take(whole=True)
             if hand is None:
                 return
             self._hand = hand
@@ -148,49 +149,14 @@ class Consumer(ConsumerFace[T]):
         try:
             return hand.iterate()
         except BaseException:
-            self.release_hand(hand, in_hand=False)
+            self._hands.release(hand, in_hand=False)
             raise
-
-    def take_hand(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
-        """Waits for a batch to handle; None at the end, or when `stop` is set. For run(); any thread."""
-        inbox = self._core.inbox
-        deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
-        with inbox.lock:
-            while not inbox.closed and not (stop is not None and stop.is_set()):
-                hand = inbox.take(whole=whole)
-                if hand is not None:
-                    return hand
-                left_s = None if deadline is None else deadline - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    return None
-                inbox.filled.wait(left_s)
-        return None
-
-    def release_hand(self, hand: Hand, *, in_hand: bool) -> None:
-        """A handler has finished a batch; `in_hand`: the last message it was given is done. For run(); any thread."""
-        if self._core.inbox.finish(hand, in_hand=in_hand):
-            self._background.call_soon(self._core.refetch, hand.state)
-        if self._core.wants_room():
-            self._background.call_soon(self._core.consumed)
-
-    def poke(self) -> None:
-        """Lets waiting threads look at their stop events."""
-        self._core.inbox.poke()
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is nothing to come any more: it is closed."""
-        return self._core.inbox.closed
-
-    def dead_letters(self) -> DeadLetters:
-        """Where run() sends what it gives up. Raises ConfigError without a group."""
-        return DeadLetters(self._servers, self._root, self._core.plan.group)
 
     def _finish(self) -> None:
         """What is in hand is done: the next is asked for."""
         hand, self._hand, self._fields = self._hand, None, None
         if hand is not None:
-            self.release_hand(hand, in_hand=True)
+            self._hands.release(hand, in_hand=True)
 
     def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
         """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
@@ -265,11 +231,11 @@ class Consumer(ConsumerFace[T]):
         A listener that raises metamq.Rollback gets the message again, as often as it likes.
         """
         self._core.check_loop_may_begin()
+        dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
+        policy = RetryPolicy(max_attempts, retry_delay_s)
+        pool = ListenerPool(self._hands, listener, self._filter, dead_letters, policy, concurrency)
         self._finish()
-        ListenerPool(
-            self, listener, self._filter,
-            concurrency=concurrency, max_attempts=max_attempts, retry_delay_s=retry_delay_s, dead_letter=dead_letter,
-        ).run()  # fmt: skip
+        pool.run()
 
     def close(self) -> None:
         """Commits what is done, gives the partitions back, disconnects. Any thread; further calls do nothing.
@@ -287,10 +253,6 @@ class Consumer(ConsumerFace[T]):
                 self._background.run(self._core.close(in_hand_done=in_hand_done))
             finally:
                 self._close_ended.set()
-
-    def forked(self) -> None:
-        """Called in the child after a fork."""
-        self._core.forked(ForkedError("consumer"))
 
     def __enter__(self) -> Self:
         self._core.check_loop_may_begin()

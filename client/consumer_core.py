@@ -550,7 +550,7 @@ class ConsumerCore:
         if session is not None:
             await session.close()
 
-    def forked(self, error: MetamqError) -> None:
+    def forked(self) -> None:
         """In a fork's child: nothing works any more."""
-        self.inbox.forked(error)
+        self.inbox.forked(ForkedError("consumer"))
         self._session = None

@@ -128,7 +128,7 @@ class Hand:
         batch = self.batch
         gate = [batch.topic] * len(batch)
         offsets = iter(batch.offsets)
-        fields = batch.fields(offsets, gate)
+        fields = batch._fields(offsets, gate)
         self._gate = gate
         self._offsets = offsets
         if self.taken_back:  # since it was taken: the gate that take_back() emptied was not this one

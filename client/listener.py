@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
@@ -20,7 +21,6 @@ from metamq.errors import ConfigError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
-    from metamq.client.consumer import Consumer
     from metamq.client.producer import Producer
 
 log = logging.getLogger("metamq.client")
@@ -68,26 +68,24 @@ class DeadLetters:
 
 
 class ListenerPool:
-    """The threads of one `run()`."""
+    """The threads of one `run()`. Without `dead_letters` a message that is given up ends it."""
 
     def __init__(
         self,
-        consumer: Consumer[Any],
+        hands: ThreadHands,
         listener: Listener[Any],
         filter: Callable[[Message[Any]], bool] | None,
-        *,
+        dead_letters: DeadLetters | None,
+        policy: RetryPolicy,
         concurrency: int,
-        max_attempts: int,
-        retry_delay_s: float,
-        dead_letter: bool,
     ) -> None:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}", hint="At least one thread has to call the listener.")
-        self._consumer = consumer
+        self._hands = hands
         self._listener = listener
         self._filter = filter
-        self._policy = RetryPolicy(max_attempts, retry_delay_s, dead_letter)
-        self._dead_letters = consumer.dead_letters() if dead_letter else None
+        self._dead_letters = dead_letters
+        self._policy = policy
         self._stop = threading.Event()
         self._ended = threading.Semaphore(0)
         self._busy = 0
@@ -118,15 +116,15 @@ class ListenerPool:
 
     def _end(self) -> None:
         self._stop.set()
-        self._consumer.poke()
+        self._hands.poke()
 
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                hand = self._consumer.take_hand(self._stop)
+                hand = self._hands.take(self._stop)
                 if hand is not None:
                     self._handle_busy(hand)
-                elif self._busy == 0 or self._consumer.ended:
+                elif self._busy == 0 or self._hands.closed:
                     return
         except BaseException as error:
             self._error = self._error or error
@@ -143,7 +141,7 @@ class ListenerPool:
         finally:
             with self._busy_lock:
                 self._busy -= 1
-            self._consumer.release_hand(hand, in_hand=done)
+            self._hands.release(hand, in_hand=done)
 
     def _handle(self, hand: Hand) -> bool:
         """Calls the listener with each message; False when the last one handed out is not done."""

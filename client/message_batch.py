@@ -102,7 +102,7 @@ class MessageBatch(Generic[T]):
             return [_NO_HEADERS] * len(self)
         return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
 
-    def fields(self, offsets: Iterator[int], gate: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    def _fields(self, offsets: Iterator[int], gate: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """Tuples in the order of Message's fields, made at C speed.
 
         `gate` has the topic once a message, and is asked first: emptying it ends the iteration before `offsets`
@@ -123,7 +123,7 @@ class MessageBatch(Generic[T]):
         )
 
     def __iter__(self) -> Iterator[Message[T]]:
-        return map(message_of, self.fields(iter(self.offsets), [self.topic] * len(self)))
+        return map(message_of, self._fields(iter(self.offsets), [self.topic] * len(self)))
 
     def to_arrow(self) -> Any:
         """A pyarrow.RecordBatch: offset, key, value, timestamp, headers; topic and partition in the schema's metadata.

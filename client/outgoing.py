@@ -300,7 +300,7 @@ class Delivery(_Waitable):
         offset = batch.base_offset + self._index if batch.base_offset >= 0 else -1
         return Receipt(batch.topic, name, offset, batch.timestamp_of(self._index))
 
-    def moved(self, batch: OutgoingBatch, index: int) -> None:
+    def _move(self, batch: OutgoingBatch, index: int) -> None:
         """The message went to another batch, as happens when its topic's partitions become known."""
         self._index = index
         self._batch = batch

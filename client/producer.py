@@ -64,7 +64,6 @@ class Producer(ProducerFace[T]):
         servers = zookeeper_servers(zookeeper, config)
         self._background.run(self._core.open(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
         self._closed = False
-        self._background.add(self)
         _unclosed.add(self)
 
     def flush(self, timeout: float | None = 30) -> None:
@@ -84,11 +83,6 @@ class Producer(ProducerFace[T]):
         if isinstance(self._core.accumulator.closed_by, ForkedError):
             raise self._core.accumulator.closed_by
         self._background.run(self._core.close(timeout))
-
-    def forked(self) -> None:
-        """Called in the child after a fork."""
-        _unclosed.discard(self)
-        self._core.forked()
 
     def __enter__(self) -> Self:
         self._check_usable()
@@ -134,6 +128,8 @@ _unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
 @atexit.register
 def _flush_unclosed() -> None:
     for producer in list(_unclosed):
+        if isinstance(producer._core.accumulator.closed_by, ForkedError):
+            continue
         try:
             _warn_unclosed(producer)
         except ResourceWarning as warning:  # warnings are errors here; the messages are no less worth for it

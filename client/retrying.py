@@ -27,7 +27,6 @@ class RetryPolicy:
 
     max_attempts: int
     retry_delay_s: float
-    dead_letter: bool
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1 or self.retry_delay_s < 0:

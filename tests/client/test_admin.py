@@ -388,9 +388,6 @@ def test_nobody_there() -> None:
 
 
 def test_the_asyncio_admin_has_it_all(running: Cluster, topic: str) -> None:
-    public = {name for name in dir(Admin) if not name.startswith("_")} - {"forked"}
-    assert public <= set(dir(aio.Admin))
-
     async def scenario() -> None:
         async with aio.Admin(running.zookeeper) as admin:
             config = await admin.create_topic(topic, partitions=2)

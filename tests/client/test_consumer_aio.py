@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -56,12 +57,15 @@ def values(messages: list[Message[Any]]) -> list[int]:
     return [int(message.value) for message in messages]
 
 
-def test_both_consumers_offer_the_same() -> None:
+def test_both_faces_offer_the_same() -> None:
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
-    internal = {"take_hand", "release_hand", "poke", "ended", "dead_letters", "forked"}
-    assert public(metamq.Consumer) - internal == public(aio.Consumer) - {"open"}
+    consumer = {"assignment", "batches", "close", "commit", "health", "lag", "pause", "resume", "run", "seek"}
+    assert public(metamq.Consumer) == public(aio.Consumer) - {"open"} == consumer
+    producer = {"close", "flush", "send", "send_many"}
+    assert public(metamq.Producer) == public(aio.Producer) - {"open", "drain"} == producer
+    assert public(metamq.Admin) == public(aio.Admin) - {"open"}
     assert inspect.signature(metamq.Consumer) == inspect.signature(aio.Consumer)
     assert list(inspect.signature(metamq.Consumer.run).parameters) == list(
         inspect.signature(aio.Consumer.run).parameters
@@ -268,6 +272,30 @@ def test_run_retries_rolls_back_and_gives_up(shop: Shop, group: str) -> None:
     assert sum(offset or 0 for offset in shop.committed(group).values()) == 30
 
 
+def test_dead_letters_share_one_admin_and_one_producer(
+    shop: Shop, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = shop.topic(3)
+    for index in range(3):
+        shop.send(topic, [b"%d" % index] * 5, f"0-{index}")
+
+    async def fail(message: Message[Any]) -> None:
+        raise RuntimeError(message.value)
+
+    def sessions() -> int:
+        return sum("connected, session" in record.getMessage() for record in caplog.records)
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group, idle_timeout_s=0.5) as consumer:
+            caplog.set_level(logging.INFO, logger="metamq.zk")
+            await consumer.run(fail, max_attempts=1)
+            assert sessions() == 2
+        async with consuming(shop, f"{group}.dead-letter", idle_timeout_s=0.3) as letters:
+            assert sorted(values([letter async for letter in letters])) == [0] * 5 + [1] * 5 + [2] * 5
+
+    asyncio.run(scenario())
+
+
 def test_run_without_dead_letters_ends_with_the_error_and_goes_on_with_the_message(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(10)
@@ -394,7 +422,7 @@ def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> N
             with pytest.raises(ConfigError, match="belongs to a group"):
                 await consumer.run(lambda message: asyncio.sleep(0))
             with pytest.raises(ConfigError, match="concurrency"):
-                await consumer.run(lambda message: asyncio.sleep(0), concurrency=0)
+                await consumer.run(lambda message: asyncio.sleep(0), concurrency=0, dead_letter=False)
 
     asyncio.run(scenario())
 

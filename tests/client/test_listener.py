@@ -26,17 +26,17 @@ def tp(topic: str, index: int = 0) -> TopicPartition:
 
 
 def test_attempts_and_pauses() -> None:
-    policy = RetryPolicy(max_attempts=4, retry_delay_s=0.1, dead_letter=True)
+    policy = RetryPolicy(max_attempts=4, retry_delay_s=0.1)
     error = ValueError("no")
     assert [policy.pause_after(error, failed) for failed in (1, 2, 3, 4, 5)] == [0.1, 0.2, 0.4, None, None]
-    assert RetryPolicy(1, 0.1, True).pause_after(error, 1) is None
-    patient = RetryPolicy(1_000, 0.1, True)
+    assert RetryPolicy(1, 0.1).pause_after(error, 1) is None
+    patient = RetryPolicy(1_000, 0.1)
     assert patient.pause_after(error, 200) == RETRY_DELAY_MAX_S
-    assert RetryPolicy(3, 0.0, True).pause_after(error, 1) == 0.0
+    assert RetryPolicy(3, 0.0).pause_after(error, 1) == 0.0
 
 
 def test_a_rollback_is_no_failure() -> None:
-    policy = RetryPolicy(max_attempts=1, retry_delay_s=0.1, dead_letter=True)
+    policy = RetryPolicy(max_attempts=1, retry_delay_s=0.1)
     for _ in range(100):
         assert policy.pause_after(Rollback(2.5), 0) == 2.5
 
@@ -44,7 +44,7 @@ def test_a_rollback_is_no_failure() -> None:
 @pytest.mark.parametrize(("attempts", "delay_s"), [(0, 0.1), (-1, 0.1), (3, -0.1)])
 def test_a_policy_that_cannot_be(attempts: int, delay_s: float) -> None:
     with pytest.raises(ConfigError, match="max_attempts"):
-        RetryPolicy(attempts, delay_s, True)
+        RetryPolicy(attempts, delay_s)
 
 
 def test_dead_letters_say_where_they_come_from() -> None:

@@ -1,0 +1,88 @@
+"""How handlers get batches out of the inbox and let go of them: threads wait for one, tasks of the loop await one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from metamq.client.background import BackgroundLoop
+from metamq.client.consumer_core import ConsumerCore
+from metamq.client.inbox import Hand
+
+
+class ThreadHands:
+    """For any thread, beside the core's loop. `idle_timeout_s`: how long to wait for a batch, None for ever."""
+
+    def __init__(self, core: ConsumerCore, background: BackgroundLoop, idle_timeout_s: float | None) -> None:
+        self._core = core
+        self._background = background
+        self._idle_timeout_s = idle_timeout_s
+
+    def take(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
+        """Waits for a batch; None when it was closed or idle, or when `stop` is set and poke() was called."""
+        inbox = self._core.inbox
+        deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
+        with inbox.lock:
+            while not inbox.closed and not (stop is not None and stop.is_set()):
+                hand = inbox.take(whole=whole)
+                if hand is not None:
+                    return hand
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return None
+                inbox.filled.wait(left_s)
+        return None
+
+    def release(self, hand: Hand, *, in_hand: bool) -> None:
+        """A handler has finished a batch; `in_hand`: the last message it was given is done."""
+        if self._core.inbox.finish(hand, in_hand=in_hand):
+            self._background.call_soon(self._core.refetch, hand.state)
+        if self._core.wants_room():
+            self._background.call_soon(self._core.consumed)
+
+    def poke(self) -> None:
+        """Lets those who wait look at their stop events."""
+        self._core.inbox.poke()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is to come any more."""
+        return self._core.inbox.closed
+
+
+class TaskHands:
+    """The same for tasks of the core's loop."""
+
+    def __init__(self, core: ConsumerCore, idle_timeout_s: float | None) -> None:
+        self._core = core
+        self._idle_timeout_s = idle_timeout_s
+        self._filled = asyncio.Event()
+        core.inbox.notify = self._filled.set
+
+    async def take(self, *, whole: bool = False) -> Hand | None:
+        """Waits for a batch; None when it was closed or idle."""
+        inbox = self._core.inbox
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                while not inbox.closed:
+                    self._filled.clear()
+                    with inbox.lock:
+                        hand = inbox.take(whole=whole)
+                    if hand is not None:
+                        return hand
+                    await self._filled.wait()
+        except TimeoutError:
+            pass
+        return None
+
+    def release(self, hand: Hand, *, in_hand: bool) -> None:
+        """A handler has finished a batch; `in_hand`: the last message it was given is done."""
+        if self._core.inbox.finish(hand, in_hand=in_hand):
+            self._core.refetch(hand.state)
+        self._core.consumed()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is to come any more."""
+        return self._core.inbox.closed
