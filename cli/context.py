@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from metamq.client.settings import CONFIG_FILE_VARIABLE, zookeeper_root, zookeeper_servers
-from metamq.errors import ConnectError
-from metamq.zk.servers import parse_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
 
-PROBE_TIMEOUT_S = 3.0
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -45,10 +41,12 @@ class Globals:
         return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
 
     def client(self) -> dict[str, Any]:
-        """The arguments of a Producer, Consumer or Admin. Raises ConfigError; ConnectError when nobody listens."""
-        servers = self.servers()
-        check_listening(servers)
-        return {"zookeeper": servers, "config": self.config, "root": self.place()}
+        """The arguments of a Producer, Consumer or Admin. Raises ConfigError, ConnectError when no cluster is there."""
+        from metamq.cli.reach import check_cluster
+
+        servers, root = self.servers(), self.place()
+        check_cluster(servers, root)
+        return {"zookeeper": servers, "config": self.config, "root": root}
 
     def admin(self) -> Admin:
         """An open Admin. Raises ConfigError, ConnectError."""
@@ -63,24 +61,6 @@ class Globals:
         logging.getLogger("metamq").setLevel(level)
         # What it says about lost connections, metamq.zk says in plainer words.
         logging.getLogger("kazoo").setLevel(logging.DEBUG if self.debug else logging.CRITICAL)
-
-
-def check_listening(servers: str) -> None:
-    """Raise ConnectError at once when nobody listens at any of the addresses, where a client would wait 10 s."""
-    hosts, _chroot = parse_servers(servers)
-    problems = []
-    for host, port in hosts:
-        try:
-            socket.create_connection((host, port), PROBE_TIMEOUT_S).close()
-        except OSError as error:
-            problems.append(error.strerror or str(error))
-        else:
-            return
-    raise ConnectError(
-        f"ZooKeeper at {servers}",
-        ", ".join(dict.fromkeys(problems)).lower(),
-        hint="Start one with `metamq up`, or say where yours is: --zookeeper or METAMQ_ZOOKEEPER.",
-    )
 
 
 def current() -> Globals:

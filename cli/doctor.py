@@ -20,6 +20,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import Globals, current
 from metamq.cli.output import TABLE_OR_JSON, count, print_json, styled
+from metamq.cli.reach import look_for_cluster
 from metamq.cli.units import show_bytes
 from metamq.client.admin_groups import children
 from metamq.client.admin_topics import describe_topic
@@ -74,6 +75,8 @@ def doctor(output: str) -> int:
     """
     settings = current()
     settings.log(quiet=logging.CRITICAL)
+    # For what it waits.
+    logging.getLogger("metamq.zk").setLevel(min(logging.WARNING, logging.getLogger("metamq").level))
     findings: list[Finding] = []
 
     def tell(finding: Finding) -> None:
@@ -187,6 +190,11 @@ def _probe(host: str, port: int, tell: Callable[[Finding], None]) -> bool:
 
 
 async def _look_inside(servers: str, root: str, tell: Callable[[Finding], None]) -> None:
+    try:
+        await look_for_cluster(servers, root)
+    except ConfigError as error:
+        tell(Finding("root", "problem", error.problem, error.hint))
+        return
     session = await Session.open(servers, root=root)
     cluster = Cluster(session)
     try:

@@ -20,7 +20,7 @@ from metamq.testing import Cluster, cluster
 
 LIMIT_S = 30.0
 COMMAND = [sys.executable, "-W", "error", "-m", "metamq.cli"]
-LOGGERS = ("metamq", "metamq.client", "kazoo")
+LOGGERS = ("metamq", "metamq.client", "metamq.zk", "kazoo")
 
 
 @dataclass(frozen=True, slots=True)

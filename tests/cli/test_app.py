@@ -104,6 +104,15 @@ def test_nobody_there_ends_with_3_at_once(offline: Metamq) -> None:
             assert "metamq up" in second
 
 
+def test_a_zookeeper_that_answers_nothing_is_told_of_after_a_second(process: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        child = process("topic", "list", "--zookeeper", address)
+        assert child.stderr is not None
+        line = child.stderr.readline().decode()
+        assert f"waiting for ZooKeeper at {address}: no answer" in line
+
+
 def test_errors_are_two_lines_without_a_traceback(metamq: Metamq, topic: str) -> None:
     ended = metamq("topic", "describe", topic[:-1])
     assert (ended.status, ended.data) == (1, b"")
@@ -171,10 +180,29 @@ def test_a_misspelt_variable_is_named(
     assert ended.talk == f"metamq: unknown setting {name!r} in the environment\n  Did you mean {meant!r}?\n"
 
 
-def test_a_root_of_its_own(metamq: Metamq, topic: str) -> None:
-    assert topic in metamq("topic", "list").text
-    assert topic not in metamq("topic", "list", "--root", "/elsewhere").text
+def test_a_root_where_nothing_is_says_so_with_what_is_there(
+    metamq: Metamq, topic: str, running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert topic in metamq("topic", "list", "--root", "/meta").text
+    for command in (["topic", "list"], ["group", "list"], ["consume", topic], ["produce", topic, "x"], ["bench"]):
+        ended = metamq(*command, "--root", "/elsewhere")
+        assert (ended.status, ended.data) == (1, b"")
+        first, second = ended.talk.splitlines()
+        assert first == f"metamq: there is no /elsewhere in ZooKeeper at {running.zookeeper}"
+        assert second.startswith("  Beside it: /meta. Choose with --root or METAMQ_ROOT")
+    monkeypatch.setenv("METAMQ_ROOT", "/elsewhere/deep")
+    assert "there is no /elsewhere/deep in ZooKeeper" in metamq("topic", "list").talk
+    looked = metamq("doctor")
+    assert looked.status == 1
+    assert "problem  root: there is no /elsewhere/deep in ZooKeeper" in looked.text
     assert "does not start with '/'" in metamq("topic", "list", "--root", "elsewhere").talk
+
+
+def test_a_chroot_that_is_misspelt_is_named_and_not_made(metamq: Metamq, topic: str, running: Any) -> None:
+    ended = metamq("topic", "list", "--zookeeper", f"{running.zookeeper}/chrot")
+    assert ended.status == 1
+    assert f"there is no /chrot/meta in ZooKeeper at {running.zookeeper}\n  Beside it: /meta." in ended.talk
+    assert "/chrot" not in metamq("topic", "list", "--root", "/elsewhere").talk
 
 
 def test_no_colours_in_a_pipe(metamq: Metamq, topic: str) -> None:

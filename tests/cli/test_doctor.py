@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from metamq.testing import cluster
+from metamq.zk.embedded import EmbeddedZooKeeper
 
 Metamq = Callable[..., Any]
 
@@ -46,6 +47,19 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq) ->
         assert "not served: 0-0, 0-1, 0-2, 0-3" in findings["topic flights"]["detail"]
         assert "configuration of topic 'broken' in ZooKeeper is damaged" in findings["topic broken"]["detail"]
         assert "the plan of group 'lost' in ZooKeeper is damaged" in findings["group lost"]["detail"]
+
+
+def test_a_zookeeper_that_no_broker_has_ever_seen(offline: Metamq) -> None:
+    with EmbeddedZooKeeper() as zookeeper:
+        here = ("--zookeeper", zookeeper.address)
+        words = f"there is no /meta in ZooKeeper at {zookeeper.address}: no broker has ever been there\n"
+        looked = offline("doctor", *here)
+        assert looked.status == 1
+        assert f"problem  root: {words}" in looked.text
+        for command in (["topic", "create", "x"], ["topic", "list"]):
+            ended = offline(*command, *here)
+            assert (ended.status, ended.data) == (1, b"")
+            assert ended.talk == f"metamq: {words}  Start the first with `metamq broker`.\n"
 
 
 def _write(zookeeper: str, path: str, data: bytes) -> None:
