@@ -206,7 +206,7 @@ async def explain_group(cluster: Cluster, group: str) -> GroupExplanation:
     owners = await members.owned_partitions(session, group)
     present = await _members(session, group)
     partitions = {topic: given.partition_names for topic, given in plan.inputs.topics.items()}
-    words = explain(None, plan.inputs.members, partitions, plan.strategy, plan.assignment)
+    words = explain(plan.inputs.members, partitions, plan.strategy, plan.assignment)
     lines = [f"Plan {plan.generation} of group {group}.", words, *_differences(plan, owners, present)]
     return GroupExplanation(
         group, plan.strategy, plan.generation, plan.inputs.members, plan.assignment, owners, "\n".join(lines)

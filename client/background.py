@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, Protocol, TypeVar
 
-from metamq.errors import ConfigError, Timeout
+from metamq.errors import ConfigError, closed_client
 
 T = TypeVar("T")
 
@@ -52,27 +52,24 @@ class BackgroundLoop:
         """Runs `callback(*args)` in the loop; returns at once."""
         self.loop.call_soon_threadsafe(callback, *args)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, what: str = "the call") -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the loop and waits for its result.
 
-        Ctrl-C ends the wait at once and cancels the coroutine. Raises Timeout after `timeout_s`, with the same effect;
-        ConfigError in the loop's own thread, as in a delivery's callback, where waiting would be for ever.
+        Ctrl-C ends the wait at once and cancels the coroutine. Raises ConfigError in the loop's own thread, as in a
+        delivery's callback, where waiting would be for ever; ClosedError when its client was closed meanwhile.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ConfigError(
-                f"{what} waits, and callbacks of deliveries must not: they run in the loop that it waits for",
+                "the call waits, and callbacks of deliveries must not: they run in the loop that it waits for",
                 hint="Do it in another thread, or use metamq.aio.",
             )
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
-            return future.result(timeout_s)
-        except BaseException as error:
-            if isinstance(error, TimeoutError) and not future.done() and timeout_s is not None:
-                future.cancel()
-                raise Timeout(what, timeout_s) from None
-            if isinstance(error, CancelledError):
-                raise Timeout(what, timeout_s or 0) from None
+            return future.result()
+        except CancelledError:  # what it waited for was, by close() in another thread
+            raise closed_client("client", "by another thread, while this call waited for an answer") from None
+        except BaseException:
             future.cancel()
             raise
 

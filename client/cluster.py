@@ -93,10 +93,10 @@ class Cluster:
             except MetamqError as error:
                 log.info("%s: %s", what, error)
             self._changed()
-            if self._is_fresh(what, args):
+            if self._is_fresh(args):
                 return
 
-    def _is_fresh(self, what: str, args: tuple[str, ...]) -> bool:
+    def _is_fresh(self, args: tuple[str, ...]) -> bool:
         """Whether no watch has fired since: one that fires during a refresh starts none."""
         return self._brokers_fresh if not args else args[0] in self._fresh_topics or args[0] not in self.configs
 

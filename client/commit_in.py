@@ -58,11 +58,11 @@ def commit_in(
     limit = counted_limit(state, position, request.offset)
     claim = request.claim
     held = _guess(state, request)
-    if _counted(held, claim) > limit or not storage.update_in(connection, request.with_known(held)):
-        held = storage.read_in(connection, claim)
+    if _counted(held, claim) > limit or not storage._update_in(connection, request.with_known(held)):
+        held = storage._read_in(connection, claim)
         if _counted(held, claim) > limit:
             return _counted(held, claim)
-        if not storage.update_in(connection, request.with_known(held)):
+        if not storage._update_in(connection, request.with_known(held)):
             raise OwnershipLost(*claim.tp, reason="another transaction of this consumer commits for it")
     state.committed_offset = None if _counted(held, claim) < 0 else _counted(held, claim)
     state.assumed_offset = request.offset

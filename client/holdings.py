@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from metamq.client.assignment import AssignedPartition, AssignmentHandler
-from metamq.client.offsets import Claim, CommitRequest, Committed, OffsetStorage
+from metamq.client.offsets import Claim, CommitRequest, OffsetStorage
 from metamq.client.rebalance_decisions import HANDLER_HAS_IT, TRANSITIONS, Decision, Held, Phase, decide, mine_in
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk import ownership
@@ -86,11 +86,6 @@ class Holdings:
     def in_phase(self, *phases: Phase) -> tuple[TopicPartition, ...]:
         """The partitions in one of `phases`, in numeric order."""
         return tuple(sorted((tp for tp, held in self._held.items() if held.phase in phases), key=partition_order))
-
-    @property
-    def claims(self) -> dict[TopicPartition, Claim]:
-        """The claims on what the handler has, as they stand after the last commit. A copy."""
-        return {tp: held.claim for tp, held in self._held.items() if held.phase in HANDLER_HAS_IT}
 
     # Following a plan
 
@@ -293,27 +288,6 @@ class Holdings:
         if handler_has_it:
             self._handler.lost([tp])
         self._changed()
-
-    def note_committed(self, requests: Sequence[CommitRequest]) -> None:
-        """See `ZKLoadRebalanceListener.note_committed`."""
-        for request in requests:
-            held = self._held.get(request.claim.tp)
-            if held is not None and held.claim.generation == request.claim.generation:
-                committed = Committed(request.offset, request.epoch, held.claim.topic_id)
-                held.claim = replace(held.claim, committed=committed)
-
-    async def refresh(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, Committed | None]:
-        """See `ZKLoadRebalanceListener.refresh`."""
-        async with self._commit_turn:
-            some = {tp: self._held[tp] for tp in partitions if tp in self._held}
-            outcomes = await self._storage.claimed([held.claim for held in some.values()])
-            found: dict[TopicPartition, Committed | None] = {}
-            for tp, held in some.items():
-                outcome = outcomes[tp]
-                if not isinstance(outcome, MetamqError):
-                    held.claim = replace(held.claim, committed=outcome)
-                    found[tp] = outcome
-            return found
 
     # Ends
 

@@ -4,7 +4,7 @@ A storage fences: a commit is carried out only while the claim that it comes wit
 nodes in ZooKeeper decide who consumes; the generation of the claim is what every storage compares.
 
 Delivery is at least once with every storage: results and offsets are two writes, unless the results go to the same
-database as the offsets, in one transaction (`DatabaseOffsets.commit_in`): then each message counts exactly once.
+database as the offsets, in one transaction (`DatabaseOffsets`): then each message counts exactly once.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ since ZooKeeper cannot stop a transaction that a frozen process left open:
     commit   UPDATE ... WHERE generation = mine AND next_offset = what I know; no row means that another owner, or
              another transaction of this one, was there: roll back results and offset together
 
-`commit_in` runs in the application's own transaction and leaves commit and rollback to it.
+`consumer.commit(..., connection=...)` runs in the application's own transaction and leaves commit and rollback to it;
+metamq.client.commit_in decides what may be counted there.
 """
 
 from __future__ import annotations
@@ -114,23 +115,16 @@ class DatabaseOffsets:
         except MetamqError as error:
             return {request.claim.tp: error for request in requests}
 
-    def commit_in(self, connection: Connection, requests: Sequence[CommitRequest]) -> None:
-        """Commit offsets inside the transaction that `connection` is in, without committing or rolling back.
+    def _update_in(self, connection: Connection, request: CommitRequest) -> bool:
+        """Commit inside the transaction that `connection` is in, without ending it; False when the row does not hold
+        the generation of the request's claim, and the offset last known by it.
 
-        Each row must hold the generation of the request's claim and the offset last known by it. Raises OwnershipLost
-        when one does not: roll back, results included. The database's own exceptions go through as they are.
-        Blocks; to be called in the thread that uses `connection`.
+        The database's own exceptions go through as they are. Blocks; to be called in the thread that uses `connection`.
         """
-        for request in sorted(requests, key=lambda request: request.claim.tp):
-            if not self.update_in(connection, request):
-                raise self._lost(connection, request.claim)
-
-    def update_in(self, connection: Connection, request: CommitRequest) -> bool:
-        """As `commit_in` for one partition, but False when the row holds something else."""
         known = request.claim.committed
         return self._update(connection, request, known.offset if known else NOTHING_COMMITTED)
 
-    def read_in(self, connection: Connection, claim: Claim) -> Committed | None:
+    def _read_in(self, connection: Connection, claim: Claim) -> Committed | None:
         """What the row holds, read inside the transaction that `connection` is in; None for nothing.
 
         Raises OwnershipLost when the row is not this claim's any more.
@@ -195,12 +189,8 @@ class DatabaseOffsets:
         row = self._row(connection, claim)
         if row is None:
             reason = f"its row in {self._table} is gone"
-        elif row[0] != claim.generation:
-            reason = f"the database knows generation {row[0]}, ours is {claim.generation}"
         else:
-            there = row[1].offset if row[1] else "nothing"
-            known = claim.committed.offset if claim.committed else "nothing"
-            reason = f"{there} is committed in the database where this consumer expects {known}"
+            reason = f"the database knows generation {row[0]}, ours is {claim.generation}"
         return OwnershipLost(*claim.tp, reason=reason)
 
     def _row(self, connection: Connection, claim: Claim) -> tuple[int, Committed | None] | None:

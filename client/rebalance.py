@@ -23,14 +23,14 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from metamq import __version__
 from metamq.client.assignment import AssignedPartition, AssignmentHandler, RebalanceHealth
 from metamq.client.group_plan import CannotStay, GroupPlan
 from metamq.client.holdings import Holdings
-from metamq.client.offsets import Claim, CommitRequest, Committed, OffsetStorage
+from metamq.client.offsets import CommitRequest, OffsetStorage
 from metamq.client.rebalance_decisions import Phase, deleted_topics, why_idle
 from metamq.client.strategies import check_strategy
 from metamq.errors import ClosedError, ConfigError, MetamqError
@@ -170,11 +170,6 @@ class ZKLoadRebalanceListener:
 
     # What the consumer calls
 
-    @property
-    def claims(self) -> Mapping[TopicPartition, Claim]:
-        """The claims on what the handler consumes now, as they stand after the last commit. A copy."""
-        return self._holdings.claims
-
     def partition_names(self, topic: str) -> Sequence[str] | None:
         """See `Assignment.partition_names`."""
         if self._plan is None:
@@ -189,17 +184,6 @@ class ZKLoadRebalanceListener:
         under way may be committed.
         """
         return await self._holdings.commit(requests)
-
-    def note_committed(self, requests: Sequence[CommitRequest]) -> None:
-        """Note what was committed elsewhere: by `DatabaseOffsets.commit_in`, once its transaction is committed."""
-        self._holdings.note_committed(requests)
-
-    async def refresh(self, partitions: Collection[TopicPartition]) -> Mapping[TopicPartition, Committed | None]:
-        """What the storage holds for those of `partitions` that are ours, for when a commit's outcome is unknown.
-
-        Raises MetamqError when the storage is out of reach.
-        """
-        return await self._holdings.refresh(partitions)
 
     def note_progress(self) -> None:
         """To be called whenever a message is done or there is none: others see the time of it."""

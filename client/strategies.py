@@ -19,10 +19,10 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from metamq.client.words import count
 from metamq.errors import ConfigError
 from metamq.zk.partitions import TopicPartition, partition_order
 
-DEFAULT_STRATEGY = "range"
 VIRTUAL_NODES = 160
 
 Members = Mapping[str, Collection[str]]
@@ -32,11 +32,11 @@ Assignment = Mapping[TopicPartition, str]
 
 def check_strategy(strategy: str) -> str:
     """Give the name back. Raises ConfigError, with the names there are, when it is none of them."""
-    if strategy not in _STRATEGIES:
-        near = difflib.get_close_matches(strategy, _STRATEGIES)
+    if strategy not in STRATEGIES:
+        near = difflib.get_close_matches(strategy, STRATEGIES)
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"there is no rebalance strategy {strategy!r}", hint=f"There are {', '.join(_STRATEGIES)}.{suggestion}"
+            f"there is no rebalance strategy {strategy!r}", hint=f"There are {', '.join(STRATEGIES)}.{suggestion}"
         )
     return strategy
 
@@ -47,7 +47,7 @@ def plan(previous: Assignment, members: Members, partitions: Partitions, strateg
     `members`: consumer id -> topics; `partitions`: topic -> partition names; `previous`: the assignment before, of
     which only "sticky" makes use. Raises ConfigError for a strategy that does not exist.
     """
-    assign = _STRATEGIES[check_strategy(strategy)]
+    assign = STRATEGIES[check_strategy(strategy)]
     subscriptions = {member: frozenset(members[member]) for member in sorted(members)}
     wanted = frozenset().union(*subscriptions.values())
     ordered = sorted(
@@ -190,15 +190,12 @@ class _Holdings:
 
 _Strategy = Callable[[Assignment, Subscriptions, Sequence[TopicPartition]], dict[TopicPartition, str]]
 
-_STRATEGIES: dict[str, _Strategy] = {
+STRATEGIES: dict[str, _Strategy] = {
     "range": _range,
     "round_robin": _round_robin,
     "consistent_hash": _consistent_hash,
     "sticky": _sticky,
 }
-
-STRATEGIES = tuple(_STRATEGIES)
-"""The names that `strategy=` takes."""
 
 _REASONS = {
     "range": "each topic is cut into contiguous runs, one per subscriber in order of id; the first get the rest",
@@ -208,27 +205,20 @@ _REASONS = {
 }
 
 
-def explain(
-    previous: Assignment | None, members: Members, partitions: Partitions, strategy: str, assignment: Assignment
-) -> str:
-    """The plan in words: its inputs, the rule, what each member has and why, what has moved. Several lines.
-
-    `previous` None: the assignment before is not known, and nothing is said of moves.
-    """
+def explain(members: Members, partitions: Partitions, strategy: str, assignment: Assignment) -> str:
+    """The plan in words: its inputs, the rule, what each member has and why. Several lines."""
     lines = [f"Strategy {strategy}: {_REASONS[check_strategy(strategy)]}.", "", "Topics"]
     for topic in sorted(partitions):
         readers = sum(topic in topics for topics in members.values())
-        lines.append(f"  {topic}: {_count(len(partitions[topic]), 'partition')}, {_count(readers, 'subscriber')}")
+        lines.append(f"  {topic}: {count(len(partitions[topic]), 'partition')}, {count(readers, 'subscriber')}")
     lines += ["", "Members"]
     for member in sorted(members):
         mine = sorted((item for item, owner in assignment.items() if owner == member), key=partition_order)
-        lines.append(f"  {member}: {_count(len(mine), 'partition')}" + ("" if mine else _why_none(member, members)))
+        lines.append(f"  {member}: {count(len(mine), 'partition')}" + ("" if mine else _why_none(member, members)))
         by_topic: dict[str, list[str]] = defaultdict(list)
         for item in mine:
             by_topic[item.topic].append(item.partition)
         lines += [f"    {topic}: {' '.join(names)}" for topic, names in by_topic.items()]
-    if previous is not None:
-        lines += ["", "Moved since the plan before", *_moves(previous, assignment)]
     orphans = [topic for topic in sorted(partitions) if not any(topic in topics for topics in members.values())]
     if orphans:
         lines += ["", f"Read by nobody: {', '.join(orphans)}"]
@@ -239,14 +229,3 @@ def _why_none(member: str, members: Members) -> str:
     if not members[member]:
         return ", it subscribes to no topic"
     return ", its topics have no partition that falls to it; more members than partitions leave some without"
-
-
-def _moves(previous: Assignment, assignment: Assignment) -> list[str]:
-    moved = sorted((item for item in assignment if previous.get(item) != assignment[item]), key=partition_order)
-    if not moved:
-        return ["  nothing"]
-    return [f"  {item}: {previous.get(item, 'nobody')} -> {assignment[item]}" for item in moved]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

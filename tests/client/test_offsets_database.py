@@ -15,7 +15,9 @@ from typing import Any
 import psycopg
 import pytest
 
+from metamq.client import commit_in as in_transaction
 from metamq.client.assignment import AssignedPartition
+from metamq.client.inbox import PartitionState
 from metamq.client.offsets import CommitRequest
 from metamq.client.offsets_database import DatabaseOffsets
 from metamq.client.rebalance import ZKLoadRebalanceListener
@@ -64,6 +66,16 @@ async def claimed(storage: DatabaseOffsets, claim: Claim) -> Claim:
     return replace(claim, committed=outcome)
 
 
+def commit_in(
+    storage: DatabaseOffsets, connection: Any, request: CommitRequest, state: PartitionState | None = None
+) -> None:
+    """As consumer.commit(connection=...), of a consumer that has just got the partition unless `state` says more."""
+    state = state or PartitionState(request.claim.tp, request.claim, 0)
+    counted = in_transaction.commit_in(storage, connection, state, request, {request.claim.tp: request.offset})
+    if counted is not None:
+        raise OwnershipLost(*request.claim.tp, reason=f"counted up to {counted}")
+
+
 def rows(connect: Connect, sql: str) -> list[Any]:
     with closing(connect()) as connection, closing(connection.cursor()) as cursor:
         cursor.execute(sql)
@@ -103,7 +115,7 @@ def test_a_former_owner_commits_nothing(connect: Connect) -> None:
         assert "the database knows generation 11, ours is 10" in str(outcome)
         with closing(connect()) as connection:
             with pytest.raises(OwnershipLost, match="generation 11, ours is 10"):
-                storage.commit_in(connection, [CommitRequest(old, 7, 1)])
+                commit_in(storage, connection, CommitRequest(old, 7, 1))
             connection.rollback()
         with pytest.raises(OwnershipLost, match="generation 11, ours is 10"):
             await claimed(storage, old)
@@ -121,27 +133,25 @@ def test_results_and_offsets_stand_or_fall_together(connect: Connect) -> None:
             claim = await claimed(storage, a_claim(10))
 
             execute(connection, "INSERT INTO results VALUES (1)")
-            storage.commit_in(connection, [CommitRequest(claim, 1, 1)])
+            commit_in(storage, connection, CommitRequest(claim, 1, 1))
             connection.rollback()
             assert rows(connect, "SELECT value FROM results") == []
             assert (await claimed(storage, claim)).committed is None
 
             execute(connection, "INSERT INTO results VALUES (1)")
-            storage.commit_in(connection, [CommitRequest(claim, 1, 1)])
+            commit_in(storage, connection, CommitRequest(claim, 1, 1))
             connection.commit()
             assert rows(connect, "SELECT value FROM results") == [(1,)]
 
             # The same messages again, by a transaction that still expects nothing to be committed.
             execute(connection, "INSERT INTO results VALUES (1)")
-            with pytest.raises(
-                OwnershipLost, match="1 is committed in the database where this consumer expects nothing"
-            ):
-                storage.commit_in(connection, [CommitRequest(claim, 1, 1)])
+            with pytest.raises(OwnershipLost, match="counted up to 1"):
+                commit_in(storage, connection, CommitRequest(claim, 1, 1))
             connection.rollback()
             assert rows(connect, "SELECT value FROM results") == [(1,)]
 
             claim = await claimed(storage, claim)
-            storage.commit_in(connection, [CommitRequest(claim, 2, 1)])
+            commit_in(storage, connection, CommitRequest(claim, 2, 1))
             connection.commit()
 
     asyncio.run(scenario())
@@ -152,7 +162,7 @@ def test_a_new_owner_waits_for_the_open_transaction_of_the_one_before(connect: C
         storage = await storage_on(connect)
         old = await claimed(storage, a_claim(10))
         with closing(connect()) as connection:
-            storage.commit_in(connection, [CommitRequest(old, 7, 1)])
+            commit_in(storage, connection, CommitRequest(old, 7, 1))
             taking_over = asyncio.create_task(claimed(storage, a_claim(11, "two")))
             await asyncio.wait({taking_over}, timeout=0.2)
             assert not taking_over.done()
@@ -170,7 +180,7 @@ def test_a_row_that_is_waited_for_holds_up_no_other_row(connect: Connect) -> Non
         busy, free = TopicPartition("flights", "0-9"), TopicPartition("flights", "0-1")
         old = await claimed(storage, a_claim(10, tp=busy))
         with closing(connect()) as connection:
-            storage.commit_in(connection, [CommitRequest(old, 7, 1)])
+            commit_in(storage, connection, CommitRequest(old, 7, 1))
             taking_over = asyncio.create_task(storage.claimed([a_claim(11, "two", free), a_claim(11, "two", busy)]))
             await asyncio.wait({taking_over}, timeout=0.2)
             assert not taking_over.done()
@@ -280,13 +290,13 @@ def test_a_frozen_owner_that_thaws_in_its_transaction_doubles_no_result(servers:
                 new = await claimed(storage, await zookeeper_claim(two, "two"))
                 assert new.committed is None
                 execute(of_two, "INSERT INTO results VALUES (0)")
-                storage.commit_in(of_two, [CommitRequest(new, 1, 1)])
+                commit_in(storage, of_two, CommitRequest(new, 1, 1))
                 of_two.commit()
                 # "one" thaws.
                 execute_late = "INSERT INTO results VALUES (0)"
                 execute(of_one, execute_late)
                 with pytest.raises(OwnershipLost):
-                    storage.commit_in(of_one, [CommitRequest(old, 1, 1)])
+                    commit_in(storage, of_one, CommitRequest(old, 1, 1))
                 of_one.rollback()
                 assert rows(connect, "SELECT value FROM results") == [(0,)]
 
@@ -350,18 +360,12 @@ def test_a_group_hands_its_offsets_on_through_the_database_and_waits_for_it(serv
             assigned = consumers[1].consuming[TopicPartition("t", "0-1")]
             assert assigned.committed == Committed(1, 1, assigned.claim.topic_id)
 
-            # The application commits results and offset itself, and says so.
-            request = CommitRequest(listeners[1].claims[assigned.tp], 5, 1)
+            # The application commits results and offset itself.
+            state = PartitionState(assigned.tp, assigned.claim, 0)
             with closing(connect()) as connection:
-                storage.commit_in(connection, [request])
-                connection.commit()
-                listeners[1].note_committed([request])
-                request = CommitRequest(listeners[1].claims[assigned.tp], 6, 1)
-                storage.commit_in(connection, [request])
-                connection.commit()
-            # Had it not heard whether that went through, it would ask.
-            found = await listeners[1].refresh([assigned.tp])
-            assert found == {assigned.tp: Committed(6, 1, assigned.claim.topic_id)}
+                for offset in (5, 6):
+                    commit_in(storage, connection, CommitRequest(assigned.claim, offset, 1), state)
+                    connection.commit()
 
             await listeners[0].stop()
             await consumers[1].has(2)

@@ -23,7 +23,7 @@ topics = st.dictionaries(st.sampled_from(TOPICS), partition_counts, max_size=4).
 consumer_ids = st.integers(0, 20).map(lambda number: f"consumer-{number}")
 members_of_any_topics = st.dictionaries(consumer_ids, st.frozensets(st.sampled_from(TOPICS)), max_size=8)
 members_of_all_topics = st.dictionaries(consumer_ids, st.just(frozenset(TOPICS)), min_size=1, max_size=8)
-strategy_names = st.sampled_from(STRATEGIES)
+strategy_names = st.sampled_from(sorted(STRATEGIES))
 
 
 def loads(assignment: Assignment, members: Mapping[str, object]) -> Counter[str]:
@@ -172,12 +172,11 @@ def test_partition_order_is_numeric() -> None:
     assert [item.partition for item in ordered] == ["0-9", "0-10", "2-1", "10-0"]
 
 
-def test_explain_tells_inputs_rule_result_and_moves() -> None:
+def test_explain_tells_inputs_rule_and_result() -> None:
     members = {"a": {"flights"}, "b": {"flights"}, "c": {"rides"}, "d": {"rides"}}
     partitions = {"flights": ["0-0", "0-1", "0-10"], "rides": ["0-0"], "bids": ["0-0"]}
-    previous = {TopicPartition("flights", "0-0"): "b"}
-    assignment = plan(previous, members, partitions, "range")
-    assert explain(previous, members, partitions, "range", assignment) == (
+    assignment = plan({}, members, partitions, "range")
+    assert explain(members, partitions, "range", assignment) == (
         "Strategy range: each topic is cut into contiguous runs, one per subscriber in order of id; the first get the"
         " rest.\n"
         "\n"
@@ -195,12 +194,6 @@ def test_explain_tells_inputs_rule_result_and_moves() -> None:
         "    rides: 0-0\n"
         "  d: 0 partitions, its topics have no partition that falls to it; more members than partitions leave some"
         " without\n"
-        "\n"
-        "Moved since the plan before\n"
-        "  flights/0-0: b -> a\n"
-        "  flights/0-1: nobody -> a\n"
-        "  flights/0-10: nobody -> b\n"
-        "  rides/0-0: nobody -> c\n"
         "\n"
         "Read by nobody: bids"
     )
