@@ -27,7 +27,7 @@ class Flusher:
         self.flushes = 0
         """Since the start: with group commit, fewer than the appends they acknowledged."""
         self._dirty: dict[Partition, None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._running: dict[Partition, asyncio.Task[None]] = {}
 
     def appended(self, partition: Partition) -> None:
         """Takes note of an append; starts a flush where the topic's policy asks for one now."""
@@ -42,8 +42,12 @@ class Flusher:
             return
         self.flushes += 1
         task = asyncio.get_running_loop().create_task(self._flush(partition, ticket))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._running[partition] = task
+        task.add_done_callback(lambda _: self._ended(partition, task))
+
+    def _ended(self, partition: Partition, task: asyncio.Task[None]) -> None:
+        if self._running[partition] is task:  # it may have started the next
+            del self._running[partition]
 
     async def _flush(self, partition: Partition, ticket: FlushTicket) -> None:
         try:
@@ -68,12 +72,23 @@ class Flusher:
             elif not partition.flushing and partition.flush_due(now_ms - (partition.dirty_since_ms or now_ms)):
                 self.start(partition)
 
+    async def settle(self, partition: Partition) -> None:
+        """Until all that is unflushed now has been flushed; or the flush has failed, which the log remembers.
+
+        Raises StorageError.
+        """
+        if (before := self._running.get(partition)) is not None:  # it need not cover all of it
+            await asyncio.wait([before])
+        self.start(partition)
+        if (covering := self._running.get(partition)) is not None:
+            await asyncio.wait([covering])
+
     async def drain(self) -> None:
         """Flushes all that is dirty, once, and waits for it."""
         for partition in list(self._dirty):
             self.start(partition)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._running:
+            await asyncio.wait(self._running.values())
 
     def close(self) -> None:
         """Waits for fsyncs under way."""

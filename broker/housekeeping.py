@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.data_folder import DataFolder
+from metamq.broker.flusher import Flusher
+from metamq.broker.log import FLUSH, Steps
 from metamq.broker.partition import Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
@@ -16,37 +21,53 @@ from metamq.errors import CorruptData, DiskFull, MetamqError
 
 log = logging.getLogger("metamq.broker")
 
+T = TypeVar("T")
+
 DISK_CHECK_S = 0.05
 """Short enough for what a broker writes meanwhile to fit into the reserve."""
 
 
 class Housekeeping:
-    """Runs in the broker's loop, a partition at a time, so that clients are not kept waiting."""
+    """Runs in the broker's loop, a partition at a time; what waits for the disk runs in a thread beside it.
+
+    The loop is the one thread that every log belongs to. So a log's own part of the work is done here, between two
+    steps, and the steps are carried out elsewhere: metamq.broker.log.steps says why that is safe.
+    """
 
     def __init__(
         self,
         topics: Topics,
         folder: DataFolder,
         processors: Processors,
+        flusher: Flusher,
         config: BrokerConfig,
         failed: Callable[[MetamqError], None],
     ) -> None:
         self._topics = topics
         self._folder = folder
         self._processors = processors
+        self._flusher = flusher
+        self._executor = ThreadPoolExecutor(1, "metamq-housekeeping")
         self._config = config
         self._failed = failed
-        self._next_round = 0.0
+        self._due = asyncio.Event()
+        self._due.set()
         self.check_disk()
+
+    async def watch_disk(self) -> None:
+        """For ever. A task of its own: a round may wait long for a disk that fills up meanwhile."""
+        while True:
+            self.check_disk()
+            await asyncio.sleep(DISK_CHECK_S)
 
     async def run(self) -> None:
         """For ever."""
         while True:
-            self.check_disk()
-            if time.monotonic() >= self._next_round:
-                await self._round()
-                self._next_round = time.monotonic() + self._config.retention_check_s
-            await asyncio.sleep(DISK_CHECK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.retention_check_s):
+                    await self._due.wait()
+            self._due.clear()
+            await self._round()
 
     def check_disk(self) -> None:
         """Refuses writes below the reserve, accepts them again above it."""
@@ -56,7 +77,7 @@ class Housekeeping:
         if full and self._processors.refuse_writes is None:
             self._processors.refuse_writes = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
             log.error("writes are refused: %s", self._processors.refuse_writes)
-            self._next_round = 0.0
+            self._due.set()
         elif not full and isinstance(self._processors.refuse_writes, DiskFull):
             self._processors.refuse_writes = None
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
@@ -66,17 +87,41 @@ class Housekeeping:
             if partition.closed_by is not None:
                 continue
             try:
-                self._look_after(partition)
+                await self._look_after(partition)
             except CorruptData as error:
                 log.critical("%s is not served any more: %s", partition.name, error)
                 partition.close(error, clean=False)
             except MetamqError as error:
-                self._failed(error)
-                return
+                if partition.closed_by is None:  # it may have been, meanwhile
+                    self._failed(error)
+                    return
             self.check_disk()
             await asyncio.sleep(0)
 
-    def _look_after(self, partition: Partition) -> None:
-        for segment in partition.log.apply_retention(time.time_ns() // 1000):
+    async def _look_after(self, partition: Partition) -> None:
+        for segment in await self._carry_out(partition, partition.log.retain(time.time_ns() // 1000)):
             log.info("%s: retention removed %s", partition.name, segment)
-        partition.checkpoint()
+        await self._carry_out(partition, partition.log.checkpoint())
+
+    async def _carry_out(self, partition: Partition, steps: Steps[T]) -> T:
+        loop = asyncio.get_running_loop()
+        result: Any = None
+        error: OSError | None = None
+        while True:
+            try:
+                step = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                done: T = end.value
+                return done
+            result = error = None
+            if step == FLUSH:
+                await self._flusher.settle(partition)
+                continue
+            try:
+                result = await loop.run_in_executor(self._executor, step)
+            except OSError as raised:
+                error = raised
+
+    def close(self) -> None:
+        """Waits for the step under way."""
+        self._executor.shutdown(wait=True)

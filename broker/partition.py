@@ -157,12 +157,6 @@ class Partition:
         self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
         self.publish()
 
-    def checkpoint(self) -> None:
-        """Flushes, and saves what spares the next start a scan. Raises StorageError, CorruptData."""
-        self.log.checkpoint()
-        self.dirty_since_ms = None
-        self.publish()
-
     def close(self, error: MetamqError, *, clean: bool = True) -> None:
         """Ends every wait with `error` and closes the log."""
         self.closed_by = error

@@ -100,7 +100,9 @@ class Broker:
                 batch_bytes_max=BATCH_BYTES_MAX,
                 failed=self.fail,
             )
-            self._housekeeping = Housekeeping(self._topics, self._folder, self._processors, config, self.fail)
+            self._housekeeping = Housekeeping(
+                self._topics, self._folder, self._processors, self._flusher, config, self.fail
+            )
             self._server = await loop.create_server(
                 lambda: BrokerProtocol(self._processors, self._connections, loop, connections_max=connections_max),
                 sock=self._listener,
@@ -113,6 +115,7 @@ class Broker:
             raise
         work: tuple[Callable[[], Awaitable[None]], ...] = (
             self._flusher.run,
+            self._housekeeping.watch_disk,
             self._housekeeping.run,
             self._follow_topics,
             self._follow_session,
@@ -288,6 +291,7 @@ class Broker:
         for connection in list(self._connections):
             connection.close() if self.failure is None else connection.abort()
         self._flusher.close()
+        self._housekeeping.close()
         if self._status is not None:
             self._status.close()
         self._files.close()
@@ -315,6 +319,8 @@ class Broker:
             await self._session.close()
         if hasattr(self, "_topics"):
             self._topics.close(ClosedError("broker"), clean=False)
+        if hasattr(self, "_housekeeping"):
+            self._housekeeping.close()
         if hasattr(self, "_flusher"):
             self._flusher.close()
         if hasattr(self, "_files"):

@@ -1,4 +1,4 @@
-"""The partition log: segments, indexes, producer states, recovery; synchronous, single-threaded but for fsync."""
+"""The partition log: segments, indexes, producer states, recovery; synchronous, one thread but for waiting steps."""
 
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.files import FileCache
@@ -7,6 +7,7 @@ from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.producers import Duplicate, New
 from metamq.broker.log.recovery import RecoveryReport
 from metamq.broker.log.segments import SegmentStats
+from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import LogSlice
 
 if __name__ != "metamq.broker.log":
@@ -15,6 +16,7 @@ if __name__ != "metamq.broker.log":
     )
 
 __all__ = [
+    "FLUSH",
     "Duplicate",
     "FileCache",
     "FlushPolicy",
@@ -25,4 +27,5 @@ __all__ = [
     "PartitionLog",
     "RecoveryReport",
     "SegmentStats",
+    "Steps",
 ]

@@ -45,6 +45,12 @@ def unlink(path: str) -> None:
         os.unlink(path)
 
 
+def unlink_all(paths: list[str]) -> None:
+    """Removes files that may be gone already, in this order. Raises OSError."""
+    for path in paths:
+        unlink(path)
+
+
 def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseIndex:
     """The segment's whole index, from its file as far as that goes, the rest from the log.
 

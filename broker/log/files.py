@@ -26,7 +26,8 @@ Sync = Callable[[int], None]
 class FileCache:
     """Descriptors of the files of many partition logs, at most `limit` open at once (duplicates aside).
 
-    One thread only. `write` and `sync` are os.pwrite and os.fsync, or a test's faulty disk.
+    One thread only, except for sync() and sync_folder(). `write` and `sync` are os.pwrite and os.fsync, or a test's
+    faulty disk.
     """
 
     __slots__ = ("_open", "_write", "indexes", "limit", "sync")

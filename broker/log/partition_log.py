@@ -28,6 +28,11 @@ first one raised, reads go on below the stable mark, and the next start recovers
 each has a checksum and says up to where it goes. Only one thing is asked of them: none may describe bytes that were
 replaced. So whatever cuts the log removes first, durably, what describes the bytes behind the cut.
 
+*Retention and checkpoints* take fsyncs, copies and removals, and are done in steps, beside the log's other work: see
+metamq.broker.log.steps for what that asks of them. Old segments are sealed, so nobody writes to them; the log's start
+moves past them, durably, before their files go; and what a checkpoint saves is true as of a position that appends only
+leave behind.
+
 After an open nothing is read until it is used: a broker with a thousand partitions starts with their names and sizes.
 """
 
@@ -36,15 +41,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from functools import partial
 
 from metamq.broker.log import retention
 from metamq.broker.log.config import LogConfig
+from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.files import FileCache, storage_error
 from metamq.broker.log.flush import FlushTicket
 from metamq.broker.log.flushed import FlushPoint
 from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.segments import Segment, SegmentStats
+from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import LogSlice, SegmentStore
 from metamq.errors import ClosedError, ConfigError, CorruptData, MetamqError, OffsetOutOfRange, StorageError
 from metamq.wire.batch import BatchHeader, stamp
@@ -53,7 +61,10 @@ log = logging.getLogger("metamq.broker.log")
 
 
 class PartitionLog:
-    """The log of one partition. One thread only, except for FlushTicket.sync(). Its marks are to be read, not set."""
+    """The log of one partition. Its marks are to be read, not set.
+
+    One thread only, except for FlushTicket.sync() and the steps that checkpoint() and retain() yield.
+    """
 
     __slots__ = (
         "_checkpoint_position",
@@ -370,9 +381,12 @@ class PartitionLog:
         self.finish_flush(ticket)
 
     def _store_point(self, *, clean: bool = False) -> None:
-        self._point = self._make_point(clean)
+        point = self._make_point(clean)
+        if point == self._point:
+            return
+        self._point = point
         try:
-            self._flush_file.write(self._point)
+            self._flush_file.write(point)
         except OSError as error:
             raise self._fail("storing the flushed point", error) from error
 
@@ -382,27 +396,29 @@ class PartitionLog:
             self.last_append_us, clean,
         )  # fmt: skip
 
-    def checkpoint(self) -> None:
+    def checkpoint(self) -> Steps[None]:
         """Flushes, and saves what is derived from the log, so that a crash costs no scan of what is there now.
 
-        Runs fsyncs in this thread; short when a flush has just been finished. Raises StorageError, ClosedError.
+        Raises StorageError, ClosedError.
         """
         self._check_writable()
-        done = self._checkpoint_position == self.end_position == self.flushed_position
-        if not done or self._slot_unsynced:
-            self._save_checkpoint(clean=False)
+        if self._checkpoint_position == self.end_position == self.flushed_position and not self._slot_unsynced:
+            return
+        yield FLUSH
+        self._check_writable()
+        self._save_derived(clean=False)
+        yield FLUSH
 
-    def _save_checkpoint(self, *, clean: bool) -> None:
-        self._flush_now()
+    def _save_derived(self, *, clean: bool) -> None:
+        """Saves what is derived, as of the end; the next flush makes it durable."""
         states = self._producers if self._producers is not None else self._load_producers()
         try:
             self._store.save_active_index()
             self._save_producers(states)
-            self._store_point(clean=clean)
-            self._flush_file.sync()
         except OSError as error:
             raise self._fail("a checkpoint", error) from error
-        self._slot_unsynced = False
+        self._store_point(clean=clean)
+        self._slot_unsynced = True
         self._checkpoint_position = self.end_position
 
     # -- changing the log as a whole ------------------------------------------------------------------------------
@@ -413,13 +429,12 @@ class PartitionLog:
         self._store.index_interval_bytes = config.index_interval_bytes
         self._advance_stable()
 
-    def apply_retention(self, now_us: int) -> list[SegmentStats]:
+    def retain(self, now_us: int) -> Steps[list[SegmentStats]]:
         """Removes or archives what is older or more than the topic keeps; returns the segments that went.
 
-        Never what is above the stable mark. The active segment goes only when it is too old, and is sealed first. Runs
-        a few fsyncs when something goes; an archive on another file system is copied to, here and now. A segment that
-        cannot be archived stays, and so do the younger ones. Also forgets idempotent producers that expired. Raises
-        StorageError, ClosedError.
+        Never what is above the stable mark. The active segment goes only when it is too old, and is sealed first. A
+        segment that cannot be archived stays, and so do the younger ones. Also forgets idempotent producers that
+        expired. Raises StorageError, CorruptData, ClosedError.
         """
         self._check_writable()
         self._expire_producers(now_us)
@@ -427,23 +442,36 @@ class PartitionLog:
             going = self._expired_segments(now_us)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
+        archive_dir = self._config.archive_dir if self._config.cleanup == "archive" else None
+        if going and archive_dir is not None:
+            paths = [segment.path for segment in going]
+            archived = yield partial(retention.archive_all, self._files, self.name, paths, archive_dir)
+            going = going[:archived]
         if not going:
             return []
+        yield from self.checkpoint()
+        yield FLUSH  # the snapshot of a roll, too: it is all that stays of the producers' batches that go now
+        self._check_writable()
+        segments = self._store.segments
+        if segments[: len(going)] != going or len(segments) == len(going):  # the log was cut
+            return []
         removed = self.segments()[: len(going)]
-        self.checkpoint()
-        self._flush_now()  # the snapshot too: it is all that stays of the producers' batches that go now
-        first = self._store.segments[len(going)]
+        first = segments[len(going)]
         self.start_offset, self.start_position = first.base_offset, first.base_position
         self._store_point()
+        self._slot_unsynced = True
+        yield FLUSH  # a removal that outlived the new start would be a log without its beginning
+        self._check_writable()
+        paths = self._store.release_oldest(len(going))
+        self._unsynced.difference_update(paths)
         try:
-            self._flush_file.sync()
-            self._store.drop_oldest(len(going))
+            yield partial(unlink_all, paths)
         except OSError as error:
             raise self._fail("removing old segments", error) from error
         return removed
 
     def _expired_segments(self, now_us: int) -> list[Segment]:
-        """The sealed segments that are to go now, archived if the topic wants that. Raises OSError."""
+        """The sealed segments that are to go now. Raises OSError."""
         store, config = self._store, self._config
         active = store.segments[-1]
         all_stable = active.size_bytes and active.end_position <= self.stable_position
@@ -460,8 +488,6 @@ class PartitionLog:
             lambda number: store.segment_last_append_us(sealed[number]),
             now_us,
         )
-        if config.cleanup == "archive" and config.archive_dir is not None:
-            count = retention.archive_all(self._files, self.name, sealed[:count], config.archive_dir)
         return sealed[:count]
 
     def truncate(self, position: int) -> None:
@@ -515,10 +541,18 @@ class PartitionLog:
         try:
             untouched = self._point.clean and self._point.position == self.end_position
             if clean and self._refusal is None and not untouched:
-                self._save_checkpoint(clean=True)
+                self._close_cleanly()
         finally:
             self._refusal = ClosedError(f"log of {self.name}")
             self._writing = False
             self._ticket = None
             self._files.forget(self._flush_file.path)
             self._store.close()
+
+    def _close_cleanly(self) -> None:
+        self._flush_now()
+        self._save_derived(clean=True)
+        try:
+            self._flush_file.sync()
+        except OSError as error:
+            raise self._fail("the last fsync", error) from error

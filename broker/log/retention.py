@@ -12,7 +12,6 @@ from pathlib import Path
 
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.files import FileCache
-from metamq.broker.log.segments import Segment
 
 log = logging.getLogger("metamq.broker.log")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
@@ -47,15 +46,18 @@ def removable(
     return len(sealed)
 
 
-def archive_all(files: FileCache, name: str, segments: list[Segment], archive_dir: Path) -> int:
-    """Archives the segments, oldest first, up to the first that fails; returns how many are in the archive now."""
-    for number, segment in enumerate(segments):
+def archive_all(files: FileCache, name: str, paths: list[str], archive_dir: Path) -> int:
+    """Archives sealed segments, oldest first, up to the first that fails; returns how many are in the archive now.
+
+    Any thread, like archive(): of `files` it uses what needs no open file of the cache.
+    """
+    for number, path in enumerate(paths):
         try:
-            archive(files, segment.path, archive_dir)
+            archive(files, path, archive_dir)
         except OSError as error:
-            log.warning("%s: %s could not be archived to %s and stays: %s", name, segment.path, archive_dir, error)
+            log.warning("%s: %s could not be archived to %s and stays: %s", name, path, archive_dir, error)
             return number
-    return len(segments)
+    return len(paths)
 
 
 def archive(files: FileCache, path: str, archive_dir: Path) -> None:

@@ -157,13 +157,19 @@ class SegmentStore:
         self._drop_snapshots(superfluous(self._snapshots, self.segments))
         return snapshot.path
 
-    def drop_oldest(self, count: int) -> None:
-        """Removes the oldest segments, in their order."""
+    def release_oldest(self, count: int) -> list[str]:
+        """Forgets the oldest segments; returns the files that are to be removed, the oldest first."""
         going = self.segments[:count]
         del self.segments[:count]
+        paths = []
         for segment in going:
-            self._drop(segment)
-        self._drop_snapshots(superfluous(self._snapshots, self.segments))
+            self._files.forget(segment.path)
+            self._files.indexes.forget(segment.path)
+            paths += [segment.path, segment.index_path]
+        for snapshot in superfluous(self._snapshots, self.segments):
+            self._snapshots.remove(snapshot)
+            paths.append(snapshot.path)
+        return paths
 
     def boundary_before(self, position: int) -> tuple[Segment, SparseIndex]:
         """The segment that holds `position` and its index, taken back to the last batch boundary up to there."""

@@ -211,16 +211,40 @@ def test_by_time_also_what_was_appended_during_an_fsync(bench: Callable[..., Non
     bench(FlushPolicy(every_ms=50), test)
 
 
-def test_readers_hear_of_what_a_checkpoint_flushed(bench: Callable[..., None]) -> None:
+def test_settled_is_what_was_there_before_and_waits_for_no_more(bench: Callable[..., None]) -> None:
+    async def test(on: Bench) -> None:
+        log = on.partition.log
+        on.disk.free.clear()
+        on.put(b"before the flush that is under way")
+        on.flusher.start(on.partition)
+        await until(lambda: on.disk.begun)
+        on.put(b"and after")
+        settling = asyncio.ensure_future(on.flusher.settle(on.partition))
+        await asyncio.sleep(0)
+        assert not settling.done()
+        on.disk.free.set()
+        await settling
+        assert log.flushed_offset == log.end_offset == 2
+        flushes = on.flusher.flushes
+        await on.flusher.settle(on.partition)
+        assert on.flusher.flushes == flushes == 2
+
+    bench(FlushPolicy(every_ms=None), test)
+
+
+def test_whoever_waits_for_a_flush_is_served_by_one_that_another_asked_for(bench: Callable[..., None]) -> None:
     async def test(on: Bench) -> None:
         on.disk.free.clear()
-        on.put(b"x")
-        reader = Reader(on.partition)
-        await until(lambda: on.disk.begun)
+        settling = []
+        for number in range(3):
+            on.put(b"x")
+            settling.append(asyncio.ensure_future(on.flusher.settle(on.partition)))
+            await until(lambda: on.disk.begun)
+            assert len(settling) == number + 1
         on.disk.free.set()
-        on.partition.checkpoint()  # it finishes the flush that is under way
-        assert reader.bytes > 0
-        assert on.acknowledged == [0]
+        await asyncio.gather(*settling)
+        assert on.acknowledged == [0, 1, 2]
+        assert on.flusher.flushes == 2
 
     bench(ACK, test)
 

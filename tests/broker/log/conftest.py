@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog, SegmentStats, Steps
+from metamq.errors import StorageError
 from metamq.wire.batch import BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode
 
+T = TypeVar("T")
 SMALL = LogConfig(segment_bytes=2000, index_interval_bytes=300)
 
 
@@ -56,6 +60,32 @@ class Shelf:
         if ticket is not None:
             ticket.sync()
             log.finish_flush(ticket)
+
+    def finish(self, log: PartitionLog, steps: Steps[T]) -> T:
+        """Carries the steps out, here and now."""
+        result: Any = None
+        error: OSError | None = None
+        while True:
+            try:
+                step = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                done: T = end.value
+                return done
+            result = error = None
+            if step == FLUSH:
+                with contextlib.suppress(StorageError):  # the log remembers
+                    self.flush(log)
+                continue
+            try:
+                result = step()
+            except OSError as raised:
+                error = raised
+
+    def checkpoint(self, log: PartitionLog) -> None:
+        self.finish(log, log.checkpoint())
+
+    def retain(self, log: PartitionLog, now_us: int) -> list[SegmentStats]:
+        return self.finish(log, log.retain(now_us))
 
     def read_all(self, log: PartitionLog, offset: int | None = None, bytes_max: int = 1 << 20) -> list[bytes]:
         """All values from `offset` on, as a consumer gets them; checks both checksums and every offset."""

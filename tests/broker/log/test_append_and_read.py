@@ -146,7 +146,13 @@ def test_a_closed_log_says_so(shelf: Any) -> None:
     log = shelf.open()
     log.close()
     log.close()
-    for use in (lambda: log.read(0, 1), lambda: shelf.append(log, [b"a"]), log.start_flush, log.checkpoint):
+    for use in (
+        lambda: log.read(0, 1),
+        lambda: shelf.append(log, [b"a"]),
+        log.start_flush,
+        lambda: shelf.checkpoint(log),
+        lambda: shelf.retain(log, 0),
+    ):
         with pytest.raises(ClosedError, match="log of flights/0-0 is closed"):
             use()
     assert shelf.files.open_count == 0

@@ -129,7 +129,7 @@ def test_a_failed_fsync_is_never_tried_again(shelf: Any, disk: Any, before_ack: 
             ticket.sync()
         with pytest.raises(StorageError, match="fsync failed"):
             log.finish_flush(ticket)
-    for use in (log.start_flush, log.checkpoint, lambda: log.truncate(0), lambda: log.apply_retention(0)):
+    for use in (log.start_flush, lambda: shelf.checkpoint(log), lambda: log.truncate(0), lambda: shelf.retain(log, 0)):
         with pytest.raises(StorageError, match="takes no writes"):
             use()
     assert disk.syncs == syncs
@@ -239,7 +239,7 @@ def test_a_checkpoint_saves_a_scan(shelf: Any) -> None:
     log = shelf.open(ONE_SEGMENT)
     for number in range(20):
         shelf.append(log, [b"v" * 50], producer_id=3, sequence=number)
-    log.checkpoint()
+    shelf.checkpoint(log)
     assert log.flushed_position == log.end_position
     log.close(clean=False)
     log = shelf.open(ONE_SEGMENT)

@@ -86,7 +86,7 @@ def test_states_outlive_a_restart(shelf: Any, clean: bool, checkpoint_at: int | 
     for sequence in range(12):
         put(shelf, log, 5, sequence)
         if sequence == checkpoint_at:
-            log.checkpoint()
+            shelf.checkpoint(log)
     log.close(clean)
     for path in shelf.paths("producers"):
         if snapshots == "lost":
@@ -109,7 +109,7 @@ def test_states_follow_a_cut_to_any_place(shelf: Any, tmp_path: Any) -> None:
         for sequence in range(12):
             put(copy, log, 5, sequence)
             if sequence in (4, 7):
-                log.checkpoint()
+                shelf.checkpoint(log)
         cut_at = copy.boundaries(log)[last + 1]
         log.truncate(cut_at)
         assert_states(copy, log, last)
@@ -127,7 +127,7 @@ def test_states_outlive_retention(shelf: Any) -> None:
         put(shelf, log, 5, sequence)
     for sequence in range(20):
         put(shelf, log, 9, sequence)
-    assert log.apply_retention(1)
+    assert shelf.retain(log, 1)
     assert log.start_offset > 8, "the batches of producer 5 are gone"
     for clean in (False, True, True):
         assert check(shelf, log, 5, 4) == New()
@@ -143,9 +143,9 @@ def test_a_silent_producer_is_forgotten(shelf: Any) -> None:
     log = shelf.open(now_us=0)
     put(shelf, log, 5, 0, now_us=0)
     put(shelf, log, 6, 0, now_us=DAY_US)
-    log.apply_retention(7 * DAY_US)
+    shelf.retain(log, 7 * DAY_US)
     assert check(shelf, log, 5, 0) == Duplicate(0, 0)
-    log.apply_retention(7 * DAY_US + 1)
+    shelf.retain(log, 7 * DAY_US + 1)
     assert check(shelf, log, 5, 9) == New(), "its state is gone: it starts over, anywhere"
     assert check(shelf, log, 6, 0) == Duplicate(2, DAY_US)
     log.close()
@@ -158,7 +158,7 @@ def test_old_snapshots_go(shelf: Any) -> None:
     log = shelf.open(LogConfig(segment_bytes=1 << 20))
     for sequence in range(10):
         put(shelf, log, 5, sequence)
-        log.checkpoint()
+        shelf.checkpoint(log)
     assert len(shelf.paths("producers")) == 2
     log.close()
     log = shelf.open(LogConfig(segment_bytes=500))
@@ -215,12 +215,12 @@ def test_any_life_of_a_log_keeps_states_and_messages(make_shelf: Any, operations
         elif name == "flush":
             shelf.flush(log)
         elif name == "checkpoint":
-            log.checkpoint()
+            shelf.checkpoint(log)
         elif name == "reopen":
             log.close(clean=bool(argument))
             log = shelf.open(config)
         elif name == "retain":
-            log.apply_retention(0)
+            shelf.retain(log, 0)
         elif (end := log.end_position - argument * log.size_bytes // 100) >= log.start_position:
             log.truncate(end)
             stored = [batch for batch in stored if batch[3] < log.end_position]

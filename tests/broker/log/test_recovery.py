@@ -384,7 +384,7 @@ def test_a_power_cut_loses_nothing_that_was_flushed(make_shelf: Any) -> None:
                 slots.append((shelf.folder / "flushed").read_bytes())
                 flushed_batches = batches
             if choice.random() < 0.1:
-                log.checkpoint()
+                shelf.checkpoint(log)
                 slots = [(shelf.folder / "flushed").read_bytes()]
                 flushed_batches = batches
         flushed, segments = log.flushed_position, log.segments()

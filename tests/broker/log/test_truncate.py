@@ -60,7 +60,7 @@ def test_at_or_above_the_end_nothing_happens(shelf: Any) -> None:
 
 def test_below_the_start_is_refused(shelf: Any) -> None:
     log = filled(shelf, LogConfig(segment_bytes=700, retention_bytes=0))
-    log.apply_retention(0)
+    shelf.retain(log, 0)
     with pytest.raises(ConfigError, match=f"it starts at byte {log.start_position:,}"):
         log.truncate(log.start_position - 8)
     log.truncate(log.start_position)
