@@ -35,6 +35,7 @@ from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.words import count
 from metamq.zk.brokers import Mastership, Registration, become_master, cluster_id, read_state, register_topics
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session import Session, State
@@ -126,8 +127,8 @@ class Broker:
             task.add_done_callback(self._task_ended)
         self._ready_reason = ""
         log.info(
-            "broker %d is up at %s:%d, epoch %d, %d topics, data in %s",
-            config.id, self.host, self.port, self.epoch, len(self._registered), config.data,
+            "broker %d is up at %s:%d, epoch %d, %s, data in %s",
+            config.id, self.host, self.port, self.epoch, count(len(self._registered), "topic"), config.data,
         )  # fmt: skip
 
     def _bind(self) -> socket.socket:
@@ -182,8 +183,8 @@ class Broker:
         topics = {folder.topic for folder in self._folder.topics()}
         if topics and await read_state(self._session, self.config.id) is None:
             raise ConfigError(
-                f"the data folder {self.config.data} holds {len(topics)} topics, but ZooKeeper at {self._zookeeper} "
-                f"does not know broker {self.config.id}",
+                f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
+                f"{self._zookeeper} does not know broker {self.config.id}",
                 hint="Give the ZooKeeper, chroot and --root that the folder was used with. Without them, its topics "
                 "would count as deleted.",
             )
@@ -341,7 +342,7 @@ class Broker:
             return False, str(self._processors.refuse_writes)
         if broken:
             return False, "; ".join(str(error) for error in broken)
-        return True, f"epoch {self.epoch}, {len(self._registered)} topics"
+        return True, f"epoch {self.epoch}, {count(len(self._registered), 'topic')}"
 
     def statistics(self) -> dict[str, object]:
         """What STATS answers, and the connections. Any thread."""

@@ -25,6 +25,7 @@ from metamq.broker.log.scan import checked_batches, find_flushed_claim, read_at
 from metamq.broker.log.segments import Inventory, Segment, take_inventory
 from metamq.errors import ConfigError, CorruptData
 from metamq.wire.batch import BatchHeader
+from metamq.words import count
 from metamq.zk.names import partition_name
 
 ALIGNMENT = 8
@@ -197,7 +198,7 @@ def _check_chain(inventory: Inventory, point: FlushPoint | None, report: Partiti
     start = point.start_position if point is not None else 0
     retired = [one for one in inventory.segments if point and one.size_bytes and one.end_position <= start]
     if retired:
-        report.notes.append(f"{len(retired)} segments are past retention: they go at the broker's next start")
+        report.notes.append(f"past retention: {count(len(retired), 'segment')}, to go at the broker's next start")
     segments = inventory.segments[len(retired) :]
     if point is not None and (not segments or segments[0].base_position != start):
         found = segments[0].base_position if segments else None

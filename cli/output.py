@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from metamq.client.words import count as count
+from metamq.words import count as count
 
 F = TypeVar("F", bound=Callable[..., Any])
 

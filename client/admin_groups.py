@@ -29,6 +29,7 @@ from metamq.client.rebalance_decisions import why_idle
 from metamq.client.strategies import explain
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
+from metamq.words import count
 from metamq.zk import members
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.members import Member
@@ -163,7 +164,7 @@ def _partition(
     elif isinstance(found, MetamqError):
         problem = found.problem
     elif found is not None and committed is not None and committed.offset < found.start_offset:
-        problem = f"retention removed {found.start_offset - committed.offset:,} messages that were not read"
+        problem = f"retention removed {count(found.start_offset - committed.offset, 'message')} before they were read"
     elif found is None:
         problem = "the topic has no such partition"
     answered = found if found is not None and not isinstance(found, MetamqError) else None

@@ -16,6 +16,7 @@ from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.errors import ConfigError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
+from metamq.words import count
 
 log = logging.getLogger("metamq.client")
 
@@ -37,7 +38,8 @@ class DeadLetters:
 
     async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
         """Returns when it is stored. Raises what a delivery can fail with."""
-        log.warning("given up after %d attempts, to %s: %r", attempts, self.topic, message[:3], exc_info=error)
+        times = count(attempts, "attempt")
+        log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
         producer = await self._open()
         await producer.send(self.topic, value, message.key, dead_letter_headers(message, error, attempts))
 

@@ -36,6 +36,7 @@ from metamq.errors import (
 )
 from metamq.wire.batch import walk
 from metamq.wire.commands import LATEST, GetResult
+from metamq.words import count
 from metamq.zk.lease import Lease
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -111,7 +112,7 @@ class ConsumerCore:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a part of the consumer ended", exc_info=error)
+            log.debug("a part of the consumer ended: handlers get the error", exc_info=error)
             self.inbox.fail(error)
 
     def _make_assignment(self, session: Session) -> ZKLoadRebalanceListener | UnsharedAssignment:
@@ -140,7 +141,7 @@ class ConsumerCore:
         try:
             await callback([state.tp for state in states])
         except Exception as error:
-            log.error("the consumer ends: a callback failed", exc_info=error)
+            log.debug("a callback failed: handlers get the error", exc_info=error)
             self._callback_error = error
             self.inbox.fail(error)
             return False
@@ -349,7 +350,7 @@ class ConsumerCore:
         place = error.start if policy == "earliest" and request.offset < error.start else error.end
         lost = max(place - request.offset, 0)
         self._lost_messages += lost
-        log.warning("%s: %s Going on at %d; %d messages are lost to this group.", request.tp, error, place, lost)
+        log.warning("%s: %s Going on at %d; lost to this group: %s", request.tp, error, place, count(lost, "message"))
         self.inbox.skip_to(state, place)
         self._fetch_from(state, place)
 

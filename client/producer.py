@@ -119,7 +119,7 @@ async def _close_quietly(core: ProducerCore) -> None:
     try:
         await core.close(AT_EXIT_FLUSH_S)
     except Exception as error:
-        log.error("messages of a Producer that was not closed were not stored: %s", error)
+        log.error("messages of a Producer that was not closed were not stored: %s", _reasons(error))
 
 
 _unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
@@ -137,4 +137,9 @@ def _flush_unclosed() -> None:
         try:
             producer.close(AT_EXIT_FLUSH_S)
         except Exception as error:
-            log.error("messages were not stored before the process ended: %s", error)
+            log.error("messages were not stored before the process ended: %s", _reasons(error))
+
+
+def _reasons(error: Exception) -> str:
+    errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+    return "; ".join(dict.fromkeys(map(str, errors)))

@@ -30,6 +30,7 @@ from metamq.errors import (
 )
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
+from metamq.words import count
 from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -229,10 +230,14 @@ class ProducerCore:
             self._drained.clear()
 
     def _failed(self, batches: list[OutgoingBatch]) -> None:
+        """For the next flush() to raise. Only what it cannot raise is logged."""
         for batch in batches:
-            log.warning("%d messages for %s were not stored: %s", batch.count, batch.name, batch.error)
+            if len(self._failures) >= FAILURES_MAX:
+                self._failures = [failed for failed in self._failures if not failed.seen]
             if len(self._failures) < FAILURES_MAX:
                 self._failures.append(batch)
+            else:
+                log.error("not stored: %s for %s: %s", count(batch.count, "message"), batch.name, batch.error)
 
     async def flush(self, timeout_s: float | None) -> None:
         """Waits until all that was accepted so far is stored or has failed.

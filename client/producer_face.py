@@ -11,6 +11,7 @@ from metamq.client.outgoing import Delivery, ManyDelivery
 from metamq.client.partitioner import Partitioner
 from metamq.client.producer_core import ProducerCore
 from metamq.client.typevars import T
+from metamq.words import count
 
 Key = bytes | str | None
 
@@ -79,7 +80,7 @@ class ProducerFace(Generic[T]):
             plain = [as_bytes(value, "value") for value in plain]
         packed = None if keys is None else [key_bytes(key) for key in keys]
         if packed is not None and len(packed) != len(plain):
-            raise ValueError(f"send_many() got {len(packed)} keys for {len(plain)} values")
+            raise ValueError(f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}")
         return self._core.accumulator.send_many(topic, plain, packed)
 
 

@@ -266,7 +266,7 @@ class ZKLoadRebalanceListener:
         self._look.set()
 
     async def _fail(self, error: MetamqError) -> None:
-        log.error("group %s: %s stops: %s", self._group, self._id, error)
+        log.info("group %s: %s stops: %s", self._group, self._id, error)  # the handler gets the error
         self._is_failed = True
         self._last_error = str(error)
         try:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from metamq.client import strategies
-from metamq.client.words import count
+from metamq.words import count
 from metamq.zk.members import Member
 from metamq.zk.partitions import TopicPartition, partition_order
 from metamq.zk.plans import Plan, PlanInputs, TopicInput

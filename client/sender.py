@@ -46,6 +46,7 @@ from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.compression import Codec
 from metamq.wire.connection import Response
 from metamq.wire.limits import ENTRIES_TARGET
+from metamq.words import count
 from metamq.zk.topics import TopicConfig
 
 log = logging.getLogger("metamq.client")
@@ -421,7 +422,9 @@ class Sender:
         if batch.done:  # it was reported before, when its time was over
             batch.encoded = None
             if error is None:
-                log.warning("%s: %d messages whose delivery timed out were stored later", batch.name, batch.count)
+                log.warning(
+                    "%s: stored after the delivery had timed out: %s", batch.name, count(batch.count, "message")
+                )
             return
         batch.complete(base_offset, error, keep_encoded=ghost)
         self.on_done(batch)
@@ -451,7 +454,7 @@ class Sender:
     def _timeout(self, queue: PartitionQueue, batch: OutgoingBatch) -> DeliveryTimeout:
         broker = self._brokers.get(queue.broker_id)
         return DeliveryTimeout(
-            f"a batch of {len(batch.values)} messages for {batch.name}",
+            f"a batch of {count(len(batch.values), 'message')} for {batch.name}",
             self._delivery_timeout_s,
             broker.last_error.problem if broker is not None and broker.last_error is not None else "",
             outcome="unknown" if batch.unsure else "not_done",

@@ -19,8 +19,8 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from metamq.client.words import count
 from metamq.errors import ConfigError
+from metamq.words import count
 from metamq.zk.partitions import TopicPartition, partition_order
 
 VIRTUAL_NODES = 160

@@ -15,6 +15,7 @@ from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickB
 from metamq.client.partitioner import Partitioner
 from metamq.errors import ConfigError, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX
+from metamq.words import count
 from metamq.zk.names import parse_partition
 from metamq.zk.topics import TopicConfig
 
@@ -75,7 +76,7 @@ class TopicBuffer:
         number = partitioner(self.topic, key, len(self.places))
         if not isinstance(number, int) or not 0 <= number < len(self.places):
             raise ConfigError(
-                f"the partitioner gave {number!r} for a topic of {len(self.places)} partitions",
+                f"the partitioner gave {number!r} for a topic of {count(len(self.places), 'partition')}",
                 hint="It is to give an index among them: 0, 1, and so on.",
             )
         return number

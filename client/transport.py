@@ -100,7 +100,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
 
     def _fail(self, error: MetamqError) -> None:
         if isinstance(error, ProtocolError):
-            log.warning("%s", error)
+            log.info("%s", error)  # whoever waits for an answer gets it
         if self._opened.done():  # whatever was asked may have been done
             error = ConnectError(self.address, error.problem, hint=error.hint, outcome="unknown")
         self._lost(error)

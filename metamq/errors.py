@@ -33,6 +33,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from metamq.words import count
+
 Outcome = Literal["not_done", "unknown"]
 
 PARTITIONS_NAMED_MAX = 20
@@ -126,7 +128,7 @@ class PartitionNotFound(TopicNotFound):
     def __init__(self, topic: str, partition: str, partitions: tuple[str, ...] = ()) -> None:
         known = f"It has: {', '.join(partitions)}." if partitions else ""
         if len(partitions) > PARTITIONS_NAMED_MAX:
-            known = f"It has {len(partitions):,} partitions, {partitions[0]} to {partitions[-1]}."
+            known = f"It has {count(len(partitions), 'partition')}, {partitions[0]} to {partitions[-1]}."
         MetamqError.__init__(
             self,
             f"topic {topic!r} has no partition {partition!r}",
@@ -209,7 +211,7 @@ class NotEnoughReplicas(MetamqError):
 
     def __init__(self, what: str, have: int, need: int, *, outcome: Outcome = "not_done") -> None:
         super().__init__(
-            f"{what} has {have} in-sync replicas, {need} are needed",
+            f"{what} has {count(have, 'in-sync replica')}, {need} needed",
             hint="`metamq ha status` shows which replica is missing.",
             outcome=outcome,
         )

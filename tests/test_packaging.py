@@ -146,6 +146,9 @@ def test_import_contract_fires(tmp_path: Path, folder: str, line: str, broken: s
 def test_import_contracts_name_every_package() -> None:
     layers, no_io, only_zk = PYPROJECT["tool"]["importlinter"]["contracts"]
     packages = {f"metamq.{folder}" for folder in IN_METAMQ}
-    assert {name.strip() for layer in layers["layers"] for name in layer.split("|")} == packages | {"metamq.errors"}
+    assert {name.strip() for layer in layers["layers"] for name in layer.split("|")} == packages | {
+        "metamq.errors",
+        "metamq.words",
+    }
     assert no_io["source_modules"] == ["metamq.wire"]
     assert set(only_zk["source_modules"]) == packages - {"metamq.zk"} | {"metamq.errors"}

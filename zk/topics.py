@@ -203,7 +203,7 @@ def spread_partitions(
         raise ConfigError("there is no broker to put partitions on", hint="Start one with `metamq broker`.")
     if missing < 0:
         raise ConfigError(
-            f"there are {count - missing} partitions, which cannot be reduced to {count}",
+            f"the number of partitions is {count - missing}, and cannot be reduced to {count}",
             hint="Make a new topic with fewer partitions.",
         )
     heapq.heapify(load)
@@ -222,8 +222,8 @@ def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
     for broker_id, count in before.partitions.items():
         if after.partitions.get(broker_id, 0) < count:
             raise ConfigError(
-                f"topic {before.topic!r} has {count} partitions on broker {broker_id}, which cannot be reduced "
-                f"to {after.partitions.get(broker_id, 0)}",
+                f"the number of partitions of topic {before.topic!r} on broker {broker_id} is {count}, and cannot be "
+                f"reduced to {after.partitions.get(broker_id, 0)}",
                 hint="Partitions are only ever added; make a new topic with fewer.",
             )
 

@@ -267,7 +267,7 @@ def test_another_zookeeper_than_the_data_folders_own(tmp_path: Path) -> None:
         finally:
             lost.kill()
             parts.broker.start()
-        assert f"holds 1 topics, but ZooKeeper at {other.address} does not know broker 0" in text
+        assert f"holds 1 topic, but ZooKeeper at {other.address} does not know broker 0" in text
         assert [m.value for m in read_topic(parts.broker, "precious", topic.id)["0-0"]] == [b"x"]
 
 

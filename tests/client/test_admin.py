@@ -230,7 +230,9 @@ def test_a_reset_that_cannot_be(running: Cluster, admin: Admin, topic: str) -> N
     assert admin.describe_group(topic).partitions[0].committed is None
 
 
-def test_an_evicted_member_ends_and_another_takes_over(running: Cluster, admin: Admin, topic: str) -> None:
+def test_an_evicted_member_ends_and_another_takes_over(
+    running: Cluster, admin: Admin, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
     admin.create_topic(topic, partitions=2, brokers=[0])
     ends: list[Exception] = []
 
@@ -253,6 +255,7 @@ def test_an_evicted_member_ends_and_another_takes_over(running: Cluster, admin: 
         thread.join(LIMIT_S)
         assert [type(error) for error in ends] == [ClosedError]
         assert "was evicted from group" in str(ends[0])
+    assert caplog.messages == [], "it is raised"
 
 
 def test_a_deleted_group_starts_anew(running: Cluster, admin: Admin, topic: str) -> None:

@@ -516,7 +516,7 @@ def test_on_revoked_may_commit(shop: Shop, group: str) -> None:
     assert shop.committed(group)[tp(topic)] == 4
 
 
-def test_a_callback_that_fails_ends_the_consumer(shop: Shop, group: str) -> None:
+def test_a_callback_that_fails_ends_the_consumer(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:
     topic = shop.topic()
     shop.numbers(topic, 10)
 
@@ -531,6 +531,7 @@ def test_a_callback_that_fails_ends_the_consumer(shop: Shop, group: str) -> None
     assert shop.committed(group)[tp(topic)] is None
     with pytest.raises(ZeroDivisionError), shop.consumer(topic, on_assigned=fail) as consumer:
         first(consumer, 1)
+    assert caplog.messages == [], "it is raised"
 
 
 # Wrong arguments

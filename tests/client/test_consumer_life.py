@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Consumer, TopicPartition
+from metamq.client.background import background
 from metamq.errors import ClosedError, ForkedError
 
 if TYPE_CHECKING:
@@ -163,6 +165,14 @@ def test_close_from_another_thread_ends_the_loop(shop: Shop, group: str) -> None
     assert shop.admin.describe_group(group).members == ()
     for thread in threads:
         thread.join()
+
+
+def test_a_call_that_waits_while_its_client_is_closed_says_so() -> None:
+    async def wait_for_what_close_cancels() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ClosedError, match="while this call waited for an answer"):
+        background().run(wait_for_what_close_cancels())
 
 
 def test_close_from_another_thread_does_not_wait_for_the_message_in_hand(shop: Shop, group: str) -> None:

@@ -208,7 +208,9 @@ def test_awaiting_does_not_linger_either(parts: Cluster, topic: TopicConfig) -> 
 # -- errors, and who is told of them ----------------------------------------------------------------
 
 
-def test_flush_raises_what_failed_and_nobody_was_told_of(parts: Cluster, topic: TopicConfig) -> None:
+def test_flush_raises_what_failed_and_nobody_was_told_of(
+    parts: Cluster, topic: TopicConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     with parts.producer() as producer:
         producer.send("nowhere", b"x", b"k")
         producer.send(topic.topic, b"fine")
@@ -223,6 +225,28 @@ def test_flush_raises_what_failed_and_nobody_was_told_of(parts: Cluster, topic: 
         producer.send("nowhere", b"x")
         with pytest.raises(ExceptionGroup):
             producer.flush()
+    assert caplog.messages == [], "it is raised"
+
+
+def test_failures_that_flush_cannot_keep_are_logged(
+    parts: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metamq.client.producer_core.FAILURES_MAX", 2)
+    with parts.producer() as producer:
+        for number in range(4):  # two of them are told at once, and need no room
+            delivery = producer.send(f"nowhere-{number}", b"x")
+            wait_until(delivery.done)
+            if number < 2:
+                delivery.exception()
+        assert caplog.messages == []
+        producer.send("nowhere-4", b"x")
+        wait_until(lambda: caplog.messages)
+        assert [message.partition(". ")[0] for message in caplog.messages] == [
+            "not stored: 1 message for nowhere-4: topic 'nowhere-4' does not exist"
+        ]
+        with pytest.raises(ExceptionGroup) as caught:
+            producer.flush()
+        assert len(caught.value.exceptions) == 2
 
 
 def test_close_raises_it_too_and_is_closed_all_the_same(parts: Cluster) -> None:
@@ -296,7 +320,7 @@ def test_more_wrong_types(parts: Cluster, call: Callable[[Producer[Any]], object
         (lambda p: p.send(5, b"x"), ConfigError, "topic is 5, not a string"),
         (lambda p: p.send("t", b"x", timestamp=datetime(2013, 1, 1)), ValueError, "has no time zone"),
         (lambda p: p.send("t", b"x", timestamp=1 << 63), ConfigError, "is not microseconds since 1970"),
-        (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ValueError, "got 2 keys for 1 values"),
+        (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ValueError, "got 2 keys for 1 value"),
         (lambda p: p.send("t", b"x" * (4 << 20)), MessageTooLarge, "the limit is 4,194,304"),
         (lambda p: p.send("t", b"x", None, {"\ud800": b"x"}), UnicodeEncodeError, "surrogates not allowed"),
     ],

@@ -117,7 +117,7 @@ def test_a_spread_needs_brokers_and_never_reduces() -> None:
     assert spread_partitions(5, [2, 0, 1]) == {0: 2, 1: 2, 2: 1}
     with pytest.raises(ConfigError, match="no broker"):
         spread_partitions(3, [])
-    with pytest.raises(ConfigError, match="there are 4 partitions, which cannot be reduced to 3"):
+    with pytest.raises(ConfigError, match="number of partitions is 4, and cannot be reduced to 3"):
         spread_partitions(3, [0], {0: 4})
 
 
@@ -160,9 +160,9 @@ def test_an_alteration_never_takes_partitions_or_the_id_away(servers: str) -> No
         async with await Session.open(servers) as session:
             store = TopicStore(session)
             created = await store.create(TopicConfig("flights", {0: 4, 1: 1}))
-            with pytest.raises(ConfigError, match="4 partitions on broker 0, which cannot be reduced to 3"):
+            with pytest.raises(ConfigError, match="on broker 0 is 4, and cannot be reduced to 3"):
                 await store.alter("flights", lambda config: replace(config, partitions={0: 3, 1: 1}))
-            with pytest.raises(ConfigError, match="1 partitions on broker 1, which cannot be reduced to 0"):
+            with pytest.raises(ConfigError, match="on broker 1 is 1, and cannot be reduced to 0"):
                 await store.alter("flights", lambda config: replace(config, partitions={0: 9}))
             with pytest.raises(ConfigError, match="keeps its name and its id"):
                 await store.alter("flights", lambda config: replace(config, id="0" * 16))
