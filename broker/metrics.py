@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import metamq
+from metamq.broker.sync_times import BOUNDS_S
 
 if TYPE_CHECKING:
     from metamq.broker.server import Broker
@@ -48,6 +50,9 @@ class BrokerCollector(Collector):
         yield build
         for name, (metric, text) in _TOTALS.items():
             yield CounterMetricFamily(metric, text, value=counters[name])
+        flushes = statistics["flushes"]
+        yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
+        yield self._fsyncs()
         for name, (metric, text) in _PER_TOPIC.items():
             family = CounterMetricFamily(metric, text, labels=["topic"])
             for topic, value in counters[name].items():
@@ -58,3 +63,10 @@ class BrokerCollector(Collector):
             for partition in statistics["partitions"]:
                 gauge.add_metric([partition["topic"], str(partition["partition"])], partition[name])
             yield gauge
+
+    def _fsyncs(self) -> Metric:
+        found = self._broker.fsyncs()
+        bounds = [*map(str, BOUNDS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+        text = "How long fsyncs took, those of files that are not logs included"
+        return HistogramMetricFamily("metamq_disk_fsync_seconds", text, buckets=buckets, sum_value=found.sum_s)

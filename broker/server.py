@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -32,6 +33,7 @@ from metamq.broker.log import FileCache
 from metamq.broker.partition import BatchIds
 from metamq.broker.processors import Processors
 from metamq.broker.protocol import BrokerProtocol
+from metamq.broker.sync_times import Histogram, SyncTimes
 from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
@@ -78,7 +80,8 @@ class Broker:
             limit = _raised_open_files_limit()
             open_files = config.open_files_max or max(OPEN_FILES_LEAST, limit // 2)
             connections_max = max(1, min(config.connections_max, limit - open_files - OPEN_FILES_LEAST))
-            self._files = FileCache(open_files)
+            self._sync_times = SyncTimes()
+            self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
             self._session = await Session.open(
                 self._zookeeper,
                 timeout_ms=config.session_timeout_ms,
@@ -345,8 +348,16 @@ class Broker:
         return True, f"epoch {self.epoch}, {count(len(self._registered), 'topic')}"
 
     def statistics(self) -> dict[str, object]:
-        """What STATS answers, and the connections. Any thread."""
-        return {**self._processors.statistics(), "connections": len(self._connections)}
+        """What STATS answers, and what the metrics have besides. Any thread."""
+        return {
+            **self._processors.statistics(),
+            "connections": len(self._connections),
+            "flushes": self._flusher.flushes,
+        }
+
+    def fsyncs(self) -> Histogram:
+        """How long the fsyncs took. Any thread."""
+        return self._sync_times.snapshot()
 
 
 def _raised_open_files_limit() -> int:

@@ -397,6 +397,20 @@ def test_a_lost_session_is_replaced_and_everything_registered_anew(tmp_path: Pat
 # -- what it says of itself ----------------------------------------------------------------------
 
 
+def fsyncs(port: int) -> dict[str, float]:
+    """What /metrics says of the disk."""
+    lines = http_get(port, "/metrics")[1].splitlines()
+    found = [line.rsplit(" ", 1) for line in lines if line.startswith(("metamq_disk_", "metamq_broker_flushes"))]
+    return {name: float(value) for name, value in found}
+
+
+def test_every_metric_is_documented(parts: Cluster) -> None:
+    metrics = http_get(parts.broker.http_port, "/metrics")[1]
+    kinds = re.findall(r"^# TYPE (metamq_\w+) (\w+)$", metrics, re.MULTILINE)
+    told = re.findall(r"`(metamq_\w+)`", (Path(__file__).parents[2] / "docs" / "operating.md").read_text())
+    assert sorted(name for name, _kind in kinds) == sorted(told)
+
+
 def test_metrics_and_pages(parts: Cluster) -> None:
     with parts.admin() as admin:
         admin.create_topic("measured", partitions=1)
@@ -412,6 +426,19 @@ def test_metrics_and_pages(parts: Cluster) -> None:
         "metamq_broker_ready 1.0",
     ):
         assert line in metrics.splitlines(), metrics
+    before = fsyncs(port)
+    with parts.admin() as admin:
+        admin.create_topic("flushed", partitions=1, flush="ack")
+    with parts.producer() as producer:
+        for _ in range(10):
+            producer.send("flushed", b"x").result(20)
+    after = fsyncs(port)
+    assert after["metamq_broker_flushes_total"] >= before["metamq_broker_flushes_total"] + 10
+    assert after["metamq_disk_fsync_seconds_count"] >= before["metamq_disk_fsync_seconds_count"] + 10
+    assert after["metamq_disk_fsync_seconds_sum"] > before["metamq_disk_fsync_seconds_sum"]
+    buckets = [value for name, value in after.items() if "_bucket" in name]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == after["metamq_disk_fsync_seconds_count"]
     assert http_get(port, "/healthz")[0] == 200
     code, text = http_get(port, "/readyz")
     assert (code, text.startswith("epoch ")) == (200, True)
