@@ -11,7 +11,7 @@ import enum
 import functools
 import reprlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from metamq.errors import ProtocolError
 from metamq.wire.limits import ENTRIES_MAX
@@ -20,12 +20,13 @@ T = TypeVar("T")
 
 
 class Command(enum.IntEnum):
-    """What a request asks for. 5 and above 6 are kept for replication and transactions."""
+    """What a request asks for. The numbers from 8 on are kept for transactions and administration."""
 
     HELLO = 1
     AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, brokers of this release refuse it
     PUT = 3
     GET = 4
+    SYNC = 5  # replication: metamq.wire.sync
     OFFSETS = 6
     STATS = 7
 
@@ -146,28 +147,41 @@ class OffsetsResult(NamedTuple):
     error: Any
 
 
-def _is(kind: type) -> Callable[[Any], bool]:
+def _check_of(kind: Any) -> Callable[[Any], bool]:
+    """Whether a value is of a declared kind. The entries of a list of named tuples are looked at one by one later."""
+    if kind is Any:
+        return lambda value: True
+    if get_origin(kind) is list:
+        (inner,) = get_args(kind)
+        if inner is int:
+            return lambda value: isinstance(value, list) and all(type(v) is int for v in value)
+        if get_origin(inner) is tuple:
+            return _is_list_of_ints(len(get_args(inner)))
+        return lambda value: isinstance(value, list)
     if kind is int:
         return lambda value: type(value) is int
     return lambda value: isinstance(value, kind)
 
 
-_CHECKS: dict[Any, Callable[[Any], bool]] = {
-    int: _is(int),
-    str: _is(str),
-    Any: lambda value: True,
-    list[int]: lambda value: isinstance(value, list) and all(type(v) is int for v in value),
-    list[tuple[int, int]]: lambda value: (
-        isinstance(value, list)
-        and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)
-    ),
-    list[GetPartition]: _is(list),
-}
+def _is_list_of_ints(count: int) -> Callable[[Any], bool]:
+    """Whether a value is a list of so many integers each."""
+
+    def check(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            isinstance(row, list) and len(row) == count and all(type(v) is int for v in row) for row in value
+        )
+
+    return check
+
+
+def fields_of(cls: type[Any]) -> list[tuple[str, Any]]:
+    """The fields of a header and their declared kinds, in order."""
+    return list(get_type_hints(cls).items())
 
 
 @functools.cache
 def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
-    return tuple((name, kind, _CHECKS[kind]) for name, kind in get_type_hints(cls).items())
+    return tuple((name, kind, _check_of(kind)) for name, kind in fields_of(cls))
 
 
 def unpack(cls: type[T], header: Any) -> T:

@@ -4,11 +4,15 @@
     GREETING   hello() sent, HelloReply awaited          HELLO awaited, small frames only
     OPEN       request() any number, responses in        requests in any number, respond() in any order
                any order
+    STREAMING  a SYNC request was accepted: as OPEN, and either end pushes SYNC frames of its own accord
     CLOSED     after a broken frame or a refused HELLO   the same; what still comes in is ignored
 
 No socket, clock or thread is in here: a transport feeds `received()` and writes what the other calls return. What
 comes out does not depend on the pieces in which the bytes came in: a frame counts before the next one is looked at.
 An error in a frame closes; an error in a request is answered.
+
+A pushed frame has the command SYNC and the opaque 0, which no request of a client has. It comes out as a Response at
+the client and as a Request at the broker, and neither answers it.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from metamq.wire.limits import (
 )
 
 OPAQUE_MAX = 0xFFFFFFFF
+PUSHED = 0
+"""The opaque of frames that nobody asked for and nobody answers."""
 
 INITIAL_BYTES = 2 * BATCH_TARGET_BYTES
 """What a broker makes room for, before the bytes are there, on the word of a client that it knows; twice as much where
@@ -42,11 +48,15 @@ class State(enum.Enum):
 
     GREETING = "greeting"
     OPEN = "open"
+    STREAMING = "streaming"
     CLOSED = "closed"
 
 
 class Response(NamedTuple):
-    """An answer to the request numbered `opaque`: a header and a body, or an error's status and fields."""
+    """An answer to the request numbered `opaque`: a header and a body, or an error's status and fields.
+
+    With the opaque 0 it answers nothing: the broker pushed it. An error then says why the broker ends the stream.
+    """
 
     command: int
     opaque: int
@@ -56,12 +66,15 @@ class Response(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request to be answered with respond(request, ...)."""
+    """A request to be answered with respond(request, ...); on a stream, with the opaque 0, one that is not answered."""
 
     command: int
     opaque: int
     header: Any
     body: memoryview
+
+
+_AT_WORK = (State.OPEN, State.STREAMING)
 
 
 class Greeted(NamedTuple):
@@ -99,17 +112,25 @@ class ClientConnection:
 
     def request(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> tuple[int, list[Buffer]]:
         """(opaque, buffers to send). Raises ClosedError unless the connection is open, MessageTooLarge."""
-        greeting = self.greeting
-        if self.state is not State.OPEN or greeting is None:
-            raise ClosedError(f"connection to {self.address}")
         opaque = self._opaque % OPAQUE_MAX + 1
         assert opaque not in self._waiting
-        buffers = encode_frame(
-            greeting.version, command, 0, opaque, header, bodies, frame_bytes_max=greeting.frame_bytes_max
-        )
+        buffers = self._encode(command, opaque, header, bodies)
         self._opaque = opaque
         self._waiting[opaque] = command
         return opaque, buffers
+
+    def push(self, header: Any, bodies: list[Buffer] | None = None) -> list[Buffer]:
+        """The buffers of a SYNC frame that is not answered. Raises ClosedError unless streaming, MessageTooLarge."""
+        if self.state is not State.STREAMING:
+            raise ClosedError(f"stream to {self.address}")
+        return self._encode(Command.SYNC, PUSHED, header, bodies)
+
+    def _encode(self, command: int, opaque: int, header: Any, bodies: list[Buffer] | None) -> list[Buffer]:
+        greeting = self.greeting
+        if self.state not in _AT_WORK or greeting is None:
+            raise ClosedError(f"connection to {self.address}")
+        limit = greeting.frame_bytes_max
+        return encode_frame(greeting.version, command, 0, opaque, header, bodies, frame_bytes_max=limit)
 
     def received(self, count: int) -> Iterator[Response]:
         """The responses that are complete after `count` more bytes.
@@ -121,7 +142,7 @@ class ClientConnection:
             return
         try:
             for frame in self._reader.received(count):
-                if self.state is State.OPEN:
+                if self.state in _AT_WORK:
                     yield self._response(frame)
                 elif self.state is State.GREETING:
                     self._greeted(frame)
@@ -135,10 +156,13 @@ class ClientConnection:
             raise ProtocolError(f"{self.address} closes: {status.decode_error(frame.status, frame.header)}")
         if frame.version != self.greeting.version:
             raise ProtocolError(f"{self.address} sent a frame of version {frame.version}, not {self.greeting.version}")
-        if self._waiting.pop(frame.opaque, None) != frame.command:
+        is_pushed = frame.command == Command.SYNC and frame.opaque == PUSHED and self.state is State.STREAMING
+        if not is_pushed and self._waiting.pop(frame.opaque, None) != frame.command:
             raise ProtocolError(
                 f"{self.address} answered request {frame.opaque}, command {frame.command}, which was not made"
             )
+        if frame.command == Command.SYNC and frame.status == status.OK:
+            self.state = State.STREAMING
         return Response(frame.command, frame.opaque, frame.status, frame.header, frame.body)
 
     def _greeted(self, frame: Frame) -> None:
@@ -187,7 +211,7 @@ class ServerConnection:
             return
         try:
             for frame in self._reader.received(count):
-                if self.state is State.OPEN:
+                if self.state in _AT_WORK:
                     yield self._request(frame)
                 elif self.state is State.GREETING:
                     yield self._greet(frame)
@@ -239,6 +263,20 @@ class ServerConnection:
         except MessageTooLarge as error:
             number, fields = status.encode_error(error)
             return encode_frame(version, command, number, opaque, fields)
+
+    def accept_stream(self, request: Request, header: Any) -> list[Buffer]:
+        """The bytes that answer a SYNC request with OK; from now on both ends may push."""
+        assert request.command == Command.SYNC
+        buffers = self.respond(request, header)
+        self.state = State.STREAMING
+        return buffers
+
+    def push(self, header: Any, bodies: list[Buffer] | None = None, number: int = status.OK) -> list[Buffer]:
+        """The buffers of a SYNC frame that is not answered. Raises ClosedError unless streaming, MessageTooLarge."""
+        if self.state is not State.STREAMING:
+            raise ClosedError(f"stream to {self.peer}")
+        version, limit = self._greeting.version, ANSWER_HEADER_BYTES_MAX
+        return encode_frame(version, Command.SYNC, number, PUSHED, header, bodies, header_bytes_max=limit)
 
     def refusal(self, error: ProtocolError) -> list[Buffer]:
         """The last bytes on a connection whose peer broke the protocol."""

@@ -18,10 +18,17 @@ ANSWER_HEADER_BYTES_MAX = 8 * 1024 * 1024
 """A response's; an error has sentences where its entry in the request had a name."""
 
 ENTRIES_MAX = 20_000
-"""Entries of one PUT or OFFSETS, and of their answers: twice the partitions that a topic may have."""
+"""Entries of one PUT or OFFSETS, of their answers, and of each list in a SYNC frame: twice the partitions that a topic
+may have."""
 
 ENTRIES_TARGET = 1000
 """Entries that our clients put into one request: with the longest names it fits, and so do an error for each."""
+
+ATTACH_EPOCHS_MAX = 1000
+"""Epochs of one partition in an ATTACH, the newest. One that parted from its master before them is copied anew."""
+
+ATTACH_EPOCHS_TARGET = 10_000
+"""Epochs of all partitions in one ATTACH of ours; with ENTRIES_TARGET partitions it fits in a header."""
 
 ERROR_TEXT_CHARS_MAX = 1000
 """Of each text in an error's fields; the rest is cut."""

@@ -92,6 +92,7 @@ def test_numbers_are_never_used_twice() -> None:
         "AUTHENTICATE": 2,
         "PUT": 3,
         "GET": 4,
+        "SYNC": 5,
         "OFFSETS": 6,
         "STATS": 7,
     }

@@ -251,6 +251,88 @@ def test_data_after_the_end_is_ignored() -> None:
         client.request(Command.STATS, None)
 
 
+def streaming() -> tuple[ClientConnection, ServerConnection]:
+    client, server = opened()
+    _opaque, buffers = client.request(Command.SYNC, ["join"])
+    (request,) = feed(server, joined(buffers))
+    (response,) = feed(client, joined(server.accept_stream(request, ["accept"])))
+    assert (response.status, response.header) == (status.OK, ["accept"])
+    return client, server
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=100)), max_size=12), st.integers(1, 200))
+def test_on_a_stream_both_ends_push(pushed: list[tuple[bool, bytes]], piece: int) -> None:
+    client, server = streaming()
+    assert (client.state, server.state) == (State.STREAMING, State.STREAMING)
+    for end, other in ((client, server), (server, client)):
+        mine = [body for by_client, body in pushed if by_client == (end is client)]
+        data = b"".join(joined(end.push([n], [body] if body else None)) for n, body in enumerate(mine))
+        got = feed(other, data, piece)
+        assert [(g.command, g.opaque, g.header, bytes(g.body)) for g in got] == [
+            (Command.SYNC, 0, [n], body) for n, body in enumerate(mine)
+        ]
+
+
+def test_on_a_stream_requests_go_on() -> None:
+    client, server = streaming()
+    opaque, buffers = client.request(Command.STATS, None)
+    (request,) = feed(server, joined(client.push(["a"])) + joined(buffers))[1:]
+    events = feed(client, joined(server.push(["b"])) + joined(server.respond(request, {"c": 1})))
+    assert [(event.opaque, event.header) for event in events] == [(0, ["b"]), (opaque, {"c": 1})]
+
+
+def test_a_push_right_behind_the_acceptance_counts() -> None:
+    client, server = opened()
+    _opaque, buffers = client.request(Command.SYNC, ["join"])
+    (request,) = feed(server, joined(buffers))
+    data = joined(server.accept_stream(request, None)) + joined(server.push(["first"]))
+    for piece in (1, len(data)):
+        other, _server = opened()
+        other.request(Command.SYNC, ["join"])
+        assert [event.header for event in feed(other, data, piece)] == [None, ["first"]]
+
+
+def test_before_it_is_accepted_nobody_pushes() -> None:
+    client, server = opened()
+    pushed = joined(streaming()[1].push(["early"]))
+    for end in (client, server):
+        with pytest.raises(ClosedError):
+            end.push(["early"])
+    with pytest.raises(ProtocolError, match="answered request 0, command 5, which was not made"):
+        feed(client, pushed)
+
+
+def test_a_join_that_is_refused_begins_no_stream() -> None:
+    client, server = opened()
+    _opaque, buffers = client.request(Command.SYNC, ["join"])
+    (request,) = feed(server, joined(buffers))
+    number, fields = status.encode_error(ConfigError("another broker's"))
+    (response,) = feed(client, joined(server.respond(request, fields, number=number)))
+    assert str(status.decode_error(response.status, response.header)) == "another broker's"
+    assert (client.state, server.state) == (State.OPEN, State.OPEN)
+
+
+@pytest.mark.parametrize(
+    ("command", "opaque", "version"),
+    [(Command.PUT, 0, 1), (Command.SYNC, 7, 1), (Command.HELLO, 0, 1), (Command.SYNC, 0, 2)],
+)
+def test_on_a_stream_nothing_else_comes_unasked(command: int, opaque: int, version: int) -> None:
+    client, _server = streaming()
+    with pytest.raises(ProtocolError):
+        feed(client, joined(encode_frame(version, command, 0, opaque, None)))
+    assert client.state is State.CLOSED
+    with pytest.raises(ClosedError):
+        client.push([])
+
+
+def test_a_broker_may_say_why_it_ends_the_stream() -> None:
+    client, server = streaming()
+    number, fields = status.encode_error(ConfigError("another is the master"))
+    (last,) = feed(client, joined(server.push(fields, number=number)))
+    assert (last.opaque, str(status.decode_error(last.status, last.header))) == (0, "another is the master")
+
+
 def test_no_request_before_the_greeting() -> None:
     with pytest.raises(ClosedError):
         ClientConnection("broker:1", "me").request(Command.STATS, None)
@@ -317,12 +399,12 @@ def test_a_broker_that_announces_the_moon_costs_little() -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=300), st.booleans(), st.integers(1, 300))
-def test_junk_is_refused_or_waits_for_more(junk: bytes, greeted: bool, piece: int) -> None:
+@given(st.binary(max_size=300), st.sampled_from([None, opened, streaming]), st.integers(1, 300))
+def test_junk_is_refused_or_waits_for_more(junk: bytes, begin: Any, piece: int) -> None:
     server = ServerConnection("peer", BROKER)
     client = ClientConnection("broker:1", "me")
-    if greeted:
-        client, server = opened()
+    if begin is not None:
+        client, server = begin()
     for end in (client, server):
         _events, error = until_error(end, junk, piece)
         assert error is None or isinstance(error, MetamqError)

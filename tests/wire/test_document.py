@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from metamq.errors import ProtocolError
-from metamq.wire import commands, limits, status
+from metamq.wire import commands, limits, status, sync
 from metamq.wire.batch import make_batch_id, stamp
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, Hello, HelloReply, PutEntry, PutResult
@@ -125,29 +125,49 @@ def test_the_commands() -> None:
     assert {int(row[0]): row[1] for row in rows("## Commands")} == {c.value: c.name for c in Command}
 
 
-TUPLES = [cls for cls in vars(commands).values() if isinstance(cls, type) and hasattr(cls, "_fields")]
+TUPLES = [
+    cls
+    for module in (commands, sync)
+    for cls in vars(module).values()
+    if isinstance(cls, type) and hasattr(cls, "_fields") and cls.__module__ == module.__name__
+]
 KINDS: dict[Any, str] = {
     int: "int",
     str: "str",
     Any: "any",
     list[int]: "list of int",
     list[tuple[int, int]]: "list of (int, int)",
+    bool: "bool",
+    list[tuple[int, int, int]]: "list of (int, int, int)",
+    list[tuple[int, int, int, int]]: "list of (int, int, int, int)",
     list[GetPartition]: "list of GetPartition",
+    list[sync.AttachPartition]: "list of AttachPartition",
+    list[sync.AttachResult]: "list of AttachResult",
 }
 
 
 def test_every_header_has_a_table() -> None:
     named = re.findall(r"^#### `(\w+)`$", TEXT, re.MULTILINE)
-    headers = {cls.__name__ for cls in TUPLES if cls.__module__ == commands.__name__}
-    assert set(named) == headers
-    assert len(named) == len(headers)
-    assert {Hello, Get, PutEntry} < set(TUPLES)
+    assert sorted(named) == sorted(cls.__name__ for cls in TUPLES)
+    assert {Hello, Get, PutEntry, sync.Join} < set(TUPLES)
 
 
-@pytest.mark.parametrize("cls", [cls for cls in TUPLES if cls.__module__ == commands.__name__])
+@pytest.mark.parametrize("cls", TUPLES)
 def test_the_fields(cls: type) -> None:
     found = [(name.strip("`"), kind) for name, kind, *_meaning in rows(f"#### `{cls.__name__}`")]
     assert found == [(name, KINDS[kind]) for name, kind in get_type_hints(cls).items()]
+
+
+def test_the_frames_of_sync() -> None:
+    found = {int(number): (name.strip("`"), sender) for number, name, sender in rows("### SYNC")}
+    ends = {"slave": sync.FROM_SLAVE, "master": sync.FROM_MASTER}
+    assert found == {kind: (cls.__name__, end) for end, table in ends.items() for kind, cls in table.items()}
+    assert f"{sync.MAGIC:#x}" in TEXT
+
+
+def test_the_decisions_of_sync() -> None:
+    found = {int(number): name for number, name, *_meaning in rows("#### Decisions")}
+    assert found == {decision.value: decision.name for decision in sync.Decision}
 
 
 def test_the_limits() -> None:

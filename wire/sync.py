@@ -1,0 +1,324 @@
+"""Replication's frames: what a slave and its master say to each other once the slave has joined.
+
+    slave                                     master
+      │ JOIN ─────────────────────────────────▶ │  a request: answered by ACCEPT, or by an error
+      │ ◀──────────────────────────────  ACCEPT │  from here on both ends push
+      │ ATTACH ───────────────────────────────▶ │  what the slave's logs have
+      │ ◀────────────────────────────  ATTACHED │  what becomes of each
+      │ ◀────────────────────  COPY, DATA, BEAT │
+      │ ACK ──────────────────────────────────▶ │
+
+The header of each frame is one of the named tuples here, as a msgpack array. It begins with its kind and with the
+epoch in which it is said: the receiver refuses any other. Bodies are whole batches, as they lie in the log. `unpack`
+takes nothing but what is declared, and no negative number. docs/wire-protocol.md has the tables.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+
+from metamq.errors import ProtocolError
+from metamq.wire import commands
+from metamq.wire.limits import (
+    ATTACH_EPOCHS_MAX,
+    ATTACH_EPOCHS_TARGET,
+    ENTRIES_MAX,
+    ENTRIES_TARGET,
+    ERROR_TEXT_CHARS_MAX,
+)
+
+MAGIC = 0x4D51_4841
+"""What a JOIN begins with: whoever sends something else is no replica."""
+
+JOIN = 1
+ACCEPT = 2
+ATTACH = 3
+ATTACHED = 4
+DATA = 5
+COPY = 6
+ACK = 7
+BEAT = 8
+DETACH = 9
+HANDOVER = 10
+HANDED_OVER = 11
+
+
+class Decision(enum.IntEnum):
+    """What becomes of one partition of a slave."""
+
+    FROM = 1
+    """It is sent from the position on. Where the slave's log goes beyond it, the slave cuts it there first."""
+    RESET = 2
+    """The slave empties its log, and begins it anew at the offset and position."""
+    WAIT = 3
+    """Nothing yet: one of the two has still to learn of the topic. To be attached again later."""
+    REFUSE = 4
+    """It is not replicated: that would take back what readers have seen."""
+
+
+class Join(NamedTuple):
+    """A slave's first frame. `folder` identifies its data folder; `generation` is the last that it has followed."""
+
+    kind: int
+    epoch: int
+    magic: int
+    broker_id: int
+    replica: int
+    incarnation: int
+    folder: str
+    learner: bool
+    generation: int
+
+
+class Accept(NamedTuple):
+    """The answer to a JOIN. Either end is taken for dead when it has been silent for three heartbeats."""
+
+    kind: int
+    epoch: int
+    generation: int
+    heartbeat_ms: int
+
+
+class AttachPartition(NamedTuple):
+    """What the slave's log of one partition has. The handle is the slave's choice, and stands for the partition."""
+
+    handle: int
+    topic: str
+    topic_id: str
+    partition: int
+    start_offset: int
+    start_position: int
+    end_offset: int
+    end_position: int
+    stable_offset: int
+    epochs: list[tuple[int, int, int]]
+    """(epoch, offset, position) where each begins, oldest first; of a longer list the newest ATTACH_EPOCHS_MAX."""
+
+
+class Attach(NamedTuple):
+    """Asks for partitions to be replicated. A partition that is attached already begins anew."""
+
+    kind: int
+    epoch: int
+    partitions: list[AttachPartition]
+
+
+class AttachResult(NamedTuple):
+    """What becomes of one partition: a Decision, and why, for people."""
+
+    handle: int
+    decision: int
+    offset: int
+    position: int
+    reason: str
+
+
+class Attached(NamedTuple):
+    """The answer to an ATTACH, perhaps in several parts; also unasked, when a place has to begin anew."""
+
+    kind: int
+    epoch: int
+    results: list[AttachResult]
+
+
+class Data(NamedTuple):
+    """Batches of live partitions, in the order in which the master appended them; they are the body.
+
+    The first entry has the sequence number `first_seq`, each following one the next.
+    """
+
+    kind: int
+    epoch: int
+    first_seq: int
+    entries: list[tuple[int, int, int, int]]
+    """(handle, position, size, whether it counts only once it is flushed: 1 or 0)."""
+    stable: list[tuple[int, int, int]]
+    """(handle, offset, position) of stable marks that moved."""
+
+
+class Copy(NamedTuple):
+    """Batches of partitions that are being copied: the same without sequence numbers."""
+
+    kind: int
+    epoch: int
+    entries: list[tuple[int, int, int, int]]
+    stable: list[tuple[int, int, int]]
+
+
+class Ack(NamedTuple):
+    """Up to which sequence number the slave has written everything, and has flushed what counts only then.
+
+    Also the slave's heartbeat.
+    """
+
+    kind: int
+    epoch: int
+    held_seq: int
+    flushed_seq: int
+    copied: list[tuple[int, int, int]]
+    """(handle, position written to, position flushed to) of partitions that are being copied."""
+
+
+class Beat(NamedTuple):
+    """The master's heartbeat. `end_seq` is the last sequence number that was sent."""
+
+    kind: int
+    epoch: int
+    end_seq: int
+    stable: list[tuple[int, int, int]]
+
+
+class Detach(NamedTuple):
+    """The partitions are gone at the slave: their topics were deleted."""
+
+    kind: int
+    epoch: int
+    handles: list[int]
+
+
+class HandOver(NamedTuple):
+    """The slave wants to become the master: write nothing more, for `wait_ms` at most, and send what there is."""
+
+    kind: int
+    epoch: int
+    wait_ms: int
+
+
+class HandedOver(NamedTuple):
+    """Nothing comes after `end_seq`, and the slave holds it all; or `reason`, else empty, says why it is not so."""
+
+    kind: int
+    epoch: int
+    end_seq: int
+    reason: str
+
+
+FromSlave = Join | Attach | Ack | Detach | HandOver
+FromMaster = Accept | Attached | Data | Copy | Beat | HandedOver
+
+FROM_SLAVE: dict[int, type[FromSlave]] = {
+    JOIN: Join,
+    ATTACH: Attach,
+    ACK: Ack,
+    DETACH: Detach,
+    HANDOVER: HandOver,
+}
+FROM_MASTER: dict[int, type[FromMaster]] = {
+    ACCEPT: Accept,
+    ATTACHED: Attached,
+    DATA: Data,
+    COPY: Copy,
+    BEAT: Beat,
+    HANDED_OVER: HandedOver,
+}
+
+_DECISIONS = frozenset(Decision)
+
+F = TypeVar("F", FromSlave, FromMaster)
+
+
+def unpack_from_slave(header: Any) -> FromSlave:
+    """The frame that a slave sent. Raises ProtocolError."""
+    frame = _unpack(FROM_SLAVE, header)
+    if isinstance(frame, Attach):
+        partitions = [_unsigned(entry) for entry in commands.unpack_list(AttachPartition, frame.partitions)]
+        if any(len(entry.epochs) > ATTACH_EPOCHS_MAX for entry in partitions):
+            raise ProtocolError(f"a partition has more than {ATTACH_EPOCHS_MAX:,} epochs in an Attach")
+        return frame._replace(partitions=partitions)
+    if isinstance(frame, Join) and frame.magic != MAGIC:
+        raise ProtocolError(f"the magic of a Join is to be {MAGIC:#x}, got {frame.magic:#x}")
+    return frame
+
+
+def unpack_from_master(header: Any) -> FromMaster:
+    """The frame that a master sent. Raises ProtocolError."""
+    frame = _unpack(FROM_MASTER, header)
+    if isinstance(frame, Attached):
+        results = [_unsigned(entry) for entry in commands.unpack_list(AttachResult, frame.results)]
+        unknown = [entry.decision for entry in results if entry.decision not in _DECISIONS]
+        if unknown:
+            raise ProtocolError(f"an Attached has the decision {unknown[0]}, which is none")
+        return frame._replace(results=results)
+    return frame
+
+
+def _unpack(kinds: dict[int, type[F]], header: Any) -> F:
+    kind = header[0] if isinstance(header, list) and header else None
+    cls = kinds.get(kind) if type(kind) is int else None
+    if cls is None:
+        names = ", ".join(f"{number} {cls.__name__}" for number, cls in kinds.items())
+        raise ProtocolError(f"a SYNC frame begins with its kind ({names}), got {reprlib.repr(header)}")
+    return _unsigned(commands.unpack(cls, header))
+
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def _unsigned(frame: T) -> T:
+    """The frame itself. Raises ProtocolError for a number that is none of a log's, and for a list that is too long."""
+    for name, bounds in _numbers(type(frame)):
+        value = getattr(frame, name)
+        if isinstance(value, list) and len(value) > ENTRIES_MAX:
+            what = f"{type(frame).__name__}.{name}"
+            raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {ENTRIES_MAX:,}")
+        least, most = bounds(value)
+        if least < 0 or most > _NUMBER_MAX:
+            raise ProtocolError(f"{type(frame).__name__}.{name} is out of range: {reprlib.repr(value)}")
+    return frame
+
+
+_NUMBER_MAX = (1 << 63) - 1
+
+
+@functools.cache
+def _numbers(cls: type[Any]) -> tuple[tuple[str, Callable[[Any], tuple[int, int]]], ...]:
+    """The fields that hold numbers, each with what finds the least and the greatest of them."""
+    found: list[tuple[str, Callable[[Any], tuple[int, int]]]] = []
+    for name, kind in commands.fields_of(cls):
+        if kind is int:
+            found.append((name, lambda value: (value, value)))
+        elif kind == list[int]:
+            found.append((name, lambda value: (min(value, default=0), max(value, default=0))))
+        elif get_origin(kind) is list and get_origin(get_args(kind)[0]) is tuple:
+            found.append((name, lambda value: (min(map(min, value), default=0), max(map(max, value), default=0))))
+    return tuple(found)
+
+
+def bodies(entries: Iterable[Sequence[int]], body: memoryview) -> list[memoryview]:
+    """What of a body belongs to each entry of Data or Copy. Raises ProtocolError unless the sizes make up the body."""
+    pieces = []
+    at = 0
+    for _handle, _position, size, _flush in entries:
+        if not 0 < size <= len(body) - at:
+            break
+        pieces.append(body[at : at + size])
+        at += size
+    else:
+        if at == len(body):
+            return pieces
+    sizes = [entry[2] for entry in entries]
+    raise ProtocolError(f"a body of {len(body):,} bytes is not made up of {reprlib.repr(sizes)}")
+
+
+def attach_frames(epoch: int, partitions: Iterable[AttachPartition]) -> Iterator[Attach]:
+    """The ATTACH frames for any number of partitions; epochs beyond the newest ATTACH_EPOCHS_MAX are left out."""
+    part: list[AttachPartition] = []
+    epochs = 0
+    for partition in partitions:
+        kept = partition.epochs[-ATTACH_EPOCHS_MAX:]
+        if part and (len(part) == ENTRIES_TARGET or epochs + len(kept) > ATTACH_EPOCHS_TARGET):
+            yield Attach(ATTACH, epoch, part)
+            part, epochs = [], 0
+        part.append(partition._replace(epochs=kept))
+        epochs += len(kept)
+    if part:
+        yield Attach(ATTACH, epoch, part)
+
+
+def attach_result(handle: int, decision: Decision, offset: int, position: int, reason: str) -> AttachResult:
+    """One entry of ATTACHED, its text cut to what errors are cut to."""
+    return AttachResult(handle, decision, offset, position, reason[:ERROR_TEXT_CHARS_MAX])
