@@ -8,6 +8,9 @@ if __name__ != "metamq.cli":
 
 def main() -> int:
     """Runs the command line in sys.argv; returns the exit status: 0 ok, 1 failed, 2 usage, 3 unreachable."""
-    from metamq.cli.app import run
+    try:
+        from metamq.cli.app import run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # while the command was being loaded
+        return 130

@@ -3,7 +3,7 @@
 Commands are loaded when they are named: `metamq --help` imports none of them. What a command prints on standard output
 is data; everything else is talk and goes to standard error. Its end is one of
 
-    0   ok, also when whoever reads our output has had enough
+    0   ok, also when whoever reads our output has had enough, and when a server was asked to end, however early
     1   failed; "metamq: problem" and, in the next line, what to do
     2   usage
     3   unreachable: nobody answers where ZooKeeper or a broker should be

@@ -162,7 +162,7 @@ class Printing:
     def run(self) -> None:
         """Until the end. Raises BrokenPipeError, and what the consumer fails with."""
         try:
-            while not (self._print_some() or self._signals.asked.is_set() or self._is_at_end()):
+            while not (self._print_some() or self._signals.asked or self._is_at_end()):
                 self._write()
                 self._commit()
         finally:
@@ -181,7 +181,7 @@ class Printing:
                     return True
             if self._ends is not None and self._passes_end(message):
                 return True
-            if self._signals.asked.is_set():
+            if self._signals.asked:
                 return True
             if self._looked_s + COMMIT_S < time.monotonic():
                 return False

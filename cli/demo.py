@@ -26,6 +26,7 @@ from rich.table import Table
 from metamq import DatabaseOffsets
 from metamq.cli import demo_worker
 from metamq.cli.demo_flights import Tally, encode, flights, tally
+from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
 from metamq.errors import MetamqError
 from metamq.testing import Cluster, cluster
 
@@ -41,10 +42,12 @@ BAR_WIDTH = 16
 class Demo:
     """One run; `console` gets all that is said."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, signals: StopSignals) -> None:
         self._console = console
+        self._signals = signals
         self._began = time.monotonic()
         self._workers: dict[str, subprocess.Popen[str]] = {}
+        self._listeners: list[threading.Thread] = []
         self._owners: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -55,8 +58,10 @@ class Demo:
         )
 
     def run(self) -> bool:
-        """True when every figure came out equal."""
-        rows = list(flights())
+        """True when every figure came out equal. Raises Stopped."""
+        with self._signals.at_once():
+            rows = list(flights())
+        fetch_what_zookeeper_needs(self._signals)
         expected = tally(rows)
         self.say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
         with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:
@@ -70,6 +75,7 @@ class Demo:
                 self._stop_workers()
 
     def _prepare(self, running: Cluster, database: str) -> None:
+        self._signals.check()
         self.say(f"ZooKeeper at {running.zookeeper}, a broker at 127.0.0.1:{running.broker.port}")
         running.create_topic(TOPIC, partitions=PARTITIONS)
         self.say(f"topic {TOPIC!r} with {PARTITIONS} partitions; key = carrier, value = the flight as JSON")
@@ -82,23 +88,28 @@ class Demo:
         for number in range(1, WORKERS + 1):
             name = f"consumer-{number}"
             command = [sys.executable, "-m", "metamq.cli.demo_worker", running.zookeeper, database, name]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
             self._workers[name] = process
-            threading.Thread(target=self._listen, args=(name, process), daemon=True).start()
+            listener = threading.Thread(target=self._listen, args=(name, process), daemon=True)
+            listener.start()
+            self._listeners.append(listener)
         self.say(f"{WORKERS} consumers started in group {demo_worker.GROUP!r}; results and offsets in one sqlite3 file")
 
     def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
         """Tells of a consumer's partitions."""
         assert process.stdout is not None
-        for line in process.stdout:
-            what, *partitions = line.split()
-            with self._lock:
-                for partition in partitions:
-                    if what == "assigned":
-                        self._owners[partition] = name
-                    else:
-                        self._owners.pop(partition, None)
-            self.say(f"[cyan]{name}[/cyan] {'has' if what == 'assigned' else 'gives up'} {', '.join(partitions)}")
+        with process.stdout as lines:
+            for line in lines:
+                what, *partitions = line.split()
+                with self._lock:
+                    for partition in partitions:
+                        if what == "assigned":
+                            self._owners[partition] = name
+                        else:
+                            self._owners.pop(partition, None)
+                self.say(f"[cyan]{name}[/cyan] {'has' if what == 'assigned' else 'gives up'} {', '.join(partitions)}")
 
     def _send_and_count(self, running: Cluster, database: str, rows: list[dict[str, Any]]) -> None:
         """Sends in one thread, watches the count in this one, and kills a consumer half way."""
@@ -124,6 +135,7 @@ class Demo:
         task = progress.add_task("sent", total=len(rows))
         with running.producer() as producer:
             for start in range(0, len(rows), CHUNK):
+                self._signals.check()
                 chunk = rows[start : start + CHUNK]
                 values = [encode(row) for row in chunk]
                 producer.send_many(TOPIC, values, keys=[row["carrier"] for row in chunk])
@@ -138,6 +150,7 @@ class Demo:
         killed = False
         with contextlib.closing(demo_worker.connect(database)) as connection:
             while (done := _count(connection)) < total:
+                self._signals.check()
                 progress.update(task, completed=done)
                 if sending.done():
                     sending.result()  # raises what went wrong with it
@@ -167,6 +180,10 @@ class Demo:
             process.terminate()
         for process in self._workers.values():
             process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+        for listener in self._listeners:
+            listener.join()
 
     def _report(self, database: str, expected: dict[str, Tally], total: int) -> bool:
         counted = _result(database)
@@ -218,4 +235,5 @@ def _table(expected: dict[str, Tally], counted: dict[str, Tally]) -> Table:
 
 def run_demo(console: Console) -> int:
     """Runs the demo; the exit status is 0 when every figure is equal."""
-    return 0 if Demo(console).run() else 1
+    with StopSignals() as signals:
+        return 0 if Demo(console, signals).run() else 1

@@ -3,7 +3,7 @@
 Results and offsets go into one sqlite3 database in one transaction, a batch at a time: so every flight counts once,
 whoever dies when. The `flights` table's primary key would refuse a second copy.
 
-    python -m metamq.cli.demo_worker ZOOKEEPER DATABASE NAME
+    python -m metamq.cli.demo_worker ZOOKEEPER DATABASE NAME        ends when its standard input does
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sqlite3
 import sys
 
 from metamq import Consumer, DatabaseOffsets, TopicPartition
+from metamq.broker.parent import follow_parent
 from metamq.errors import OwnershipLost
 
 GROUP = "delays"
@@ -64,4 +65,5 @@ def work(zookeeper: str, path: str, name: str) -> None:
 
 
 if __name__ == "__main__":
+    follow_parent(sys.stdin.fileno())
     work(*sys.argv[1:4])

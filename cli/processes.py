@@ -1,20 +1,26 @@
-"""Servers as child processes: a broker that dies with its parent, and what is left to say of one that ended."""
+"""Servers as child processes, the signals that end them, and what is left to say of one that ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from metamq.cli.progress import download_progress
 from metamq.errors import MetamqError, Timeout
+from metamq.zk.jars import find_jars
+from metamq.zk.java import find_java
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 LOG_LINES = 12
+POLL_S = 0.05
 
 
 class BrokerChild:
@@ -38,21 +44,23 @@ class BrokerChild:
                 start_new_session=True,
             )
 
-    def wait_ready(self) -> None:
-        """Waits until it serves. Raises MetamqError, with the end of its log, when it ends instead; Timeout."""
+    def wait_ready(self, check: Callable[[], None]) -> None:
+        """Waits until it serves. Raises MetamqError, with the end of its log, when it ends instead; Timeout.
+
+        `check` is called often; what it raises ends the wait.
+        """
         assert self._process.stdout is not None
-        timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
-        timer.start()
-        try:
-            words = self._process.stdout.readline().split()
-        finally:
-            expired = not timer.is_alive()
-            timer.cancel()
+        answer = select.poll()
+        answer.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answer.poll(POLL_S * 1000):
+            check()
+            if time.monotonic() > deadline:
+                raise Timeout("the start of the broker", START_TIMEOUT_S, hint=end_of_log(self.log_path))
+        words = self._process.stdout.readline().split()
         if words:
             self.port, self.http_port = int(words[1]), int(words[2])
             return
-        if expired:
-            raise Timeout("the start of the broker", START_TIMEOUT_S, hint=end_of_log(self.log_path))
         raise MetamqError(
             f"the broker {how_it_ended(self._process.wait())} instead of serving", hint=end_of_log(self.log_path)
         )
@@ -68,6 +76,8 @@ class BrokerChild:
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
+                pass
+            finally:  # also after a second Ctrl-C: it is not to write any more once we go on
                 self._process.kill()
                 self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -101,23 +111,64 @@ def end_of_log(path: Path) -> str:
     return "\n    ".join([f"Its log {path} ends:", *lines]) if lines else f"Its log {path} is empty."
 
 
+class Stopped(KeyboardInterrupt):
+    """Raised where a signal has asked us to stop."""
+
+
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP set a flag instead of ending the process; a second Ctrl-C raises KeyboardInterrupt."""
+    """SIGINT, SIGTERM and SIGHUP are noted instead of ending the process; a second Ctrl-C raises KeyboardInterrupt.
+
+    Entered before anything is started that is to be ended. An exception out of a signal's handler may come between any
+    two steps, also between a start and the note of what was started; so what starts things asks `check` now and then,
+    and only what holds nothing is interrupted `at_once`.
+    """
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.asked = False
+        self._at_once = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._stop)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+                self._before[number] = signal.signal(number, self._stop)
         return self
 
     def __exit__(self, *_error: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]
 
+    def check(self) -> None:
+        """Raise Stopped when a signal has come."""
+        if self.asked:
+            raise Stopped
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raises Stopped when a signal comes, or has come: around what may take long and leaves nothing behind."""
+        self._at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._at_once = False
+
+    def wait(self, seconds: float) -> bool:
+        """Whether a signal has come; waits so long for one."""
+        if not self.asked:
+            time.sleep(seconds)
+        return self.asked
+
     def _stop(self, number: int, _frame: object) -> None:
-        if self.asked.is_set() and number == signal.SIGINT:
+        again, self.asked = self.asked, True
+        if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked.set()
+        if self._at_once:
+            raise Stopped
+
+
+def fetch_what_zookeeper_needs(signals: StopSignals) -> None:
+    """Looks for Java and the jars, which may have to be downloaded. Raises as EmbeddedZooKeeper.start; Stopped."""
+    with download_progress() as progress, signals.at_once():
+        find_java()
+        find_jars(progress)

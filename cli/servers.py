@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -14,8 +15,7 @@ from metamq.broker.parent import follow_parent
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import say
-from metamq.cli.processes import StopSignals, end_of_log, has_ended
-from metamq.cli.progress import download_progress
+from metamq.cli.processes import Stopped, StopSignals, end_of_log, fetch_what_zookeeper_needs, has_ended
 from metamq.cli.units import DURATION, SIZE
 from metamq.client.settings import load
 from metamq.errors import MetamqError
@@ -101,15 +101,13 @@ def zookeeper(data: str, host: str, port: int) -> int:
     from metamq.zk.embedded import EmbeddedZooKeeper
 
     current().log(logging.INFO)
-    with (
-        download_progress() as progress,
-        EmbeddedZooKeeper(Path(data), port, host=host, progress=progress) as server,
-        StopSignals() as signals,
-    ):
-        say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
-        pid = server.pid
-        assert pid is not None
-        while not signals.asked.wait(POLL_S):
-            if has_ended(pid):
-                raise MetamqError("ZooKeeper has ended by itself", hint=end_of_log(Path(data) / "zookeeper.log"))
+    with StopSignals() as signals, contextlib.suppress(Stopped):
+        fetch_what_zookeeper_needs(signals)
+        with EmbeddedZooKeeper(Path(data), port, host=host, check=signals.check) as server:
+            say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
+            pid = server.pid
+            assert pid is not None
+            while not signals.wait(POLL_S):
+                if has_ended(pid):
+                    raise MetamqError("ZooKeeper has ended by itself", hint=end_of_log(Path(data) / "zookeeper.log"))
     return 0

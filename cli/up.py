@@ -27,8 +27,15 @@ from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import say
-from metamq.cli.processes import BrokerChild, StopSignals, end_of_log, has_ended, how_it_ended
-from metamq.cli.progress import download_progress
+from metamq.cli.processes import (
+    BrokerChild,
+    Stopped,
+    StopSignals,
+    end_of_log,
+    fetch_what_zookeeper_needs,
+    has_ended,
+    how_it_ended,
+)
 from metamq.client.settings import load
 from metamq.errors import ConfigError, MetamqError
 from metamq.zk.embedded import EmbeddedZooKeeper
@@ -69,21 +76,29 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
         raise click.UsageError("--ephemeral keeps nothing, --data says where to keep it: give one of them")
     current().log()
     load(BrokerConfig, "broker", file=current().config, arguments={})  # before anything is started for nothing
-    with (
-        _folder(data, ephemeral) as folder,
-        _locked(folder) as lock,
-        _zookeeper(None if ephemeral else folder / "zookeeper", port) as server,
-        _broker(server.address, folder, broker_port, http_port, lock) as broker,
-        StopSignals() as signals,
-    ):
-        _tell(server.address, broker, folder, ephemeral)
-        while not signals.asked.wait(POLL_S):
-            _check(server, broker)
-        say("Stopping.")
-        status = broker.stop()
-        if status:
-            raise MetamqError(f"the broker {how_it_ended(status)} as it stopped", hint=end_of_log(broker.log_path))
+    with StopSignals() as signals:
+        try:
+            fetch_what_zookeeper_needs(signals)
+            with (
+                _folder(data, ephemeral) as folder,
+                _locked(folder, signals) as lock,
+                _zookeeper(None if ephemeral else folder / "zookeeper", port, signals) as server,
+                _broker(server.address, folder, broker_port, http_port, lock, signals) as broker,
+            ):
+                _tell(server.address, broker, folder, ephemeral)
+                while not signals.wait(POLL_S):
+                    _check(server, broker)
+                say("Stopping.")
+                _stop(broker)
+        except Stopped:
+            say("Stopping.")
     return 0
+
+
+def _stop(broker: BrokerChild) -> None:
+    status = broker.stop()
+    if status:
+        raise MetamqError(f"the broker {how_it_ended(status)} as it stopped", hint=end_of_log(broker.log_path))
 
 
 def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool) -> None:
@@ -124,7 +139,7 @@ def _folder(data: str | None, ephemeral: bool) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
+def _locked(folder: Path, signals: StopSignals) -> Iterator[int]:
     """Holds the folder. Raises ConfigError when a living `metamq up` has it."""
     try:
         lock = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -139,7 +154,8 @@ def _locked(folder: Path) -> Iterator[int]:
                     f"`metamq up` runs already on {folder}, as process {holder or 'unknown'}",
                     hint="Use that one, stop it, or give this one a --data folder of its own.",
                 )
-            time.sleep(POLL_S)  # its broker is about to end
+            signals.wait(POLL_S)  # its broker is about to end
+            signals.check()
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield lock
@@ -166,14 +182,16 @@ def _is_alive(holder: str) -> bool:
 
 
 @contextlib.contextmanager
-def _zookeeper(folder: Path | None, wanted_port: int | None) -> Iterator[EmbeddedZooKeeper]:
+def _zookeeper(folder: Path | None, wanted_port: int | None, signals: StopSignals) -> Iterator[EmbeddedZooKeeper]:
     port = _port("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
-    with download_progress() as progress, EmbeddedZooKeeper(folder, port, host=HOST, progress=progress) as server:
+    with EmbeddedZooKeeper(folder, port, host=HOST, check=signals.check) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _broker(zookeeper: str, folder: Path, port: int | None, http_port: int | None, lock: int) -> Iterator[BrokerChild]:
+def _broker(
+    zookeeper: str, folder: Path, port: int | None, http_port: int | None, lock: int, signals: StopSignals
+) -> Iterator[BrokerChild]:
     settings = {
         "--id": 0,
         "--host": HOST,
@@ -189,7 +207,7 @@ def _broker(zookeeper: str, folder: Path, port: int | None, http_port: int | Non
         arguments.append(f"--config={current().config}")
     broker = BrokerChild(arguments, folder / "broker.log", pass_fds=(lock,))
     try:
-        broker.wait_ready()
+        broker.wait_ready(signals.check)
         yield broker
     finally:
         broker.stop()

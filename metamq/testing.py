@@ -66,6 +66,8 @@ class BrokerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                # Ctrl-C goes to the whole foreground group: the tests decide when their brokers end.
+                start_new_session=True,
             )
         if wait:
             self.wait_ready(timeout_s)

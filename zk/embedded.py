@@ -28,12 +28,13 @@ import subprocess
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
 from metamq.errors import ConfigError, Timeout
-from metamq.zk.jars import Progress, find_jars
+from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
 
 MIN_SESSION_TIMEOUT_MS = 1_000
@@ -53,8 +54,9 @@ class EmbeddedZooKeeper:
     """One ZooKeeper server, in a process of its own, that dies with this one.
 
     `data_dir` None is a temporary folder, removed by `stop`; a given folder is kept and holds the log of the
-    server, `zookeeper.log`. `port` 0 chooses a free one. `host` is what it listens on. A context manager; all
-    methods block, for under a second as a rule, and are to be called by one thread at a time.
+    server, `zookeeper.log`. `port` 0 chooses a free one. `host` is what it listens on. `check` is called often during
+    a start; what it raises ends that. A context manager; all methods block, for under a second as a rule, and are to be
+    called by one thread at a time.
     """
 
     def __init__(
@@ -65,14 +67,14 @@ class EmbeddedZooKeeper:
         host: str = "127.0.0.1",
         tick_ms: int = 500,
         start_timeout_s: float = 30.0,
-        progress: Progress | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
         self.port = port
         self._choose_port = port == 0
         self._tick_ms = tick_ms
         self._start_timeout_s = start_timeout_s
-        self._progress = progress
+        self._check = check
         self._given_dir = Path(data_dir).absolute() if data_dir is not None else None
         self._data_dir: Path | None = None
         self._lock: IO[bytes] | None = None
@@ -115,7 +117,7 @@ class EmbeddedZooKeeper:
         """
         if self._process is not None:
             return self
-        java, jars = find_java(), find_jars(self._progress)
+        java, jars = find_java(), find_jars()
         folder = self._open_data_dir()
         try:
             self._start_server(java, jars, folder)
@@ -206,6 +208,7 @@ class EmbeddedZooKeeper:
         _running.add(self)
         limit = time.monotonic() + self._start_timeout_s
         while not self._serves(folder):
+            self._check()
             if self._process.poll() is not None:
                 self._end(signal.SIGKILL)
                 return False
