@@ -3,26 +3,11 @@
 Theory of operation
 -------------------
 The log is a row of segments. The last is active: batches are appended to it until the next would make it too large;
-the others never change. Three marks move along the log, each always at a batch boundary, as offset and as position:
-
-    start ≤ flushed ≤ end       flushed: on the disk for certain; end: written, at least to the kernel
-    start ≤ stable  ≤ end       stable: readers see up to here
-
-A topic that flushes before acknowledging has stable = flushed, the others stable = end. `_advance_stable` is the
-only place that moves it up, and only truncate() takes it back.
+the others never change. The marks that move along it, and flushes, are explained in metamq.broker.log.durable.
 
 *Append* is the hot path and does no more than it must: stamp the broker part in place, one pwrite, then a few
 additions. Memory is changed only after the write is complete. What a failed or half-done write leaves behind the end
 is invisible to readers and cut by the next recovery.
-
-*Flush* has three steps because fsync is slow: start_flush() notes the end and duplicates the descriptors,
-ticket.sync() runs in any thread while appends go on, finish_flush() advances the marks and stores them in the file
-`flushed`. At most one flush is under way, since the kernel reports a write error to one fsync only: two side by side
-could share the news.
-
-*The first failed write or fsync ends the log's life as a writer.* What is on the disk is unknown then and asking
-again does not tell (a second fsync succeeds without having written anything). So every later append raises what the
-first one raised, reads go on below the stable mark, and the next start recovers.
 
 *Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and never needed to be right:
 each has a checksum and says up to where it goes. Only one thing is asked of them: none may describe bytes that were
@@ -38,7 +23,6 @@ After an open nothing is read until it is used: a broker with a thousand partiti
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from functools import partial
@@ -46,83 +30,36 @@ from functools import partial
 from metamq.broker.log import retention
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import unlink_all
+from metamq.broker.log.durable import DurableLog
 from metamq.broker.log.files import FileCache, storage_error
-from metamq.broker.log.flush import FlushTicket
-from metamq.broker.log.flushed import FlushPoint
 from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import LogSlice, SegmentStore
-from metamq.errors import ClosedError, ConfigError, CorruptData, MetamqError, OffsetOutOfRange, StorageError
+from metamq.broker.log.store import LogSlice
+from metamq.errors import ClosedError, ConfigError, CorruptData, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
 log = logging.getLogger("metamq.broker.log")
 
 
-class PartitionLog:
-    """The log of one partition. Its marks are to be read, not set.
+class PartitionLog(DurableLog):
+    """The log of one partition.
 
     One thread only, except for FlushTicket.sync() and the steps that checkpoint() and retain() yield.
     """
 
-    __slots__ = (
-        "_checkpoint_position",
-        "_config",
-        "_expired_us",
-        "_files",
-        "_flush_file",
-        "_folder",
-        "_point",
-        "_producers",
-        "_refusal",
-        "_slot_unsynced",
-        "_store",
-        "_ticket",
-        "_unsynced",
-        "_writing",
-        "end_offset",
-        "end_position",
-        "flushed_offset",
-        "flushed_position",
-        "last_append_us",
-        "name",
-        "recovery",
-        "stable_offset",
-        "stable_position",
-        "start_offset",
-        "start_position",
-    )
+    __slots__ = ("_checkpoint_position", "_expired_us", "_producers", "recovery")
 
     def __init__(
         self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: Recovered, now_us: int
     ) -> None:
         """Use open()."""
-        point = recovered.point
-        self.name = name
+        super().__init__(folder, name, config, files, recovered)
         self.recovery: RecoveryReport = recovered.report
-        self.start_offset, self.start_position = point.start_offset, point.start_position
-        self.flushed_offset, self.flushed_position = point.offset, point.position
-        self.end_offset, self.end_position = recovered.end_offset, recovered.segments[-1].end_position
-        self.stable_offset, self.stable_position = point.offset, point.position
-        self.last_append_us = recovered.last_append_us
-        self._folder = folder
-        self._config = config
-        self._files = files
-        self._store = SegmentStore(folder, files, recovered.segments, recovered.snapshots, config.index_interval_bytes)
         self._producers: ProducerStates | None = recovered.producers
-        self._flush_file = recovered.flush_file
-        self._point = point
         self._checkpoint_position = recovered.snapshots[-1].position if recovered.snapshots else -1
-        self._expired_us = now_us
-        self._writing = False
-        self._slot_unsynced = False
-        self._unsynced: set[str] = set()
-        """Snapshots, and the folder, that the next flush is to make durable."""
-        self._ticket: FlushTicket | None = None
-        self._refusal: MetamqError | None = None
         self._expire_producers(now_us)
-        self._advance_stable()
 
     @classmethod
     def open(
@@ -139,16 +76,6 @@ class PartitionLog:
         except OSError as error:
             raise storage_error(name, "opening the log", error) from error
         return cls(path, name, config, files, recovered, now_us)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all batches."""
-        return self.end_position - self.start_position
-
-    @property
-    def config(self) -> LogConfig:
-        """The settings as of the last reconfigure()."""
-        return self._config
 
     def segments(self) -> list[SegmentStats]:
         """The segments, oldest first."""
@@ -252,43 +179,6 @@ class PartitionLog:
         if self._producers is not None:
             self._producers.expire(now_us - 1000 * self._config.producer_expiry_ms)
 
-    def _advance_stable(self) -> None:
-        """Moves the stable mark up to where the topic's promise holds."""
-        if not self._config.flush.before_ack:
-            self.stable_offset, self.stable_position = self.end_offset, self.end_position
-        elif self.flushed_position > self.stable_position:
-            self.stable_offset, self.stable_position = self.flushed_offset, self.flushed_position
-
-    # -- failing --------------------------------------------------------------------------------------------------
-
-    def _fail(self, action: str, error: OSError) -> StorageError:
-        """Ends the log's life as a writer; returns the error to raise."""
-        failure = storage_error(self.name, action, error)
-        self._refuse(failure)
-        return failure
-
-    def _refuse(self, failure: MetamqError) -> None:
-        """From now on every append raises. Also called by a ticket's thread: two assignments, in this order."""
-        if self._refusal is None:
-            self._refusal = failure
-        self._writing = False
-
-    def _check_writable(self) -> None:
-        first = self._refusal
-        if first is None:
-            return
-        if not isinstance(first, StorageError):
-            raise first
-        raise StorageError(
-            f"{self.name} takes no writes since its disk failed ({first.problem})",
-            hint=first.hint,
-            outcome="not_done",
-        )
-
-    def _check_open(self) -> None:
-        if self._refusal is not None and isinstance(self._refusal, ClosedError):
-            raise self._refusal
-
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, bytes_max: int) -> LogSlice:
@@ -320,81 +210,7 @@ class PartitionLog:
             raise storage_error(self.name, "reading", error) from error
         return found if found is not None and found[0] < self.stable_offset else None
 
-    # -- flushing -------------------------------------------------------------------------------------------------
-
-    def flush_due(self, since_ms: float) -> bool:
-        """Whether the topic's policy asks for a flush now; `since_ms` is the age of the oldest unflushed append."""
-        return self._config.flush.due(self.end_offset - self.flushed_offset, since_ms)
-
-    def start_flush(self) -> FlushTicket | None:
-        """A ticket for all that is unflushed; None when there is nothing, or while another ticket is out.
-
-        Call its sync() in any thread, then finish_flush() in this one. Raises StorageError, ClosedError.
-        """
-        self._check_writable()
-        settled = self.flushed_position == self.end_position and not self._slot_unsynced and not self._unsynced
-        if self._ticket is not None or settled:
-            return None
-        paths = [s.path for s in self._store.segments if s.size_bytes and s.end_position > self.flushed_position]
-        if self._slot_unsynced:
-            paths.append(self._flush_file.path)
-        others = [path for path in sorted(self._unsynced) if os.path.exists(path)]
-        try:
-            ticket = FlushTicket(
-                self.name, self._files, paths, others, self.end_offset, self.end_position, self._refuse
-            )
-        except OSError as error:
-            raise self._fail("opening the log for a flush", error) from error
-        self._slot_unsynced = False
-        self._unsynced.clear()
-        self._ticket = ticket
-        return ticket
-
-    def finish_flush(self, ticket: FlushTicket) -> None:
-        """Advances the marks to what the ticket made durable. A ticket that a truncate overtook changes nothing.
-
-        Raises StorageError when its sync() did.
-        """
-        if ticket.error is not None:
-            self._refuse(ticket.error)
-            raise ticket.error
-        if ticket is not self._ticket:
-            return
-        assert ticket.done
-        self._ticket = None
-        if ticket.end_position > self.flushed_position:
-            self.flushed_offset, self.flushed_position = ticket.end_offset, ticket.end_position
-        self._advance_stable()
-        self._store_point()
-
-    def _flush_now(self) -> None:
-        """Flushes to the end here and now, waiting for a ticket that is out."""
-        while True:
-            ticket = self._ticket or self.start_flush()
-            if ticket is None:
-                return
-            self._finish_now(ticket)
-
-    def _finish_now(self, ticket: FlushTicket) -> None:
-        with contextlib.suppress(StorageError):  # finish_flush raises it, after taking note
-            ticket.sync()
-        self.finish_flush(ticket)
-
-    def _store_point(self, *, clean: bool = False) -> None:
-        point = self._make_point(clean)
-        if point == self._point:
-            return
-        self._point = point
-        try:
-            self._flush_file.write(point)
-        except OSError as error:
-            raise self._fail("storing the flushed point", error) from error
-
-    def _make_point(self, clean: bool) -> FlushPoint:
-        return FlushPoint(
-            self.flushed_position, self.flushed_offset, self.stable_offset, self.start_offset, self.start_position,
-            self.last_append_us, clean,
-        )  # fmt: skip
+    # -- saving what is derived -----------------------------------------------------------------------------------
 
     def checkpoint(self) -> Steps[None]:
         """Flushes, and saves what is derived from the log, so that a crash costs no scan of what is there now.

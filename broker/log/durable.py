@@ -1,0 +1,205 @@
+"""How far a log's bytes are good: its marks, the flushes that move them, and the first failure, which ends that.
+
+Three marks move along the log, each always at a batch boundary, as offset and as position:
+
+    start ≤ flushed ≤ end       flushed: on the disk for certain; end: written, at least to the kernel
+    start ≤ stable  ≤ end       stable: readers see up to here
+
+A topic that flushes before acknowledging has stable = flushed, the others stable = end. `_advance_stable` is the
+only place that moves it up, and only what cuts the log takes it back.
+
+*Flush* has three steps because fsync is slow: start_flush() notes the end and duplicates the descriptors,
+ticket.sync() runs in any thread while appends go on, finish_flush() advances the marks and stores them in the file
+`flushed`. At most one flush is under way, since the kernel reports a write error to one fsync only: two side by side
+could share the news.
+
+*The first failed write or fsync ends the log's life as a writer.* What is on the disk is unknown then and asking
+again does not tell (a second fsync succeeds without having written anything). So every later append raises what the
+first one raised, reads go on below the stable mark, and the next start recovers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from metamq.broker.log.config import LogConfig
+from metamq.broker.log.files import FileCache, storage_error
+from metamq.broker.log.flush import FlushTicket
+from metamq.broker.log.flushed import FlushPoint
+from metamq.broker.log.recovery import Recovered
+from metamq.broker.log.store import SegmentStore
+from metamq.errors import ClosedError, MetamqError, StorageError
+
+
+class DurableLog:
+    """The half of a PartitionLog that knows what its bytes are worth. Its marks are to be read, not set."""
+
+    __slots__ = (
+        "_config",
+        "_files",
+        "_flush_file",
+        "_folder",
+        "_point",
+        "_refusal",
+        "_slot_unsynced",
+        "_store",
+        "_ticket",
+        "_unsynced",
+        "_writing",
+        "end_offset",
+        "end_position",
+        "flushed_offset",
+        "flushed_position",
+        "last_append_us",
+        "name",
+        "stable_offset",
+        "stable_position",
+        "start_offset",
+        "start_position",
+    )
+
+    def __init__(self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: Recovered) -> None:
+        point = recovered.point
+        self.name = name
+        self.start_offset, self.start_position = point.start_offset, point.start_position
+        self.flushed_offset, self.flushed_position = point.offset, point.position
+        self.end_offset, self.end_position = recovered.end_offset, recovered.segments[-1].end_position
+        self.stable_offset, self.stable_position = point.offset, point.position
+        self.last_append_us = recovered.last_append_us
+        self._folder = folder
+        self._config = config
+        self._files = files
+        self._store = SegmentStore(folder, files, recovered.segments, recovered.snapshots, config.index_interval_bytes)
+        self._flush_file = recovered.flush_file
+        self._point = point
+        self._writing = False
+        self._slot_unsynced = False
+        self._unsynced: set[str] = set()
+        """Snapshots, and the folder, that the next flush is to make durable."""
+        self._ticket: FlushTicket | None = None
+        self._refusal: MetamqError | None = None
+        self._advance_stable()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all batches."""
+        return self.end_position - self.start_position
+
+    @property
+    def config(self) -> LogConfig:
+        """The settings as of the last reconfigure()."""
+        return self._config
+
+    def _advance_stable(self) -> None:
+        """Moves the stable mark up to where the topic's promise holds."""
+        if not self._config.flush.before_ack:
+            self.stable_offset, self.stable_position = self.end_offset, self.end_position
+        elif self.flushed_position > self.stable_position:
+            self.stable_offset, self.stable_position = self.flushed_offset, self.flushed_position
+
+    # -- flushing -------------------------------------------------------------------------------------------------
+
+    def flush_due(self, since_ms: float) -> bool:
+        """Whether the topic's policy asks for a flush now; `since_ms` is the age of the oldest unflushed append."""
+        return self._config.flush.due(self.end_offset - self.flushed_offset, since_ms)
+
+    def start_flush(self) -> FlushTicket | None:
+        """A ticket for all that is unflushed; None when there is nothing, or while another ticket is out.
+
+        Call its sync() in any thread, then finish_flush() in this one. Raises StorageError, ClosedError.
+        """
+        self._check_writable()
+        settled = self.flushed_position == self.end_position and not self._slot_unsynced and not self._unsynced
+        if self._ticket is not None or settled:
+            return None
+        paths = [s.path for s in self._store.segments if s.size_bytes and s.end_position > self.flushed_position]
+        if self._slot_unsynced:
+            paths.append(self._flush_file.path)
+        others = [path for path in sorted(self._unsynced) if os.path.exists(path)]
+        try:
+            ticket = FlushTicket(
+                self.name, self._files, paths, others, self.end_offset, self.end_position, self._refuse
+            )
+        except OSError as error:
+            raise self._fail("opening the log for a flush", error) from error
+        self._slot_unsynced = False
+        self._unsynced.clear()
+        self._ticket = ticket
+        return ticket
+
+    def finish_flush(self, ticket: FlushTicket) -> None:
+        """Advances the marks to what the ticket made durable. A ticket that a truncate overtook changes nothing.
+
+        Raises StorageError when its sync() did.
+        """
+        if ticket.error is not None:
+            self._refuse(ticket.error)
+            raise ticket.error
+        if ticket is not self._ticket:
+            return
+        assert ticket.done
+        self._ticket = None
+        if ticket.end_position > self.flushed_position:
+            self.flushed_offset, self.flushed_position = ticket.end_offset, ticket.end_position
+        self._advance_stable()
+        self._store_point()
+
+    def _flush_now(self) -> None:
+        """Flushes to the end here and now, waiting for a ticket that is out."""
+        while True:
+            ticket = self._ticket or self.start_flush()
+            if ticket is None:
+                return
+            self._finish_now(ticket)
+
+    def _finish_now(self, ticket: FlushTicket) -> None:
+        with contextlib.suppress(StorageError):  # finish_flush raises it, after taking note
+            ticket.sync()
+        self.finish_flush(ticket)
+
+    def _store_point(self, *, clean: bool = False) -> None:
+        point = self._make_point(clean)
+        if point == self._point:
+            return
+        self._point = point
+        try:
+            self._flush_file.write(point)
+        except OSError as error:
+            raise self._fail("storing the flushed point", error) from error
+
+    def _make_point(self, clean: bool) -> FlushPoint:
+        return FlushPoint(
+            self.flushed_position, self.flushed_offset, self.stable_offset, self.start_offset, self.start_position,
+            self.last_append_us, clean,
+        )  # fmt: skip
+
+    # -- failing --------------------------------------------------------------------------------------------------
+
+    def _fail(self, action: str, error: OSError) -> StorageError:
+        """Ends the log's life as a writer; returns the error to raise."""
+        failure = storage_error(self.name, action, error)
+        self._refuse(failure)
+        return failure
+
+    def _refuse(self, failure: MetamqError) -> None:
+        """From now on every append raises. Also called by a ticket's thread: two assignments, in this order."""
+        if self._refusal is None:
+            self._refusal = failure
+        self._writing = False
+
+    def _check_writable(self) -> None:
+        first = self._refusal
+        if first is None:
+            return
+        if not isinstance(first, StorageError):
+            raise first
+        raise StorageError(
+            f"{self.name} takes no writes since its disk failed ({first.problem})",
+            hint=first.hint,
+            outcome="not_done",
+        )
+
+    def _check_open(self) -> None:
+        if self._refusal is not None and isinstance(self._refusal, ClosedError):
+            raise self._refusal
