@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import subprocess
@@ -14,12 +13,15 @@ from pathlib import Path
 
 from metamq.cli.progress import download_progress
 from metamq.errors import MetamqError, Timeout
+from metamq.zk.embedded import how_it_ended
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 LOG_LINES = 12
+TELLS = "metamq: "
+"""With this begins what a command says as it fails."""
 POLL_S = 0.05
 
 
@@ -28,11 +30,12 @@ class BrokerChild:
 
     def __init__(self, arguments: list[str], log_path: Path, *, pass_fds: tuple[int, ...] = ()) -> None:
         """`pass_fds` stay open in the child: a lock that it holds on for as long as it lives."""
-        self.log_path = log_path
+        self._log_path = log_path
         self.port = 0
         self.http_port = 0
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "metamq.cli", "broker", "--with-parent", *arguments],
                 stdin=subprocess.PIPE,
@@ -56,21 +59,40 @@ class BrokerChild:
         while not answer.poll(POLL_S * 1000):
             check()
             if time.monotonic() > deadline:
-                raise Timeout("the start of the broker", START_TIMEOUT_S, hint=end_of_log(self.log_path))
+                raise Timeout("the start of the broker", START_TIMEOUT_S, hint=self._end_of_log())
         words = self._process.stdout.readline().split()
         if words:
             self.port, self.http_port = int(words[1]), int(words[2])
             return
-        raise MetamqError(
-            f"the broker {how_it_ended(self._process.wait())} instead of serving", hint=end_of_log(self.log_path)
-        )
+        status = self._process.wait()
+        raise MetamqError(f"the broker {how_it_ended(status)} instead of serving", hint=self._end_of_log())
 
-    def status(self) -> int | None:
-        """Its exit status once it has ended; negative: the signal that ended it."""
-        return self._process.poll()
+    def check_running(self) -> None:
+        """Raise MetamqError, with the end of its log, when it has ended by itself."""
+        status = self._process.poll()
+        if status is not None:
+            raise MetamqError(f"the broker {how_it_ended(status)}", hint=self._end_of_log())
+
+    def _end_of_log(self) -> str:
+        """What it said in the end: its own error message where there is one, else the last lines since it began."""
+        try:
+            with self._log_path.open("rb") as log:
+                log.seek(self._log_start)
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"Its log {self._log_path} cannot be read: {error.strerror}"
+        told = [number for number, line in enumerate(lines) if line.startswith(TELLS)]
+        shown = lines[told[-1] :] if told else lines[-LOG_LINES:]
+        return "\n    ".join([f"Its log {self._log_path} ends:", *shown])
+
+    def end(self) -> None:
+        """A graceful stop. Raises MetamqError when it is none."""
+        status = self.stop()
+        if status:
+            raise MetamqError(f"the broker {how_it_ended(status)} as it stopped", hint=self._end_of_log())
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL when that does not help; waits for the end, and gives `status`. May be repeated."""
+        """SIGTERM, then SIGKILL when that does not help; waits for the end, and gives its status. May be repeated."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -85,30 +107,6 @@ class BrokerChild:
                 with contextlib.suppress(OSError):
                     pipe.close()
         return self._process.wait()
-
-
-def has_ended(pid: int) -> bool:
-    """Whether this child of ours has ended; it is left for its owner to wait for."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
-
-
-def how_it_ended(status: int) -> str:
-    """The end of a process in words."""
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
-
-
-def end_of_log(path: Path) -> str:
-    """The last lines of a log, for an error's hint."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    except OSError as error:
-        return f"Its log {path} cannot be read: {error.strerror}"
-    return "\n    ".join([f"Its log {path} ends:", *lines]) if lines else f"Its log {path} is empty."
 
 
 class Stopped(KeyboardInterrupt):

@@ -15,10 +15,9 @@ from metamq.broker.parent import follow_parent
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import say
-from metamq.cli.processes import Stopped, StopSignals, end_of_log, fetch_what_zookeeper_needs, has_ended
+from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.cli.units import DURATION, SIZE
 from metamq.client.settings import load
-from metamq.errors import MetamqError
 
 POLL_S = 0.2
 
@@ -105,9 +104,6 @@ def zookeeper(data: str, host: str, port: int) -> int:
         fetch_what_zookeeper_needs(signals)
         with EmbeddedZooKeeper(Path(data), port, host=host, check=signals.check) as server:
             say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
-            pid = server.pid
-            assert pid is not None
             while not signals.wait(POLL_S):
-                if has_ended(pid):
-                    raise MetamqError("ZooKeeper has ended by itself", hint=end_of_log(Path(data) / "zookeeper.log"))
+                server.check_running()
     return 0

@@ -27,17 +27,9 @@ from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import say
-from metamq.cli.processes import (
-    BrokerChild,
-    Stopped,
-    StopSignals,
-    end_of_log,
-    fetch_what_zookeeper_needs,
-    has_ended,
-    how_it_ended,
-)
+from metamq.cli.processes import BrokerChild, Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.client.settings import load
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError
 from metamq.zk.embedded import EmbeddedZooKeeper
 
 HOST = "127.0.0.1"
@@ -87,18 +79,13 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
             ):
                 _tell(server.address, broker, folder, ephemeral)
                 while not signals.wait(POLL_S):
-                    _check(server, broker)
+                    server.check_running()
+                    broker.check_running()
                 say("Stopping.")
-                _stop(broker)
+                broker.end()
         except Stopped:
             say("Stopping.")
     return 0
-
-
-def _stop(broker: BrokerChild) -> None:
-    status = broker.stop()
-    if status:
-        raise MetamqError(f"the broker {how_it_ended(status)} as it stopped", hint=end_of_log(broker.log_path))
 
 
 def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool) -> None:
@@ -106,17 +93,6 @@ def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool) ->
     metrics = f", metrics at http://{HOST}:{broker.http_port}/metrics" if broker.http_port > 0 else ""
     say(f"ZooKeeper at {zookeeper}, broker 0 at {HOST}:{broker.port}{metrics}, data {kept}. Ctrl-C ends all.")
     click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
-
-
-def _check(server: EmbeddedZooKeeper, broker: BrokerChild) -> None:
-    """Raise MetamqError when one of the two has ended."""
-    assert server.pid is not None
-    assert server.data_dir is not None
-    if has_ended(server.pid):
-        raise MetamqError("ZooKeeper has ended by itself", hint=end_of_log(server.data_dir / "zookeeper.log"))
-    status = broker.status()
-    if status is not None:
-        raise MetamqError(f"the broker {how_it_ended(status)}", hint=end_of_log(broker.log_path))
 
 
 @contextlib.contextmanager

@@ -33,9 +33,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from metamq.errors import ConfigError, Timeout
+from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
+from metamq.zk.server_log import what_went_wrong
 
 MIN_SESSION_TIMEOUT_MS = 1_000
 MAX_SESSION_TIMEOUT_MS = 60_000
@@ -79,6 +80,7 @@ class EmbeddedZooKeeper:
         self._data_dir: Path | None = None
         self._lock: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
 
     @property
     def address(self) -> str:
@@ -95,6 +97,12 @@ class EmbeddedZooKeeper:
     def data_dir(self) -> Path | None:
         """The folder with the data and the log of the server; None before the first start."""
         return self._data_dir
+
+    @property
+    def log_path(self) -> Path:
+        """The server's log, which goes on over restarts. For a server that was started."""
+        assert self._data_dir is not None
+        return self._data_dir / "zookeeper.log"
 
     @property
     def _client_host(self) -> str:
@@ -136,6 +144,20 @@ class EmbeddedZooKeeper:
         if self._given_dir is None and self._data_dir is not None:
             shutil.rmtree(self._data_dir, ignore_errors=True)
             self._data_dir = None
+
+    def check_running(self) -> None:
+        """Raise MetamqError, saying how, when the server has ended by itself since it was started."""
+        status = self._process.poll() if self._process is not None else None
+        if status is not None:
+            raise MetamqError(f"ZooKeeper {how_it_ended(status)}{self._last_words()}", hint=self._log_hint())
+
+    def _last_words(self) -> str:
+        said = what_went_wrong(self.log_path, self._log_start)
+        return f": {said}" if said else ""
+
+    def _log_hint(self) -> str:
+        # A temporary folder is about to be removed.
+        return f"Its log is {self.log_path}." if self._given_dir is not None else ""
 
     def kill(self) -> None:
         """SIGKILL, as a crash would; port and data are kept for `restart`."""
@@ -183,18 +205,15 @@ class EmbeddedZooKeeper:
             if self._launch(java, jars, folder):
                 return
             if _port_is_free(self.host, self.port):
-                log = folder / "zookeeper.log"
-                raise ConfigError(
-                    f"ZooKeeper did not start in {folder}", hint=f"Its log {log} ends: {_last_lines(log)}"
-                )
+                raise ConfigError(f"ZooKeeper did not start in {folder}{self._last_words()}", hint=self._log_hint())
         raise _port_taken(self.host, self.port)
 
     def _launch(self, java: Path, jars: list[Path], folder: Path) -> bool:
         """Whether it serves; False when the process ended instead."""
         config = folder / "zoo.cfg"
         config.write_text(self._config(folder))
-        log_path = folder / "zookeeper.log"
-        with log_path.open("ab") as log:
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHED, "zookeeper", *self._command(java, jars, config)],
                 stdin=subprocess.PIPE,
@@ -213,11 +232,8 @@ class EmbeddedZooKeeper:
                 self._end(signal.SIGKILL)
                 return False
             if time.monotonic() > limit:
-                raise Timeout(
-                    f"the start of ZooKeeper in {folder}",
-                    self._start_timeout_s,
-                    hint=f"Its log ends: {_last_lines(log_path)}",
-                )
+                what = f"the start of ZooKeeper in {folder}{self._last_words()}"
+                raise Timeout(what, self._start_timeout_s, hint=self._log_hint())
             time.sleep(_PROBE_INTERVAL_S)
         return True
 
@@ -289,6 +305,11 @@ class EmbeddedZooKeeper:
         self._given_dir = self._given_dir or self._data_dir
 
 
+def how_it_ended(status: int) -> str:
+    """The end of a process in words, by its `returncode`."""
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listens on, below the range of ephemeral ports. Another process may take it."""
     # Not `random`: processes that seed it alike would choose alike.
@@ -334,14 +355,6 @@ def _locked(path: Path) -> IO[bytes]:
         file.close()
         raise
     return file
-
-
-def _last_lines(path: Path, count: int = 10) -> str:
-    with contextlib.suppress(OSError):
-        lines = path.read_text(errors="replace").splitlines()[-count:]
-        if lines:
-            return "\n  ".join(["", *lines])
-    return "(it is empty)"
 
 
 def _forget_all_in_child() -> None:

@@ -96,6 +96,31 @@ def test_a_part_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: 
     until(lambda: gone(children), "the end of all children")
 
 
+def test_a_zookeeper_that_ends_is_named_without_java_s_stack_traces(process: Start, tmp_path: Path) -> None:
+    running = Up(process, tmp_path, *free_ports())
+    server = next(child for child in running.children() if "QuorumPeerMain" in " ".join(child.cmdline()))
+    server.kill()
+    talk, _ = running.process.communicate(timeout=30)
+    assert running.process.returncode == 1
+    log = (tmp_path / "metamq-data" / "zookeeper" / "zookeeper.log").resolve()
+    assert talk.decode() == f"metamq: ZooKeeper was ended by SIGKILL\n  Its log is {log}.\n"
+
+
+def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path) -> None:
+    (tmp_path / "metamq-data").mkdir()
+    (tmp_path / "metamq-data" / "broker").write_text("a file")
+    (tmp_path / "metamq-data" / "broker.log").write_text("metamq: said by an earlier one\n")
+    child = process("up", *free_ports(), cwd=tmp_path)
+    _, talk = child.communicate(timeout=30)
+    assert child.returncode == 1
+    first, second, *said = talk.decode().splitlines()
+    assert first == "metamq: the broker ended with status 1 instead of serving"
+    assert second == "  Its log metamq-data/broker.log ends:"
+    assert said[0].startswith("    metamq: ")
+    assert "metamq-data/broker" in said[0]
+    assert len(said) <= 2
+
+
 def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

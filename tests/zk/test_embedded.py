@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, MetamqError
 from metamq.zk.embedded import EmbeddedZooKeeper, free_port
 from metamq.zk.jars import JARS, find_jars
 from metamq.zk.session import Node, Session
@@ -118,17 +118,47 @@ def test_a_given_port_and_all_interfaces(tmp_path: Path) -> None:
         write(server, "/x", b"")
 
 
-def test_a_failed_start_shows_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_shows_the_line_that_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for jar in JARS:
         (tmp_path / jar.file_name).write_bytes(b"")
     monkeypatch.setenv("METAMQ_ZOOKEEPER_JARS", str(tmp_path))
     server = EmbeddedZooKeeper(tmp_path / "zk")
-    with pytest.raises(ConfigError, match=r"(?s)did not start in .*QuorumPeerMain"):
+    with pytest.raises(
+        ConfigError, match=r"did not start in [^\n]*QuorumPeerMain\. Its log is .*zookeeper\.log"
+    ) as no_class:
         server.start()
+    assert "\n" not in str(no_class.value)
     assert server.pid is None
     monkeypatch.delenv("METAMQ_ZOOKEEPER_JARS")
     with server:
         write(server, "/x", b"")
+
+
+def test_data_that_is_damaged_is_said_to_be_so(tmp_path: Path) -> None:
+    with EmbeddedZooKeeper(tmp_path) as server:
+        write(server, "/x", b"")
+    for file in (tmp_path / "data" / "version-2").iterdir():
+        file.write_bytes(b"what")
+    with pytest.raises(ConfigError) as broken:
+        EmbeddedZooKeeper(tmp_path).start()
+    assert "did not start in" in broken.value.problem
+    assert "Something is broken!" in broken.value.problem
+    assert broken.value.hint == f"Its log is {tmp_path / 'zookeeper.log'}."
+
+
+def test_a_server_that_ended_by_itself_is_told_of(tmp_path: Path) -> None:
+    with EmbeddedZooKeeper(tmp_path) as server:
+        server.check_running()
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+
+        def watch() -> None:
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                server.check_running()
+
+        with pytest.raises(MetamqError, match=r"^ZooKeeper was ended by SIGKILL\. Its log is .*zookeeper\.log\.$"):
+            watch()
 
 
 def test_it_runs_on_the_wheel_s_java_and_on_a_given_folder_of_jars(
