@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metamq.errors import ConfigError
-from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 
 BROKER_ID_MAX = 65_535
 MEBIBYTE = 1024 * 1024
@@ -37,6 +37,8 @@ class BrokerConfig:
     """How long a stop waits for requests under way."""
     connections_max: int = 10_000
     """Further connections are closed at once; also bounded by what the process's limit on open files leaves."""
+    request_memory_bytes: int = 256 * MEBIBYTE
+    """Requests under way, of all connections; what is more waits unread until some are answered."""
     open_files_max: int = 0
     """Log files kept open; 0 takes half of the process's limit."""
 
@@ -50,6 +52,7 @@ class BrokerConfig:
         self._within("drain_timeout_s", 0, 3600)
         self._within("open_files_max", 0, 1 << 20)
         self._within("connections_max", 1, 1 << 20)
+        self._within("request_memory_bytes", FRAME_BYTES_MAX, 1 << 50)
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")
 

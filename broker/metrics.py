@@ -15,6 +15,12 @@ from metamq.broker.sync_times import BOUNDS_S
 if TYPE_CHECKING:
     from metamq.broker.server import Broker
 
+_GAUGES = {
+    "epoch": ("metamq_broker_epoch", "The master's term"),
+    "connections": ("metamq_broker_connections", "Open connections"),
+    "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
+    "requests_held_back": ("metamq_broker_requests_held_back", "Requests that wait unread for memory"),
+}
 _PER_TOPIC = {
     "messages_in": ("metamq_broker_messages_in", "Messages stored"),
     "bytes_in": ("metamq_broker_bytes_in", "Bytes of batches stored"),
@@ -42,8 +48,8 @@ class BrokerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         statistics: dict[str, Any] = self._broker.statistics()
         counters = statistics["counters"]
-        yield GaugeMetricFamily("metamq_broker_epoch", "The master's term", value=statistics["epoch"])
-        yield GaugeMetricFamily("metamq_broker_connections", "Open connections", value=statistics["connections"])
+        for name, (metric, text) in _GAUGES.items():
+            yield GaugeMetricFamily(metric, text, value=statistics[name])
         yield GaugeMetricFamily("metamq_broker_ready", "1 when /readyz is good", value=int(self._broker.readiness()[0]))
         build = GaugeMetricFamily("metamq_build_info", "This release", labels=["version"])
         build.add_metric([metamq.__version__], 1)

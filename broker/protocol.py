@@ -1,8 +1,13 @@
 """The broker's end of one TCP connection: asyncio on one side, the sans-IO ServerConnection on the other.
 
 Backpressure runs both ways. What a client sends faster than the disk takes stays in the kernel: reading pauses
-while more than INFLIGHT_BYTES_MAX of its requests are unanswered. What it does not read stays on disk: while the
-transport's write buffer is above its mark, no request of its is begun, no long poll answered, and nothing read.
+while more than INFLIGHT_BYTES_MAX of its requests are unanswered, or memory for all connections' requests is short
+(metamq.broker.request_memory). What it does not read stays on disk: while the transport's write buffer is above its
+mark, no request of its is begun, no long poll answered, and nothing read.
+
+A client that holds memory owes progress: half a frame has to go on, and answers have to be read where a request waits
+for that. The broker looks at all connections now and then, sweep(), and closes one that did neither since the last
+look but one: no timer a frame, and a connection that owes nothing may be silent for as long as it likes.
 
 A client that breaks the protocol is told so and gets the end of the stream. What it still sends is thrown away for a
 moment: a socket closed over unread bytes resets the connection, and the client would not learn why.
@@ -17,16 +22,19 @@ from typing import Any, cast
 
 from metamq.broker.fetch_session import FetchSession
 from metamq.broker.processors import Processors
+from metamq.broker.request_memory import RequestMemory
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import GetResult
-from metamq.wire.connection import Greeted, Request, ServerConnection
+from metamq.wire.connection import Greeted, Request, ServerConnection, State
 from metamq.wire.frames import Buffer
 
 log = logging.getLogger("metamq.broker")
 
 HELLO_TIMEOUT_S = 10.0
 GOODBYE_TIMEOUT_S = 5.0
+STALL_BYTES = 64 * 1024
+"""Half a frame that goes on by less than this between two sweeps has stalled."""
 WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 
@@ -37,6 +45,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def __init__(
         self,
         processors: Processors,
+        memory: RequestMemory,
         connections: set[BrokerProtocol],
         loop: asyncio.AbstractEventLoop,
         *,
@@ -44,11 +53,20 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     ) -> None:
         self._connections_max = connections_max
         self._processors = processors
+        self._memory = memory
         self._connections = connections
         self._loop = loop
         self._writable = True
         self._reading_paused = False
         self._inflight_bytes = 0
+        self._large_bytes = 0
+        """The size of the large frame that is being received."""
+        self._granted = True
+        """Whether there is memory for it."""
+        self._received_bytes = 0
+        self._unsent_bytes = 0
+        """Both as of the last sweep."""
+        self._suspect = False
         self._waiting: deque[Request] = deque()
         """Requests that came in while the client did not read."""
         self._broken: ProtocolError | None = None
@@ -78,15 +96,35 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         return self._connection.next_buffer()
 
     def buffer_updated(self, count: int) -> None:
+        self._received_bytes += count
         try:
             for event in self._connection.received(count):
                 if isinstance(event, Request):
+                    self._suspect = False
                     self._waiting.append(event)
+                    if event.body:
+                        self._memory.take(len(event.body))
                 else:
                     self._greeted(event)
         except ProtocolError as error:
             self._broken = error
+        if self._connection.large_bytes != self._large_bytes:
+            self._reserve(self._connection.large_bytes)
         self._work()
+
+    def _reserve(self, size: int) -> None:
+        """A large frame has begun, or has ended (0): its request's body is counted by itself then."""
+        if not self._granted:
+            self._memory.withdraw(self)
+        elif self._large_bytes:
+            self._memory.release(self._large_bytes)
+        self._large_bytes = size
+        self._granted = not size or self._memory.reserve(size, self)
+
+    def granted(self) -> None:
+        """There is memory for the large frame that has begun."""
+        self._granted = True
+        self._regulate()
 
     def _greeted(self, greeted: Greeted) -> None:
         self._deadline.cancel()
@@ -119,8 +157,15 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             return
         inflight_max = INFLIGHT_BYTES_MAX // 2 if self._reading_paused else INFLIGHT_BYTES_MAX
-        pause = bool(self._waiting) or not self._writable or self._inflight_bytes > inflight_max
+        pause = (
+            not self._granted
+            or bool(self._waiting)
+            or not self._writable
+            or self._inflight_bytes > inflight_max
+            or (self._inflight_bytes > 0 and self._memory.scarce and not self._large_bytes)
+        )
         if pause and not self._reading_paused:
+            self._suspect = False  # it is our turn
             self._transport.pause_reading()
         elif self._reading_paused and not pause:
             self._transport.resume_reading()
@@ -155,6 +200,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _done(self, request: Request) -> None:
         if request.body:
             self._inflight_bytes -= len(request.body)
+            self._memory.release(len(request.body))
             if self._reading_paused:
                 self._regulate()
 
@@ -171,13 +217,31 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self.fetches.serve()
         self._work()
 
+    def sweep(self) -> None:
+        """Closes a connection that holds memory and makes no progress. Called every now and then."""
+        if self._transport is None or self._ended or self._connection.state is not State.OPEN:
+            return
+        unsent_bytes = self._transport.get_write_buffer_size()
+        if not self._writable:
+            holds = self._large_bytes > 0 or any(request.body for request in self._waiting)
+            stalled = holds and unsent_bytes >= self._unsent_bytes
+        else:
+            stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
+        self._received_bytes, self._unsent_bytes = 0, unsent_bytes
+        if stalled and self._suspect:
+            log.warning("%s has left a request half done and does not go on: closed", self.peer)
+            self.abort()
+        self._suspect = stalled
+
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._deadline.cancel()
-        self._waiting.clear()
+        self._reserve(0)
+        while self._waiting:
+            self._memory.release(len(self._waiting.pop().body))
         self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)

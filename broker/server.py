@@ -33,6 +33,7 @@ from metamq.broker.log import FileCache
 from metamq.broker.partition import BatchIds
 from metamq.broker.processors import Processors
 from metamq.broker.protocol import BrokerProtocol
+from metamq.broker.request_memory import RequestMemory
 from metamq.broker.sync_times import Histogram, SyncTimes
 from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
@@ -47,6 +48,8 @@ log = logging.getLogger("metamq.broker")
 
 ACCEPT_BACKLOG = 1024
 RETRY_S = 1.0
+STALL_S = 30.0
+"""How long half a frame may stay as it is, at least; twice as long at most."""
 OPEN_FILES_LEAST = 64
 OPEN_FILES_MOST = 1 << 16
 
@@ -80,6 +83,7 @@ class Broker:
             limit = _raised_open_files_limit()
             open_files = config.open_files_max or max(OPEN_FILES_LEAST, limit // 2)
             connections_max = max(1, min(config.connections_max, limit - open_files - OPEN_FILES_LEAST))
+            self._memory = RequestMemory(config.request_memory_bytes)
             self._sync_times = SyncTimes()
             self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
             self._session = await Session.open(
@@ -108,7 +112,9 @@ class Broker:
                 self._topics, self._folder, self._processors, self._flusher, config, self.fail
             )
             self._server = await loop.create_server(
-                lambda: BrokerProtocol(self._processors, self._connections, loop, connections_max=connections_max),
+                lambda: BrokerProtocol(
+                    self._processors, self._memory, self._connections, loop, connections_max=connections_max
+                ),
                 sock=self._listener,
                 backlog=ACCEPT_BACKLOG,
             )
@@ -124,6 +130,7 @@ class Broker:
             self._follow_topics,
             self._follow_session,
             self._beats,
+            self._sweeps,
         )
         self._tasks = [asyncio.ensure_future(job()) for job in work]
         for task in self._tasks:
@@ -255,6 +262,13 @@ class Broker:
             self._beat = time.monotonic()
             await asyncio.sleep(0.5)
 
+    async def _sweeps(self) -> None:
+        """Looks for clients that hold memory and do not go on."""
+        while True:
+            await asyncio.sleep(STALL_S)
+            for connection in list(self._connections):
+                connection.sweep()
+
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, MetamqError):
@@ -353,6 +367,8 @@ class Broker:
             **self._processors.statistics(),
             "connections": len(self._connections),
             "flushes": self._flusher.flushes,
+            "request_bytes": self._memory.used_bytes,
+            "requests_held_back": self._memory.waiting,
         }
 
     def fsyncs(self) -> Histogram:

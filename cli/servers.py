@@ -52,6 +52,9 @@ POLL_S = 0.2
     "--drain-timeout", "drain_timeout_ms", type=DURATION, help="How long a stop waits for requests under way.  [10s]"
 )
 @click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
+@click.option(
+    "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"
+)
 @click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
 @click.option("--with-parent", is_flag=True, hidden=True)
 def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: int | None, **settings: Any) -> int:

@@ -219,6 +219,16 @@ class ServerConnection:
             self.state = State.CLOSED
             raise
 
+    @property
+    def large_bytes(self) -> int:
+        """The size of the large frame that has begun, 0 where none has: next_buffer() makes room for it."""
+        return self._reader.large_bytes
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a part of a frame has arrived."""
+        return self._reader.in_frame
+
     def close(self) -> None:
         """The connection is gone: frees what was received of it."""
         self.state = State.CLOSED

@@ -182,9 +182,12 @@ def test_the_statuses() -> None:
 
 def test_numbers_in_the_text() -> None:
     assert f"Texts are cut after {limits.ERROR_TEXT_CHARS_MAX:,} characters" in TEXT
-    from metamq.broker.protocol import HELLO_TIMEOUT_S, WRITE_BUFFER_BYTES
+    from metamq.broker.protocol import HELLO_TIMEOUT_S, STALL_BYTES, WRITE_BUFFER_BYTES
+    from metamq.broker.server import STALL_S
 
     assert f"A broker waits {HELLO_TIMEOUT_S:.0f} s for a HELLO" in TEXT
     assert f"more than {WRITE_BUFFER_BYTES // 2**20} MiB wait for it" in TEXT
+    assert f"less than {STALL_BYTES // 1024} KiB more have come for {STALL_S:.0f} s" in TEXT
+    assert f"after {2 * STALL_S:.0f} s at the latest" in TEXT
     assert (commands.EARLIEST, commands.LATEST) == (-2, -1)
     assert "-2: the earliest offset, -1: the end" in TEXT

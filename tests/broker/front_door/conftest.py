@@ -260,6 +260,20 @@ def many_files(count: int) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.fixture
+def connect_to() -> Iterator[Callable[..., RawClient]]:
+    """Connects to a broker of the test's own, by its port."""
+    clients: list[RawClient] = []
+
+    def connect(port: int, **options: Any) -> RawClient:
+        clients.append(RawClient(port, **options))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+
+
 @pytest.fixture(scope="session")
 def running() -> Iterator[Front]:
     """One broker for all tests here."""

@@ -1,0 +1,187 @@
+"""Memory is bounded over all connections, and who holds it without making progress is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from metamq.broker import protocol, server
+from metamq.testing import Cluster, cluster
+from metamq.wire import status
+from metamq.wire.commands import Command, Get, GetPartition, PutEntry
+from metamq.wire.frames import PREFIX, encode_frame
+from metamq.wire.limits import FRAME_BYTES_MAX
+from tests.parts import LocalBroker, http_get, wait_until
+
+MEBIBYTE = 1024 * 1024
+Connect = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Cluster]:
+    """A broker with as little memory for requests as it can have."""
+    with cluster(request_memory_bytes=FRAME_BYTES_MAX) as running:
+        running.create_topic("t", partitions=1)
+        yield running
+
+
+@pytest.fixture
+def impatient(small: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBroker]:
+    """One that waits for a stalled client for a moment only."""
+    monkeypatch.setattr(server, "STALL_S", 0.2)
+    with LocalBroker(small.zookeeper, tmp_path / "b", id=1, request_memory_bytes=FRAME_BYTES_MAX) as local:
+        yield local
+
+
+def put(size: int, opaque: int = 1) -> bytes:
+    """A PUT of so many bytes to a topic that is not there."""
+    entry = PutEntry("none", "0" * 16, 0, size)
+    return b"".join(encode_frame(1, Command.PUT, 0, opaque, [entry], [bytes(size)]))
+
+
+def metric(port: int, name: str) -> float:
+    found = re.search(rf"^{name} (\S+)$", http_get(port, "/metrics")[1], re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+class Sender(threading.Thread):
+    """Sends data, which may take until the broker reads it; from the pause on when it may `go_on`."""
+
+    def __init__(self, client: Any, data: bytes, *, pause: int = 0) -> None:
+        super().__init__(daemon=True)
+        self._client, self._data, self._pause = client, data, pause
+        self.go_on = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):  # the broker may close it, the test too
+            if self._pause:
+                self._client.send(self._data[: self._pause])
+                assert self.go_on.wait(60)
+            self._client.send(self._data[self._pause :])
+
+
+def test_large_frames_of_many_connections_are_read_in_turn(small: Cluster, connect_to: Connect) -> None:
+    """Half of a frame from each, the other half later: the broker holds what it may, and answers all in the end."""
+    broker, count, size = small.broker, 20, 16 * MEBIBYTE
+    clients = [connect_to(broker.port) for _ in range(count)]
+    data = put(size)
+    process = psutil.Process(broker.pid)
+    before = process.memory_info().rss
+    senders = [Sender(client, data, pause=size // 2) for client in clients]
+    room = FRAME_BYTES_MAX // len(data)
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == count - room)
+    assert metric(broker.http_port, "metamq_broker_request_bytes") == room * len(data)
+    with small.producer() as producer:
+        for _ in range(20):
+            producer.send("t", b"small ones pass").result(10)
+    grown = process.memory_info().rss - before
+    print(f"{count} halves of {size / MEBIBYTE:.0f} MiB: the broker grew by {grown / MEBIBYTE:.1f} MiB")
+    assert grown < FRAME_BYTES_MAX + 32 * MEBIBYTE
+    for sender in senders:
+        sender.go_on.set()
+    for client in clients:
+        answer = client.answer()
+        assert (answer.command, answer.status, answer.header[0][0] != status.OK) == (Command.PUT, status.OK, True)
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_request_bytes") == 0)
+    assert metric(broker.http_port, "metamq_broker_requests_held_back") == 0
+
+
+def test_what_connections_leave_behind_goes_to_those_in_line(small: Cluster, connect_to: Connect) -> None:
+    broker = small.broker
+    hogs = [connect_to(broker.port) for _ in range(4)]
+    data = put(30 * MEBIBYTE)
+    for hog in hogs:
+        hog.send(data[:100_000])
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == 2)
+    client = connect_to(broker.port)
+    sender = Sender(client, put(40 * MEBIBYTE))
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_requests_held_back") == 3)
+    for hog in reversed(hogs):  # those in line first
+        hog.close()
+    assert client.answer().status == status.OK
+    sender.join(10)
+    wait_until(lambda: metric(broker.http_port, "metamq_broker_request_bytes") == 0)
+
+
+@pytest.mark.parametrize("sent", [1, PREFIX.size - 1, 1000, 100_000])
+def test_half_a_frame_and_then_nothing(impatient: LocalBroker, connect_to: Connect, sent: int) -> None:
+    port = impatient.broker.port
+    patient = connect_to(port)
+    assert patient.ask(Command.STATS, None).status == status.OK
+    stalled = connect_to(port)
+    stalled.send(put(MEBIBYTE)[:sent])
+    assert stalled.ended() in (True, False)
+    wait_until(lambda: metric(impatient.broker.http_port, "metamq_broker_request_bytes") == 0)
+    assert patient.ask(Command.STATS, None).status == status.OK, "who owes nothing may be silent"
+
+
+def test_a_slow_frame_that_goes_on_is_waited_for(
+    impatient: LocalBroker, connect_to: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "STALL_BYTES", 10)
+    client = connect_to(impatient.broker.port)
+    data = put(100)
+    begun = time.monotonic()
+    for at in range(0, len(data), 20):
+        client.send(data[at : at + 20])
+        time.sleep(0.2)  # the pace of a slow line
+    assert client.answer().status == status.OK
+    assert time.monotonic() - begun > 5 * 0.2
+
+
+def test_a_trickle_is_not_progress(impatient: LocalBroker, connect_to: Connect) -> None:
+    client = connect_to(impatient.broker.port)
+    ended: list[bool] = []
+    watching = threading.Thread(target=lambda: ended.append(client.ended()))
+    watching.start()
+    client.send(put(MEBIBYTE)[:100_000])
+
+    def trickle() -> bool:
+        try:
+            client.send(b"x")
+        except OSError:
+            return True
+        return bool(ended)
+
+    wait_until(trickle)
+    watching.join(10)
+
+
+def test_who_stalls_does_not_keep_the_others_in_line(impatient: LocalBroker, connect_to: Connect) -> None:
+    """Nor does anybody in line count as stalled, however long it takes."""
+    port = impatient.broker.port
+    data = put(FRAME_BYTES_MAX - MEBIBYTE)
+    for _ in range(3):
+        connect_to(port).send(data[:100_000])
+    client = connect_to(port)
+    sender = Sender(client, data)
+    assert client.answer().status == status.OK
+    sender.join(10)
+
+
+def test_a_client_with_requests_that_never_reads_is_let_go(
+    small: Cluster, impatient: LocalBroker, connect_to: Connect
+) -> None:
+    """Its PUT is not read on until it has read its answers, and would hold memory for ever."""
+    with small.admin() as admin:
+        topic = admin.create_topic("big", partitions=1, brokers=[1])
+    with small.producer() as producer:
+        producer.send("big", bytes(MEBIBYTE - 1000)).result(20)
+    client = connect_to(impatient.broker.port, receive_buffer=64 * 1024)
+    opened = [GetPartition(1, "big", topic.id, 0)]
+    gets = [Get(0, 1, MEBIBYTE, MEBIBYTE, [] if n else opened, [(1, 0)], []) for n in range(20)]
+    frames = b"".join(b"".join(encode_frame(1, Command.GET, 0, n, get)) for n, get in enumerate(gets))
+    Sender(client, frames + put(8 * MEBIBYTE))
+    wait_until(lambda: metric(impatient.broker.http_port, "metamq_broker_request_bytes") > 8 * MEBIBYTE)
+    wait_until(lambda: metric(impatient.broker.http_port, "metamq_broker_connections") == 0)
+    assert metric(impatient.broker.http_port, "metamq_broker_request_bytes") == 0
