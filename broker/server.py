@@ -212,7 +212,7 @@ class Broker:
                 continue
             if config is not None and config.partitions.get(self.config.id):
                 configs[topic] = config
-        self._topics.apply(configs, unreadable)
+        await self._topics.apply(configs, unreadable)
 
     async def _register(self) -> None:
         counts = self._topics.counts()

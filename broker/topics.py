@@ -6,6 +6,7 @@ a topic that was deleted, or deleted and made anew while this broker was away: i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -86,11 +87,11 @@ class Topics:
         closed = [p.closed_by for p in self.partitions() if isinstance(p.closed_by, CorruptData)]
         return [*self._unreadable.values(), *self._broken.values(), *closed]
 
-    def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
+    async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
         """Makes the open logs what the configuration says: opens, enlarges, reconfigures, removes.
 
-        A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged log stops its partition,
-        loudly, and no other. Raises StorageError when the disk fails.
+        To be called by one task. A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged
+        log stops its partition, loudly, and no other. Raises StorageError when the disk fails.
         """
         for topic, error in unreadable.items():
             if str(self._unreadable.get(topic)) != str(error):
@@ -101,13 +102,12 @@ class Topics:
                 self._remove(topic)
         for topic, config in configs.items():
             if self._configs.get(topic) != config:
-                self._apply_one(topic, config)
+                await self._apply_one(topic, config)
         wanted = {(config.topic, config.id) for config in self._configs.values()}
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
         self._folder.remove_topics_except(wanted)
 
-    def _apply_one(self, topic: str, config: TopicConfig) -> None:
-        self._configs[topic] = config
+    async def _apply_one(self, topic: str, config: TopicConfig) -> None:
         indexed = self.open.setdefault(topic, {})
         settings = log_config(config, self._folder.path / "archive")
         for partition in indexed.values():
@@ -124,6 +124,8 @@ class Topics:
                 self._broken[topic, index] = error
                 continue
             indexed[index] = Partition(topic, config.id, index, opened)
+            await asyncio.sleep(0)  # each waits for the disk: a thousand in a row would stop the loop for seconds
+        self._configs[topic] = config
 
     def _remove(self, topic: str) -> None:
         log.info("topic %s (id %s) was deleted: its data is removed", topic, self._configs[topic].id)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -17,7 +21,7 @@ from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.zk.paths import master_offer
 from metamq.zk.session import ANY_VERSION, Session
 from metamq.zk.topics import TopicConfig, TopicStore
-from tests.parts import http_get, read_topic, statistics, wait_until
+from tests.parts import LocalBroker, http_get, read_topic, statistics, wait_until
 
 T = TypeVar("T")
 
@@ -197,6 +201,29 @@ def test_many_topics_at_once(parts: Cluster) -> None:
     assert http_get(parts.broker.http_port, "/readyz")[0] == 200
     store(parts, delete)
     wait_until(lambda: len(folders(parts)) == before, what="all folders removed")
+
+
+def test_a_topic_of_many_partitions_does_not_stop_the_loop_that_makes_them(parts: Cluster, tmp_path: Path) -> None:
+    def slow_sync(fd: int) -> None:
+        time.sleep(0.005)
+        os.fsync(fd)
+
+    async def follow(turns: list[float]) -> None:
+        while True:
+            turns.append(time.monotonic())
+            await asyncio.sleep(0.002)
+
+    with LocalBroker(parts.zookeeper, tmp_path / "local", id=1) as local, parts.admin() as admin:
+        local.broker._files.sync = slow_sync
+        turns: list[float] = []
+        following = asyncio.run_coroutine_threadsafe(follow(turns), local.loop)
+        started = time.monotonic()
+        admin.create_topic("wide", partitions=60, brokers=[1])
+        took_s = time.monotonic() - started
+        following.cancel()
+        longest_s = max(after - before for before, after in pairwise(turns))
+        assert took_s > 60 * 0.005
+        assert longest_s < took_s / 4
 
 
 def test_a_configuration_that_cannot_be_read_is_reported_and_hurts_nobody_else() -> None:
