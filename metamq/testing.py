@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError, Timeout
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.embedded import EmbeddedZooKeeper, free_port
 
 if TYPE_CHECKING:
     from metamq import Admin, Consumer, Producer
@@ -55,7 +55,9 @@ class BrokerProcess:
     def start(self, *, wait: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
         """Starts the process and waits until it serves. Raises MetamqError with the end of its log when it does not."""
         assert self._process is None
-        settings = {**self._settings, "id": self.broker_id, "data": self.data, "port": self.port}
+        # Not one that the system chooses: while the broker is down it might give that to somebody's connection.
+        port = self.port or free_port(str(self._settings.get("host", "127.0.0.1")))
+        settings = {**self._settings, "id": self.broker_id, "data": self.data, "port": port}
         environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
         with self.log_path.open("a") as log:

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from metamq.zk.embedded import free_port
+
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
@@ -41,12 +43,7 @@ class Up:
 
 def free_ports() -> list[object]:
     """So that a cluster of the developer's own is left alone."""
-    flags: list[object] = []
-    for flag in ("--port", "--broker-port", "--http-port"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            flags += [flag, probe.getsockname()[1]]
-    return flags
+    return [part for flag in ("--port", "--broker-port", "--http-port") for part in (flag, free_port())]
 
 
 def gone(processes: list[psutil.Process]) -> bool:
