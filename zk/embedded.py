@@ -46,6 +46,8 @@ _WATCHED = 'exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORTS = range(20_000, 32_000)
 _PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S = 0.01
+# A server that is starting takes connections which it then never answers: better to ask again than to wait.
+_ANSWER_S_MIN, _ANSWER_S_MAX = 0.1, 1.0
 _LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 _running: weakref.WeakSet[EmbeddedZooKeeper] = weakref.WeakSet()
@@ -225,15 +227,18 @@ class EmbeddedZooKeeper:
                 start_new_session=True,
             )
         _running.add(self)
-        limit = time.monotonic() + self._start_timeout_s
-        while not self._serves(folder):
+        started = time.monotonic()
+        answer_s = _ANSWER_S_MIN
+        while not self._serves(folder, answer_s):
             self._check()
             if self._process.poll() is not None:
                 self._end(signal.SIGKILL)
                 return False
-            if time.monotonic() > limit:
+            waited_s = time.monotonic() - started
+            if waited_s > self._start_timeout_s:
                 what = f"the start of ZooKeeper in {folder}{self._last_words()}"
                 raise Timeout(what, self._start_timeout_s, hint=self._log_hint())
+            answer_s = min(max(waited_s / 4, _ANSWER_S_MIN), _ANSWER_S_MAX)
             time.sleep(_PROBE_INTERVAL_S)
         return True
 
@@ -262,10 +267,10 @@ class EmbeddedZooKeeper:
         }
         return "".join(f"{key}={value}\n" for key, value in settings.items())
 
-    def _serves(self, folder: Path) -> bool:
+    def _serves(self, folder: Path, timeout_s: float) -> bool:
         """Asks for the configuration: the data folder in it tells our server from another at this port."""
         try:
-            with socket.create_connection((self._client_host, self.port), timeout=1.0) as connection:
+            with socket.create_connection((self._client_host, self.port), timeout=timeout_s) as connection:
                 connection.sendall(b"conf")
                 answer = b""
                 while chunk := connection.recv(4096):
