@@ -91,6 +91,8 @@ def find_batch(
                 return base, position + used
             base += count
             used += size
+        if not used:
+            raise damaged(segment.path, position, f"{len(block)} bytes are less than a header")
         position += used
     raise damaged(segment.path, position, f"the segment ends before offset {offset}")
 

@@ -227,6 +227,21 @@ def test_damage_met_by_a_reader_is_reported_not_skipped(shelf: Any) -> None:
     log.close()
 
 
+def test_a_damaged_length_ends_a_search(shelf: Any) -> None:
+    """One that leads almost to the segment's end, where no header has room any more."""
+    log = shelf.open(LogConfig())
+    for _ in range(3):
+        shelf.append(log, [b"value"])
+    _, second, _, end = shelf.boundaries(log)
+    path, at = shelf.byte_at(second)
+    data = bytearray(path.read_bytes())
+    data[at : at + 4] = (end - 8 - second).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(CorruptData, match=f"is damaged at byte {end - 8}: 8 bytes are less than a header"):
+        log.read(2, 100)
+    log.close(clean=False)
+
+
 def test_the_memory_of_an_idle_log_is_small() -> None:
     with TemporaryDirectory() as root:
         files = FileCache(16, sync=lambda fd: None)
