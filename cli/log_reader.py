@@ -17,11 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from metamq.broker.log import epochs as epochs_file
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.derived import load_index, load_producers
+from metamq.broker.log.derived import load_epochs, load_index, load_producers
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.flushed import FlushFile, FlushPoint
-from metamq.broker.log.scan import checked_batches, find_flushed_claim, read_at
+from metamq.broker.log.scan import checked_batches, find_flushed_claim, find_intact, read_at
 from metamq.broker.log.segments import Inventory, Segment, take_inventory
 from metamq.errors import ConfigError, CorruptData
 from metamq.wire.batch import BatchHeader
@@ -29,7 +30,6 @@ from metamq.words import count
 from metamq.zk.names import partition_name
 
 ALIGNMENT = 8
-ANY_CLAIM = -1
 _INDEX_INTERVAL_BYTES = LogConfig().index_interval_bytes
 _TOPIC_FOLDER = re.compile(r"([^/@]+)@([^/@]+)")
 
@@ -174,7 +174,7 @@ def verify_partition(partition: PartitionFolder, advance: Advance) -> PartitionR
         expected: int | None = None
         for segment in segments:
             expected = _verify_segment(files, segment, segments, point, expected, report, advance)
-        _check_derived(inventory, report)
+        _check_derived(folder, inventory, report)
     finally:
         files.close()
     return report
@@ -261,7 +261,7 @@ def _verify_segment(
             advance(header.size)
         if bad is None:
             break
-        position = find_flushed_claim(files, segment, bad[0] + ALIGNMENT, ANY_CLAIM)
+        position = next((at for at, _header in find_intact(files, segment, bad[0] + ALIGNMENT)), None)
         end = segment.end_position if position is None else position
         kind = _kind_of_bad_bytes(files, segment, segments, bad[0], point)
         report.findings.append(Finding(kind, segment.path, segment.base_position, bad[0], end, bad[1]))
@@ -274,22 +274,25 @@ def _kind_of_bad_bytes(
     files: FileCache, segment: Segment, segments: list[Segment], bad: int, point: FlushPoint | None
 ) -> Literal["damage", "torn tail"]:
     """As recovery decides: damage below the flushed point, or where a later intact batch says it was flushed."""
-    if _kind(bad, point) == "damage":
+    if point is None or _kind(bad, point) == "damage":
         return "damage"
     for later in segments[segments.index(segment) :]:
-        if find_flushed_claim(files, later, max(bad, later.base_position), bad) is not None:
+        if find_flushed_claim(files, later, max(bad, later.base_position), bad, point.own_epochs) is not None:
             return "damage"
     return "torn tail"
 
 
-def _check_derived(inventory: Inventory, report: PartitionReport) -> None:
-    """Indexes and producer states, which the broker makes anew when they are not usable."""
+def _check_derived(folder: str, inventory: Inventory, report: PartitionReport) -> None:
+    """Indexes, producer states and epochs, which the broker makes anew when they are not usable."""
     for segment in inventory.segments:
         if segment.index_path in inventory.indexes and load_index(segment, _INDEX_INTERVAL_BYTES) is None:
             report.notes.append(f"the index {segment.index_path} is not usable, the broker makes it anew")
     for snapshot in inventory.snapshots:
         if load_producers(snapshot) is None:
             report.notes.append(f"the producer states {snapshot.path} are not usable, the broker makes them anew")
+    epochs = os.path.join(folder, epochs_file.FILE_NAME)
+    if os.path.exists(epochs) and load_epochs(folder) is None:
+        report.notes.append(f"the epochs {epochs} are not usable, the broker makes them anew")
     for leftover in inventory.leftovers:
         report.notes.append(f"{leftover} is half-written, the broker removes it")
 

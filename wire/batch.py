@@ -14,8 +14,9 @@ The two parts have a CRC each because they have an author each. The producer's c
 that a bit flipped anywhere between it and the consumer is found; the broker's covers what the broker adds later,
 with the size, without which the next batch could not be found.
 
-`unflushed_bytes` tells how far behind this batch the flushed point was when it was appended. Recovery uses it: a
-damaged batch that a later, intact one declares flushed is corruption, not a torn tail.
+`unflushed_bytes` tells how far behind this batch the flushed point was when it was appended, on the disk of the master
+that appended it. Recovery uses it: a damaged batch that a later, intact one declares flushed is corruption, not a torn
+tail.
 
 docs/log-format.md has the grammar, a worked example in bytes, and the downsides.
 """
@@ -63,6 +64,8 @@ KNOWN_CODECS = frozenset(Codec)
 EPOCH_BITS = 24
 COUNTER_BITS = 40
 NO_PRODUCER = 0
+UNFLUSHED_UNKNOWN = 0xFFFFFFFF
+"""As many unflushed bytes or more: the field has no room for them."""
 
 
 class BatchHeader(NamedTuple):
@@ -153,7 +156,7 @@ def stamp(
     assert base_offset >= 0
     (size,) = struct.unpack_from("<I", batch, at)
     BROKER_PART.pack_into(
-        batch, at, size, epoch, base_offset, batch_id, append_time_us, min(unflushed_bytes, 0xFFFFFFFF)
+        batch, at, size, epoch, base_offset, batch_id, append_time_us, min(unflushed_bytes, UNFLUSHED_UNKNOWN)
     )
     crc = crc32c(memoryview(batch)[at : at + BROKER_CRC_AT])
     BROKER_CRC.pack_into(batch, at + BROKER_CRC_AT, crc)

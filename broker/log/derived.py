@@ -1,15 +1,18 @@
-"""What is derived from a log and saved beside it: indexes and producer states. Loading, rebuilding, forgetting."""
+"""What is derived from a log and saved beside it: indexes, producer states, epochs. Loading, rebuilding, forgetting."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 
+from metamq.broker.log import epochs
+from metamq.broker.log.epochs import EpochList
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
-from metamq.broker.log.scan import checked_batches, damaged
+from metamq.broker.log.scan import checked_batches, damaged, headers
 from metamq.broker.log.segments import Segment, SnapshotName
 from metamq.wire.batch import BatchHeader
 
@@ -115,6 +118,55 @@ def rebuild_producers(
                     header.producer_id, header.sequence, header.base_offset, header.count, header.append_time_us
                 )
     return states
+
+
+def load_epochs(folder: str) -> EpochList | None:
+    """The saved list of epochs, or None when it is missing or damaged."""
+    try:
+        with open(f"{folder}/{epochs.FILE_NAME}", "rb") as file:
+            return EpochList.from_bytes(file.read())
+    except FileNotFoundError:
+        return None
+
+
+def rebuild_epochs(
+    files: FileCache, segments: list[Segment], index_of: Callable[[Segment], SparseIndex], interval: int
+) -> EpochList:
+    """The list from the batches' headers: the first of each segment, and more only where epochs change in between.
+
+    Raises CorruptData when the log is damaged there, OSError.
+    """
+    filled = [segment for segment in segments if segment.size_bytes]
+    firsts = [_epoch_at(files, segment, segment.base_position) for segment in filled]
+    found = EpochList()
+    for segment, first, following in zip(filled, firsts, [*firsts[1:], None], strict=False):
+        if first < found.last:
+            raise damaged(segment.path, segment.base_position, f"epoch {first} after epoch {found.last}")
+        found = found.add(first, segment.base_offset, segment.base_position)
+        if first != following:
+            found = _add_epochs_within(files, segment, index_of(segment), interval, found)
+    return found
+
+
+def _add_epochs_within(
+    files: FileCache, segment: Segment, index: SparseIndex, interval: int, found: EpochList
+) -> EpochList:
+    """Adds the epochs that begin inside of the segment. They never fall along it, so its index can be bisected."""
+    beyond = 0
+    while True:
+        last = found.last
+        beyond = bisect_right(index.positions, last, lo=beyond, key=lambda at: _epoch_at(files, segment, at))
+        for position, header in headers(files, segment, index.positions[beyond - 1], interval):
+            if header.epoch > last:
+                found = found.add(header.epoch, header.base_offset, position)
+                break
+        else:
+            return found
+
+
+def _epoch_at(files: FileCache, segment: Segment, position: int) -> int:
+    _position, header = next(headers(files, segment, position, 0))
+    return header.epoch
 
 
 def superfluous(snapshots: list[SnapshotName], segments: list[Segment]) -> list[SnapshotName]:

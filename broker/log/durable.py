@@ -40,6 +40,8 @@ class DurableLog:
         "_files",
         "_flush_file",
         "_folder",
+        "_own_from",
+        "_own_to",
         "_point",
         "_refusal",
         "_slot_unsynced",
@@ -65,7 +67,7 @@ class DurableLog:
         self.start_offset, self.start_position = point.start_offset, point.start_position
         self.flushed_offset, self.flushed_position = point.offset, point.position
         self.end_offset, self.end_position = recovered.end_offset, recovered.segments[-1].end_position
-        self.stable_offset, self.stable_position = point.offset, point.position
+        self.stable_offset, self.stable_position = point.stable_offset, point.stable_position
         self.last_append_us = recovered.last_append_us
         self._folder = folder
         self._config = config
@@ -73,10 +75,11 @@ class DurableLog:
         self._store = SegmentStore(folder, files, recovered.segments, recovered.snapshots, config.index_interval_bytes)
         self._flush_file = recovered.flush_file
         self._point = point
+        self._own_from, self._own_to = point.own_from, point.own_to
         self._writing = False
         self._slot_unsynced = False
         self._unsynced: set[str] = set()
-        """Snapshots, and the folder, that the next flush is to make durable."""
+        """Snapshots, the epochs, and the folder, that the next flush is to make durable."""
         self._ticket: FlushTicket | None = None
         self._refusal: MetamqError | None = None
         self._advance_stable()
@@ -170,8 +173,8 @@ class DurableLog:
 
     def _make_point(self, clean: bool) -> FlushPoint:
         return FlushPoint(
-            self.flushed_position, self.flushed_offset, self.stable_offset, self.start_offset, self.start_position,
-            self.last_append_us, clean,
+            self.flushed_position, self.flushed_offset, self.stable_offset, self.stable_position,
+            self.start_offset, self.start_position, self.last_append_us, self._own_from, self._own_to, clean,
         )  # fmt: skip
 
     # -- failing --------------------------------------------------------------------------------------------------

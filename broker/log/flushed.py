@@ -18,11 +18,14 @@ from metamq.errors import CorruptData
 
 FILE_NAME = "flushed"
 MAGIC = b"MQFL"
-VERSION = 1
+VERSION = 2
 SLOT_BYTES = 512
 FILE_BYTES = 2 * SLOT_BYTES
-_SLOT = struct.Struct("<4sIQQQQQQqI")  # magic, version, generation, the seven fields; a CRC follows
+_SLOT = struct.Struct("<4sIQQQQQQQqIII")  # magic, version, generation, the fields, flags; a CRC follows
 _CRC = struct.Struct("<I")
+_CLEAN = 1
+NO_EPOCHS = (1, 0)
+"""`own_from` and `own_to` of a log that nothing was appended to by a master of its own."""
 
 
 class FlushPoint(NamedTuple):
@@ -33,11 +36,20 @@ class FlushPoint(NamedTuple):
     offset: int
     """The offset that goes with it."""
     stable_offset: int
+    stable_position: int
     start_offset: int
     start_position: int
     last_append_us: int
+    own_from: int
+    """With `own_to`, the epochs in which this replica was the master that appended; batches of others were copied."""
+    own_to: int
     clean: bool
     """Written by a clean close: nothing was appended after it."""
+
+    @property
+    def own_epochs(self) -> range:
+        """Batches of these epochs say how far *this* log was flushed when they came."""
+        return range(self.own_from, self.own_to + 1)
 
 
 class FlushFile:
@@ -93,7 +105,7 @@ class FlushFile:
 
 
 def _pack(generation: int, point: FlushPoint) -> bytes:
-    body = _SLOT.pack(MAGIC, VERSION, generation, *point)
+    body = _SLOT.pack(MAGIC, VERSION, generation, *point[:-1], _CLEAN * point.clean)
     return body + _CRC.pack(crc32c(body))
 
 
@@ -102,7 +114,7 @@ def _unpack(data: bytes, at: int) -> tuple[int, FlushPoint] | None:
         return None
     if crc32c(data[at : at + _SLOT.size]) != _CRC.unpack_from(data, at + _SLOT.size)[0]:
         return None
-    magic, version, generation, *fields = _SLOT.unpack_from(data, at)
+    magic, version, generation, *fields, flags = _SLOT.unpack_from(data, at)
     if magic != MAGIC or version != VERSION:
         return None
-    return generation, FlushPoint._make((*fields[:-1], bool(fields[-1])))
+    return generation, FlushPoint._make((*fields, bool(flags & _CLEAN)))

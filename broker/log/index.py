@@ -14,6 +14,7 @@ import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from crc32c import crc32c
 
@@ -48,6 +49,11 @@ class SparseIndex:
     def memory_bytes(self) -> int:
         """About what it takes in memory."""
         return 400 + 24 * len(self._offsets)
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The positions of its entries."""
+        return self._positions
 
     def add(self, size: int, count: int, max_timestamp_us: int, append_time_us: int, interval: int) -> None:
         """The next batch: it lies at `end_position` and begins with `end_offset`."""

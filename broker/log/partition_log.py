@@ -11,7 +11,8 @@ is invisible to readers and cut by the next recovery.
 
 *Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and never needed to be right:
 each has a checksum and says up to where it goes. Only one thing is asked of them: none may describe bytes that were
-replaced. So whatever cuts the log removes first, durably, what describes the bytes behind the cut.
+replaced. So whatever cuts the log removes first, durably, what describes the bytes behind the cut. The file `epochs`
+is derived too, written at the first batch of each epoch; metamq.broker.log.epochs says what it is for.
 
 *Retention and checkpoints* take fsyncs, copies and removals, and are done in steps, beside the log's other work: see
 metamq.broker.log.steps for what that asks of them. Old segments are sealed, so nobody writes to them; the log's start
@@ -31,13 +32,15 @@ from metamq.broker.log import retention
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.durable import DurableLog
+from metamq.broker.log.epochs import EpochList
 from metamq.broker.log.files import FileCache, storage_error
+from metamq.broker.log.flushed import NO_EPOCHS
 from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import LogSlice
-from metamq.errors import ClosedError, ConfigError, CorruptData, OffsetOutOfRange
+from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
 log = logging.getLogger("metamq.broker.log")
@@ -49,7 +52,7 @@ class PartitionLog(DurableLog):
     One thread only, except for FlushTicket.sync() and the steps that checkpoint() and retain() yield.
     """
 
-    __slots__ = ("_checkpoint_position", "_expired_us", "_producers", "recovery")
+    __slots__ = ("_checkpoint_position", "_epoch", "_epochs", "_expired_us", "_producers", "recovery")
 
     def __init__(
         self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: Recovered, now_us: int
@@ -58,6 +61,9 @@ class PartitionLog(DurableLog):
         super().__init__(folder, name, config, files, recovered)
         self.recovery: RecoveryReport = recovered.report
         self._producers: ProducerStates | None = recovered.producers
+        self._epochs: EpochList | None = None
+        self._epoch = -1
+        """Appends under this epoch go on without a look at those before it; -1: none does."""
         self._checkpoint_position = recovered.snapshots[-1].position if recovered.snapshots else -1
         self._expire_producers(now_us)
 
@@ -98,10 +104,14 @@ class PartitionLog(DurableLog):
         """Stamps the batch in place and writes it; returns its base offset.
 
         `batch` is one whole batch, writable; `header` is its header, checked by the caller, as is its sequence.
-        Raises StorageError when the disk fails, now or before; CorruptData; ClosedError.
+        Raises Fenced when the log has batches of a later epoch; StorageError when the disk fails, now or before;
+        CorruptData; ClosedError.
         """
         if not self._writing:
             self._begin_writing()
+        begins = epoch != self._epoch
+        if begins and epoch < (last := self.epochs().last):
+            raise Fenced(f"epoch {epoch} of {self.name}", f"the log has batches of epoch {last} already")
         size = header.size
         segment = self._store.segments[-1]
         if segment.size_bytes and segment.size_bytes + size > self._config.segment_bytes:
@@ -130,6 +140,8 @@ class PartitionLog(DurableLog):
         self.end_position = position + size
         self.end_offset = offset + header.count
         self.last_append_us = now_us
+        if begins:
+            self._begin_epoch(epoch, offset, position)
         self._advance_stable()
         return offset
 
@@ -148,6 +160,17 @@ class PartitionLog(DurableLog):
         if self._refusal is not None:  # by the thread of a flush, just now
             self._writing = False
             self._check_writable()
+
+    def _begin_epoch(self, epoch: int, offset: int, position: int) -> None:
+        """After the first append under an epoch, of a master of this replica's own, since an open, cut or copy."""
+        epochs = self.epochs()
+        own_from = self._own_from if self._own_from <= self._own_to == epochs.last else epoch
+        if (own_from, epoch) != (self._own_from, self._own_to):
+            self._own_from, self._own_to = own_from, epoch
+            self._store_point()
+            self._slot_unsynced = True
+        self._change_epochs(epochs.add(epoch, offset, position))
+        self._epoch = epoch
 
     def _roll(self) -> Segment:
         """Seals the active segment and starts the next."""
@@ -178,6 +201,30 @@ class PartitionLog(DurableLog):
         self._expired_us = now_us
         if self._producers is not None:
             self._producers.expire(now_us - 1000 * self._config.producer_expiry_ms)
+
+    def epochs(self) -> EpochList:
+        """Where the first batch of each epoch lies. Raises CorruptData, StorageError, ClosedError."""
+        if self._epochs is None:
+            self._check_open()
+            try:
+                found, is_saved = self._store.load_epochs(self.start_offset, self.start_position, self.end_position)
+            except OSError as error:
+                raise storage_error(self.name, "reading", error) from error
+            if found.entries and not is_saved and self._refusal is None:
+                self._change_epochs(found)
+            self._epochs = found
+        return self._epochs
+
+    def _change_epochs(self, epochs: EpochList) -> None:
+        """Saves the list if it is another; the next flush makes it durable."""
+        if epochs == self._epochs:
+            return
+        self._epochs = epochs
+        try:
+            path = self._store.save_epochs(epochs)
+        except OSError as error:
+            raise self._fail("saving the epochs", error) from error
+        self._unsynced.update((path, self._folder))
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -274,6 +321,8 @@ class PartitionLog(DurableLog):
         removed = self.segments()[: len(going)]
         first = segments[len(going)]
         self.start_offset, self.start_position = first.base_offset, first.base_position
+        if self._epochs is not None:
+            self._epochs = self._epochs.drop_prefix(first.base_offset, first.base_position)
         self._store_point()
         self._slot_unsynced = True
         yield FLUSH  # a removal that outlived the new start would be a log without its beginning
@@ -327,6 +376,8 @@ class PartitionLog(DurableLog):
             self._take_marks_back(index.end_offset, index.end_position)
             self._store.cut(segment, index)
             self.last_append_us = self._store.last_append_us()
+            if self._epochs is not None:
+                self._change_epochs(self._epochs.cut(self.end_position))
         except OSError as error:
             raise self._fail("cutting the log", error) from error
         except CorruptData as error:
@@ -336,6 +387,8 @@ class PartitionLog(DurableLog):
     def _take_marks_back(self, offset: int, position: int) -> None:
         """Before the log ends at `position`. A log that ends below its flushed point would be taken for damaged."""
         self._writing = False
+        self._epoch = -1
+        self._own_from, self._own_to = NO_EPOCHS
         self._producers = None
         self._checkpoint_position = -1
         self.end_offset, self.end_position = offset, position

@@ -17,6 +17,16 @@ first bad byte is at B ≥ F, but an intact batch behind it says that B was flus
 Batches begin on multiples of 8, so they are found again behind any damage. What remains undetected is damage in
 bytes that were flushed by the last fsyncs before a power cut with nothing appended after them.
 
+On a replica that copied its master's log, byte for byte, the second witness is none: its batches tell how far the
+*master's* disk was. So only batches of the log's own epochs are asked, those in which this replica was the master; the
+file `flushed` names them. To make up for it, a flush of copied bytes also makes the F of the flush before it durable,
+so that F is at most one flush behind. That is as much as batches can tell: those that say so came after that flush,
+and are on the disk for certain only after the next.
+
+A batch that was appended here speaks the truth about this disk as long as what lay below it is still the same. So
+whatever cuts the log disowns all epochs up to then, durably and before it cuts: the bytes may come back from a master,
+with the same claims, to be flushed anew.
+
 The check can err to the safe side only: a message that holds a copy of an intact batch, inside a torn batch, may
 claim too much; then the partition is refused although a cut would have done.
 
@@ -49,7 +59,7 @@ from itertools import pairwise
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import load_index, load_producers, unlink
 from metamq.broker.log.files import FileCache
-from metamq.broker.log.flushed import FlushFile, FlushPoint
+from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import checked_batches, find_flushed_claim
@@ -120,7 +130,7 @@ def _create(folder: str, files: FileCache, flush_file: FlushFile, inventory: Inv
         os.unlink(segment.path)
     segment = Segment(file_path(folder, 0, 0, "log"), 0, 0, 0)
     files.create(segment.path)
-    point = FlushPoint(0, 0, 0, 0, 0, 0, clean=True)
+    point = FlushPoint(0, 0, 0, 0, 0, 0, 0, *NO_EPOCHS, clean=True)
     flush_file.create(point)
     files.sync_folder(folder)
     files.sync_folder(os.path.dirname(folder))
@@ -153,6 +163,7 @@ class _Recovery:
         self.inventory = inventory
         self.flush_file = flush_file
         self.point = point
+        self.stable_offset_before = point.stable_offset
         self.retired = [s for s in inventory.segments if s.end_position <= point.start_position and s.size_bytes]
         self.segments = [s for s in inventory.segments if s not in self.retired]
         self.producers = ProducerStates()
@@ -167,6 +178,7 @@ class _Recovery:
     def run(self) -> Recovered:
         whole = self._check_chain()
         if self.bad is None and self._is_settled():
+            self._correct_the_point()
             self._forget_stale(self.inventory.indexes - self._index_paths())
             return self._recovered(None)
         self._walk(whole)
@@ -175,6 +187,7 @@ class _Recovery:
         if self.end_position == self.point.position and self.end_offset != self.point.offset:
             reason = f"offset {self.point.offset} was flushed up to here, the batches give {self.end_offset}"
             raise _refusal(self.name, self.folder, reason, self.end_position)
+        self._correct_the_point()
         cut_bytes = self._cut() if self.bad is not None else 0
         self._write_tail_again()
         self._save_indexes()
@@ -293,7 +306,8 @@ class _Recovery:
         if position < self.point.position:
             raise _refusal(self.name, segment.path, reason, position)
         for later in self.segments[self.segments.index(segment) :]:
-            claim = find_flushed_claim(self.files, later, max(position, later.base_position), position)
+            start = max(position, later.base_position)
+            claim = find_flushed_claim(self.files, later, start, position, self.point.own_epochs)
             if claim is not None:
                 reason += f"; the intact batch at byte {claim:,} says that these bytes were flushed before it came"
                 raise _refusal(self.name, segment.path, reason, position)
@@ -302,6 +316,17 @@ class _Recovery:
         return next(s for s in reversed(self.segments) if s.base_position <= position)
 
     # -- changing the files ---------------------------------------------------------------------------------------
+
+    def _correct_the_point(self) -> None:
+        """Takes back, durably, what the point says of bytes that are not there, or not for long."""
+        point = self.point
+        if point.stable_position > self.end_position:
+            point = point._replace(stable_offset=self.end_offset, stable_position=self.end_position)
+        if self.bad is not None:
+            point = point._replace(own_from=NO_EPOCHS[0], own_to=NO_EPOCHS[1])
+        if point != self.point:
+            self.point = point
+            self.flush_file.write_both(point)
 
     def _cut(self) -> int:
         """Removes everything from the first bad position on, durably; returns how many bytes that were."""
@@ -364,7 +389,7 @@ class _Recovery:
         position, reason = self.bad or (None, "")
         report = RecoveryReport(
             self.point.clean and producers is None, self.scanned_bytes, cut_bytes, position, reason,
-            self.point.stable_offset, tuple(self.rebuilt),
+            self.stable_offset_before, tuple(self.rebuilt),
         )  # fmt: skip
         return Recovered(
             self.segments, self.inventory.snapshots, self.flush_file, self.point, self.end_offset,

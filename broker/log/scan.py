@@ -9,7 +9,17 @@ from collections.abc import Iterable, Iterator
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.segments import Segment
 from metamq.errors import CorruptData
-from metamq.wire.batch import HAS_TIMESTAMPS, HEADER_BYTES, MAGIC, PRODUCER_AT, BatchHeader, check_stored
+from metamq.wire.batch import (
+    HAS_TIMESTAMPS,
+    HEADER_BYTES,
+    MAGIC,
+    PRODUCER_AT,
+    UNFLUSHED_UNKNOWN,
+    BatchHeader,
+    check_broker_part,
+    check_stored,
+    read_header,
+)
 from metamq.wire.columns import decode
 from metamq.wire.limits import BATCH_BYTES_MAX
 
@@ -71,6 +81,27 @@ def read_at(files: FileCache, segment: Segment, position: int, size: int) -> byt
     return data
 
 
+def headers(files: FileCache, segment: Segment, position: int, block_bytes: int) -> Iterator[tuple[int, BatchHeader]]:
+    """(position, header) of each batch from `position` to the segment's end; of the bodies it reads what lies between.
+
+    Raises CorruptData where the broker's checksum does not match, OSError.
+    """
+    end = segment.end_position
+    while position < end:
+        block = memoryview(read_at(files, segment, position, min(block_bytes + HEADER_BYTES, end - position)))
+        used = 0
+        while used + HEADER_BYTES <= len(block):
+            header = read_header(block, used)
+            problem = check_broker_part(block, used, header)
+            if problem is not None:
+                raise damaged(segment.path, position + used, problem)
+            yield position + used, header
+            used += header.size
+        if not used:
+            raise damaged(segment.path, position, f"{len(block)} bytes are less than a header")
+        position += used
+
+
 def find_batch(
     files: FileCache, segment: Segment, offset: int, at: tuple[int, int], block_bytes: int
 ) -> tuple[int, int]:
@@ -97,8 +128,20 @@ def find_batch(
     raise damaged(segment.path, position, f"the segment ends before offset {offset}")
 
 
-def find_flushed_claim(files: FileCache, segment: Segment, position: int, bad: int) -> int | None:
+def find_flushed_claim(files: FileCache, segment: Segment, position: int, bad: int, own_epochs: range) -> int | None:
     """The position of an intact batch at or after `position` that was appended when `bad` was flushed, or None.
+
+    Only batches of `own_epochs` are asked: a copied batch speaks of its master's disk. Raises OSError.
+    """
+    for at, header in find_intact(files, segment, position):
+        known = header.epoch in own_epochs and header.unflushed_bytes != UNFLUSHED_UNKNOWN
+        if known and at - header.unflushed_bytes > bad:
+            return at
+    return None
+
+
+def find_intact(files: FileCache, segment: Segment, position: int) -> Iterator[tuple[int, BatchHeader]]:
+    """The intact batches at or after `position`, wherever they begin, also behind damage and within one another.
 
     Batches lie on multiples of 8, so every such place with the magic is tried. Raises OSError.
     """
@@ -111,13 +154,12 @@ def find_flushed_claim(files: FileCache, segment: Segment, position: int, bad: i
         at = _next_magic(block, 0, limit)
         while at is not None:
             header, problem = check_stored(block, at, len(block))
-            if problem is None and header is not None and position + at - header.unflushed_bytes > bad:
-                return position + at
+            if problem is None and header is not None:
+                yield position + at, header
             at = _next_magic(block, at + 8, limit)
         if last:
-            return None
+            return
         position += overlap
-    return None
 
 
 def _next_magic(block: memoryview, start: int, limit: int) -> int | None:

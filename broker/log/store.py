@@ -11,11 +11,21 @@ from bisect import bisect_right
 from operator import attrgetter
 from typing import NamedTuple
 
-from metamq.broker.log.derived import complete_index, cut_index, rebuild_producers, superfluous, unlink
+from metamq.broker.log import epochs
+from metamq.broker.log.derived import (
+    complete_index,
+    cut_index,
+    load_epochs,
+    rebuild_epochs,
+    rebuild_producers,
+    superfluous,
+    unlink,
+)
+from metamq.broker.log.epochs import EpochList
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
-from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, read_at
+from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, headers, read_at
 from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
 from metamq.wire.batch import HEADER_BYTES
 from metamq.wire.limits import BATCH_BYTES_MAX
@@ -141,6 +151,30 @@ class SegmentStore:
         if active.index is not None and active.size_bytes:
             self._files.replace(active.index_path, active.index.to_bytes(), sync=False)
 
+    def last_epoch(self) -> int:
+        """The epoch of the last batch; -1 when there is none."""
+        for segment in reversed(self.segments):
+            if segment.size_bytes:
+                at = self.index_of(segment).entry_at(segment.end_position)
+                *_, (_position, header) = headers(self._files, segment, at, self.index_interval_bytes)
+                return header.epoch
+        return -1
+
+    def load_epochs(self, start_offset: int, start_position: int, end_position: int) -> tuple[EpochList, bool]:
+        """The list of epochs of the log between these positions, and whether its file has it."""
+        saved = load_epochs(self._folder)
+        if saved is not None:
+            kept = saved.drop_prefix(start_offset, start_position)
+            if kept.is_of(start_position, end_position, self.last_epoch()):
+                return kept, True
+        return rebuild_epochs(self._files, self.segments, self.index_of, self.index_interval_bytes), False
+
+    def save_epochs(self, found: EpochList) -> str:
+        """Saves the list; returns the file's path. It is not fsynced: without it the list is made anew."""
+        path = f"{self._folder}/{epochs.FILE_NAME}"
+        self._files.replace(path, found.to_bytes(), sync=False)
+        return path
+
     def load_producers(self, end_position: int) -> ProducerStates:
         """The producer states as of the end."""
         return rebuild_producers(self._files, self.segments, self._snapshots, end_position)
@@ -186,6 +220,7 @@ class SegmentStore:
             self._drop(self.segments[-1])
             del self.segments[-1]
         unlink(segment.index_path)
+        unlink(f"{self._folder}/{epochs.FILE_NAME}")
         self._drop_snapshots([s for s in self._snapshots if s.position > position])
         fd = self._files.descriptor(segment.path)
         os.ftruncate(fd, position - segment.base_position)

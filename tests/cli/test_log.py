@@ -132,9 +132,12 @@ def test_missing_bytes_and_missing_files(offline: Metamq, folder: Path) -> None:
 def test_what_can_be_made_anew_is_only_noted(offline: Metamq, folder: Path) -> None:
     index = next(find_partitions(folder)[1].path.glob("*.index"))
     flip(index, 40)
+    epochs = find_partitions(folder)[1].path / "epochs"
+    flip(epochs, 15)
     checked = offline("log", "verify", folder)
     assert checked.status == 0
     assert f"the index {index} is not usable, the broker makes it anew" in checked.text
+    assert f"the epochs {epochs} are not usable, the broker makes them anew" in checked.text
     (find_partitions(folder)[1].path / "flushed").unlink()
     assert "how far the log was flushed is not known" in offline("log", "verify", folder).text
 

@@ -50,10 +50,12 @@ class Shelf:
         )
         return memoryview(batch), read_header(batch)
 
-    def append(self, log: PartitionLog, values: Sequence[bytes], *, now_us: int = 0, **fields: object) -> int:
+    def append(
+        self, log: PartitionLog, values: Sequence[bytes], *, now_us: int = 0, epoch: int = 1, **fields: object
+    ) -> int:
         batch, header = self.batch(values, **fields)  # type: ignore[arg-type]
         self.batch_ids += 1
-        return log.append(batch, header, epoch=1, batch_id=self.batch_ids, now_us=now_us)
+        return log.append(batch, header, epoch=epoch, batch_id=self.batch_ids, now_us=now_us)
 
     def flush(self, log: PartitionLog) -> None:
         ticket = log.start_flush()

@@ -68,7 +68,7 @@ def test_a_flush_covers_every_segment_written_since_the_last(shelf: Any, disk: A
     disk.syncs = 0
     shelf.flush(log)
     snapshots = len(shelf.paths("producers"))
-    assert disk.syncs == segments + snapshots + 2, "the file `flushed` and the folder besides"
+    assert disk.syncs == segments + snapshots + 3, "the files `flushed` and `epochs` and the folder besides"
     shelf.append(log, [b"v"])
     disk.syncs = 0
     shelf.flush(log)

@@ -46,13 +46,19 @@ def test_files(shelf: Any, suffix: str) -> None:
     assert path.read_bytes().hex(" ") == example(suffix).hex(" ")
 
 
+def test_epochs(shelf: Any) -> None:
+    write_the_example(shelf)
+    assert (shelf.folder / "epochs").read_bytes().hex(" ") == example("epochs").hex(" ")
+
+
 def test_flushed(shelf: Any) -> None:
     write_the_example(shelf)
     data = (shelf.folder / "flushed").read_bytes()
     slot = example("flushed")
-    assert data[: len(slot)].hex(" ") == slot.hex(" ")
-    assert len(data) == 2 * SLOT_BYTES
-    assert not any(data[len(slot) : SLOT_BYTES])
+    newest = data[SLOT_BYTES:]
+    assert newest[: len(slot)].hex(" ") == slot.hex(" ")
+    assert len(newest) == SLOT_BYTES
+    assert not any(newest[len(slot) :])
 
 
 def test_the_files_of_the_document_make_a_log(shelf: Any) -> None:
@@ -61,12 +67,14 @@ def test_the_files_of_the_document_make_a_log(shelf: Any) -> None:
     (shelf.folder / f"{stem}.log").write_bytes(example("log"))
     (shelf.folder / f"{stem}.index").write_bytes(example("index"))
     (shelf.folder / f"{2:020d}-{120:020d}.producers").write_bytes(example("producers"))
+    (shelf.folder / "epochs").write_bytes(example("epochs"))
     (shelf.folder / "flushed").write_bytes(example("flushed"))
     log = shelf.open()
     assert log.recovery.scanned_bytes == 0
     piece = log.read(1, 1000)
     assert decode(memoryview(piece.data), read_header(piece.data)).values.tolist() == [b"UA 1545", b"AA 1141"]
     assert log.offset_at_time(SENT_US) == (0, SENT_US)
+    assert log.epochs().entries == ((3, 0, 0),)
     log.close()
 
 

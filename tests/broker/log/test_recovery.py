@@ -13,8 +13,10 @@ import pytest
 
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
 from metamq.broker.log.flushed import SLOT_BYTES, FlushFile
+from metamq.broker.log.scan import find_flushed_claim
+from metamq.broker.log.segments import Segment
 from metamq.errors import CorruptData, StorageError
-from metamq.wire.batch import HEADER_BYTES
+from metamq.wire.batch import HEADER_BYTES, stamp
 
 SEED = 20240917
 ONE_SEGMENT = LogConfig(segment_bytes=1 << 20, index_interval_bytes=300)
@@ -208,6 +210,20 @@ def test_a_proof_is_found_in_a_later_segment(shelf: Any) -> None:
     (shelf.folder / "flushed").write_bytes(stale)
     shelf.damage(log.segments()[1].base_position + 60)
     assert_refused(shelf, "says that these bytes were flushed", config)
+
+
+def test_a_distance_too_large_for_its_field_proves_nothing(shelf: Any) -> None:
+    """A batch 5 GiB into a log of which nothing was flushed yet."""
+    shelf.folder.mkdir()
+    segment = Segment(f"{shelf.folder}/tail.log", 1, 5 << 30, 0)
+    for unflushed_bytes, proof in ((5 << 30, None), ((5 << 30) - (2 << 30), segment.base_position)):
+        batch, _header = shelf.batch([b"value"])
+        stamp(batch, 0, epoch=1, base_offset=1, batch_id=1, append_time_us=0, unflushed_bytes=unflushed_bytes)
+        Path(segment.path).write_bytes(batch)
+        segment.size_bytes = len(batch)
+        assert find_flushed_claim(shelf.files, segment, segment.base_position, 1 << 30, range(1, 2)) == proof
+        assert find_flushed_claim(shelf.files, segment, segment.base_position, 1 << 30, range(2, 3)) is None
+        shelf.files.forget(segment.path)
 
 
 MANY_SEGMENTS = LogConfig(segment_bytes=400, index_interval_bytes=300)
