@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from metamq.cli.app import silence_stdout
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.message_format import LETTERS, Render, as_json, as_raw, compile_format
-from metamq.cli.output import output_option
+from metamq.cli.output import output_option, say
 from metamq.cli.processes import StopSignals
 from metamq.cli.units import GROUP, PLACE, TOPIC, Parsed
 from metamq.client.admin_model import PartitionDescription
@@ -33,6 +34,7 @@ log = logging.getLogger("metamq.cli")
 
 IDLE_S = 0.05
 COMMIT_S = 1.0
+TROUBLE_S = 2.0
 BUFFER_BYTES = 64 * 1024
 
 Place = Literal["earliest", "latest"] | datetime | int
@@ -116,7 +118,8 @@ def _partitions(topics: tuple[str, ...]) -> dict[TopicPartition, PartitionDescri
 def _end(tp: TopicPartition, found: PartitionDescription) -> int:
     """Where the partition ended when the command began. Raises ConnectError when nobody can tell."""
     if found.stable_offset is None:
-        raise ConnectError(f"the broker of {tp}", found.problem, hint="`metamq doctor` looks at every part.")
+        reason = "it is not registered in ZooKeeper" if found.address is None else f"{tp}: {found.problem}"
+        raise ConnectError(f"broker {found.broker_id}", reason, hint="`metamq doctor` looks at every part.")
     return found.stable_offset
 
 
@@ -130,6 +133,17 @@ def _seek(consumer: Consumer[bytes], place: int, partitions: Mapping[TopicPartit
         assert found.start_offset is not None
         wanted = end + place if place < 0 else place
         consumer.seek(tp, min(max(wanted, found.start_offset), end))
+
+
+def _hang_ups(stream: IO[str]) -> select.poll | None:
+    """Tells of the end of whoever reads the stream; None for one that is no file of the system's."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        return None
+    watched = select.poll()
+    watched.register(descriptor, 0)  # errors and hang-ups are told in any case
+    return watched
 
 
 class Printing:
@@ -158,6 +172,9 @@ class Printing:
         self._buffered_bytes = 0
         self._written_s = self._looked_s = time.monotonic()
         self._last: Message[bytes] | None = None
+        self._output = _hang_ups(sys.stdout)
+        self._told: set[str] = set()
+        self._told_s = self._written_s
 
     def run(self) -> None:
         """Until the end. Raises BrokenPipeError, and what the consumer fails with."""
@@ -165,6 +182,8 @@ class Printing:
             while not (self._print_some() or self._signals.asked or self._is_at_end()):
                 self._write()
                 self._commit()
+                self._check_reader()
+                self._tell_trouble()
         finally:
             self._write()
         self._commit(last=self._last)
@@ -199,6 +218,21 @@ class Printing:
             self._stdout.write(text)
             self._stdout.flush()
         self._written_s = time.monotonic()
+
+    def _check_reader(self) -> None:
+        """Raise BrokenPipeError when nobody reads our output any more: without a write, none would tell."""
+        if self._output is not None and self._output.poll(0):
+            raise BrokenPipeError
+
+    def _tell_trouble(self) -> None:
+        """Says, once each, why partitions give nothing."""
+        if self._told_s + TROUBLE_S > time.monotonic():
+            return
+        self._told_s = time.monotonic()
+        troubles = {part.last_error for part in self._consumer.health().partitions.values() if part.last_error}
+        for trouble in sorted(troubles - self._told):
+            say(f"Waiting: {trouble}")
+        self._told = troubles
 
     def _passes_end(self, message: Message[Any]) -> bool:
         """Notes where we are; True when that was the last partition with something to read."""

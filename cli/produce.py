@@ -20,7 +20,7 @@ from metamq.cli.context import current
 from metamq.cli.output import count, output_option, print_json, say
 from metamq.cli.progress import progress_bar
 from metamq.cli.units import TOPIC, Parsed
-from metamq.errors import MessageTooLarge, MetamqError
+from metamq.errors import MessageTooLarge, MetamqError, Timeout
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 CHUNK_BYTES = 256 * 1024
+QUIET_S = 2.0
 
 Lines = Iterator[list[bytes]]
 
@@ -253,8 +254,20 @@ class Sending:
         return self._stored + sum(number for delivery, number in self._pending if delivery.exception() is None)
 
     def _flush(self) -> None:
-        with contextlib.suppress(ExceptionGroup):  # the deliveries tell the same, in order
-            self._producer.flush(timeout=None)
+        told = False
+        while True:
+            waiting = self._waiting()
+            try:
+                with contextlib.suppress(ExceptionGroup):  # the deliveries tell the same, in order
+                    self._producer.flush(timeout=QUIET_S)
+                return
+            except Timeout:
+                if not told and self._waiting() == waiting:
+                    told = True
+                    say(f"Waiting for brokers to take {count(waiting, 'message')}. `metamq doctor` says what is wrong.")
+
+    def _waiting(self) -> int:
+        return sum(number for delivery, number in self._pending if not delivery.done())
 
     def finish(self) -> None:
         """Waits until all is stored. Raises what failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from metamq.testing import cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
 
 Metamq = Callable[..., Any]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def by_name(findings: list[dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -33,11 +35,26 @@ def test_all_is_well(metamq: Metamq, topic: str) -> None:
     assert f"ok       topic {topic}: 1 partition, 1 message" in lines
 
 
-def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq) -> None:
+NOT_REGISTERED = "no connection to broker 0: it is not registered in ZooKeeper"
+WAITING = {
+    "produce": "Waiting for brokers to take 1 message. `metamq doctor` says what is wrong.\n",
+    "consume": f"Waiting: {NOT_REGISTERED}. Is it running?\n",
+}
+
+
+def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, process: Start) -> None:
     with cluster(session_timeout_ms=2000) as running:
         here = ("--zookeeper", running.zookeeper)
         assert offline("topic", "create", "flights", *here).status == 0
+        assert offline("produce", "flights", "a", "b", *here).status == 0
         running.broker.stop()
+        for command in (["produce", "flights", "c"], ["consume", "flights"]):
+            child = process(*command, env={"METAMQ_ZOOKEEPER": running.zookeeper}, stdin=subprocess.DEVNULL)
+            assert child.stderr is not None
+            assert child.stderr.readline().decode() == WAITING[command[0]]
+            child.kill()
+        ended = offline("consume", "flights", "-e", *here)
+        assert (ended.status, ended.talk.splitlines()[0]) == (3, f"metamq: {NOT_REGISTERED}")
         _write(running.zookeeper, "/meta/config/topics/broken", b"what")
         _write(running.zookeeper, "/meta/consumers/lost/plan", b"what")
         looked = offline("doctor", "-o", "json", *here)

@@ -150,6 +150,34 @@ def test_messages_come_out_as_they_come_in(process: Start, metamq: Metamq, topic
     assert reader.wait(10) == 0
 
 
+@pytest.mark.parametrize("output", ["text", "json"])
+def test_a_reader_that_leaves_ends_a_consumer_that_has_nothing_to_write(
+    process: Start, metamq: Metamq, topic: str, output: str
+) -> None:
+    """As `metamq consume topic | head -1` does."""
+    metamq("produce", topic, "only one")
+    reader, writer = os.pipe()
+    child = process("consume", topic, "-o", output, stdout=writer)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        assert b"only one" in pipe.readline()
+    _, talk = child.communicate(timeout=20)
+    assert (child.returncode, talk) == (0, b"")
+
+
+def test_a_member_that_is_evicted_says_so_once(process: Start, metamq: Metamq, topic: str, until: Until) -> None:
+    metamq("produce", topic, "a")
+    child = process("consume", topic, "-g", topic)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"a\n"
+    (member,) = metamq("group", "describe", topic, "-o", "json").json[0]["members"]
+    assert metamq("group", "evict", topic, member["consumer_id"], "--yes").status == 0
+    _, talk = child.communicate(timeout=20)
+    assert child.returncode == 1
+    said = f"metamq: this consumer is closed: {member['consumer_id']!r} was evicted from group {topic!r}\n"
+    assert talk.decode() == f"{said}  Make a new one.\n"
+
+
 def test_a_reader_that_leaves_early_commits_no_more_than_it_got(process: Start, metamq: Metamq, topic: str) -> None:
     """What lay in the pipe when its reader left may have been committed; nothing that was never written is."""
     metamq("produce", topic, stdin=b"x" * 99 + b"\n" + (b"y" * 99 + b"\n") * 20_000)
