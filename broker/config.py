@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from metamq.client.checks import check_ranges
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 
@@ -43,20 +44,18 @@ class BrokerConfig:
     """Log files kept open; 0 takes half of the process's limit."""
 
     def __post_init__(self) -> None:
-        self._within("id", 0, BROKER_ID_MAX)
-        self._within("port", 0, 65535)
-        self._within("http_port", -1, 65535)
-        self._within("session_timeout_ms", 1000, 600_000)
-        self._within("disk_reserve_bytes", 2 * BATCH_BYTES_MAX, 1 << 50)
-        self._within("retention_check_s", 0.1, 3600)
-        self._within("drain_timeout_s", 0, 3600)
-        self._within("open_files_max", 0, 1 << 20)
-        self._within("connections_max", 1, 1 << 20)
-        self._within("request_memory_bytes", FRAME_BYTES_MAX, 1 << 50)
+        limits = {
+            "id": (0, BROKER_ID_MAX),
+            "port": (0, 65535),
+            "http_port": (-1, 65535),
+            "session_timeout_ms": (1000, 600_000),
+            "disk_reserve_bytes": (2 * BATCH_BYTES_MAX, 1 << 50),
+            "retention_check_s": (0.1, 3600),
+            "drain_timeout_s": (0, 3600),
+            "open_files_max": (0, 1 << 20),
+            "connections_max": (1, 1 << 20),
+            "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),
+        }
+        check_ranges("broker", self, limits, real="retention_check_s drain_timeout_s")
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")
-
-    def _within(self, name: str, lowest: float, highest: float) -> None:
-        value = getattr(self, name)
-        if not lowest <= value <= highest:
-            raise ConfigError(f"the broker's `{name}` is {value}, allowed are {lowest} to {highest}")

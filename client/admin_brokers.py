@@ -78,7 +78,7 @@ async def broker_statistics(cluster: Cluster, broker_id: int) -> BrokerStatistic
     described = await describe_brokers(cluster.session)
     if broker_id not in described:
         known = f"There are: {', '.join(map(str, described))}." if described else "There is none yet."
-        raise ConfigError(f"there is no broker {broker_id}", hint=known)
+        raise ConfigError(f"there is no broker {broker_id!r}", hint=known)
     connection = await cluster.connection(broker_id)
     return _statistics(connection.address, await in_pieces.ask_statistics(connection))
 

@@ -23,6 +23,7 @@ from metamq.client.admin_model import (
     OffsetReset,
     ResetTo,
 )
+from metamq.client.checks import partition_of
 from metamq.client.cluster import Cluster
 from metamq.client.producer_face import timestamp_us
 from metamq.client.rebalance_decisions import why_idle
@@ -33,7 +34,7 @@ from metamq.words import count
 from metamq.zk import members
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.members import Member
-from metamq.zk.names import check_consumer, check_group, parse_partition
+from metamq.zk.names import check_consumer, check_group
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.ownership import Committed, OffsetRecord, read_offset, reset_offset
 from metamq.zk.partitions import TopicPartition, partition_order
@@ -295,8 +296,7 @@ def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None
         )
     wanted: dict[TopicPartition, int | None] = {}
     for key, offset in to.items():
-        tp = TopicPartition(*key)
-        parse_partition(tp.partition)
+        tp = partition_of(key)
         if tp not in config.topic_partitions:
             raise PartitionNotFound(tp.topic, tp.partition, tuple(config.partition_names))
         wanted[tp] = offset

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
 from metamq.client.admin_brokers import ask_offsets, sizes_on_disk
 from metamq.client.admin_model import PartitionDescription, TopicDescription, TopicSettings
+from metamq.client.checks import check_seconds, is_whole, wrong_type
 from metamq.client.cluster import Cluster
+from metamq.client.settings import unknown
 from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout, TopicExists
 from metamq.wire.commands import LATEST
 from metamq.zk.brokers import live_brokers
@@ -43,6 +45,8 @@ async def create_topic(
     """Creates a topic and waits until it can be written to and read. See Admin.create_topic."""
     check_topic(topic)
     _check_count(topic, partitions)
+    _check_settings(settings, "create_topic()")
+    check_seconds("timeout_s", timeout_s)
     if await cluster.topics.get_or_none(topic) is not None:
         raise TopicExists(topic)
     chosen = await _choose_brokers(cluster.session, brokers)
@@ -93,6 +97,8 @@ async def alter_topic(
         raise ConfigError("`brokers` says where new partitions go", hint="Give `partitions` too, the new total.")
     if partitions is not None:
         _check_count(topic, partitions)
+    _check_settings(settings, "alter()")
+    check_seconds("timeout_s", timeout_s)
     await cluster.topics.get(topic)
     chosen = await _choose_brokers(cluster.session, brokers) if partitions is not None else []
 
@@ -110,6 +116,7 @@ async def alter_topic(
 
 async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicConfig:
     """Deletes a topic and waits until no broker offers it. See Admin.delete."""
+    check_seconds("timeout_s", timeout_s)
     config = await cluster.topics.delete(topic)
 
     async def withdrawn() -> str:
@@ -160,6 +167,8 @@ async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> l
     live = sorted(await live_brokers(session))
     if wanted is None:
         return live
+    if not isinstance(wanted, Collection) or not all(map(is_whole, wanted)):
+        raise wrong_type("`brokers`", "a list of broker ids", wanted)
     missing = sorted(set(wanted) - set(live))
     if missing:
         known = f"Live are: {', '.join(map(str, live))}." if live else "None is; start one with `metamq broker`."
@@ -173,6 +182,13 @@ def _check_count(topic: str, partitions: int) -> None:
             f"topic {topic!r}: partitions is {partitions!r}",
             hint=f"It has to be a whole number, 1 to {PARTITIONS_MAX:,} in all.",
         )
+
+
+def _check_settings(settings: Mapping[str, object], where: str) -> None:
+    known = [*TopicSettings.__annotations__, "partitions", "brokers", "timeout_s"]
+    for name in settings:
+        if name not in known:
+            raise unknown(name, known, where)
 
 
 async def _wait_served(cluster: Cluster, config: TopicConfig, timeout_s: float) -> None:

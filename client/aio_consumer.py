@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from metamq.client.aio_listener import DeadLetters, ListenerTasks
+from metamq.client.checks import check_callables, check_seconds, partition_of
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -59,6 +60,8 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         root: str | None = None,
         **settings: Unpack[ConsumerSettings],
     ) -> None:
+        check_callables(decode=decode, filter=filter, on_assigned=on_assigned, on_revoked=on_revoked)
+        check_seconds("idle_timeout_s", idle_timeout_s)
         self._plan = consumer_plan(
             topics,
             group,
@@ -147,7 +150,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
     async def seek(self, partition: tuple[str, str], where: int | Start) -> None:
         """The next message of a TopicPartition is the one at a place; see metamq.Consumer.seek."""
         self._core.check_usable()
-        await self._core.seek_to(TopicPartition(*partition), where)
+        await self._core.seek_to(partition_of(partition), where)
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         self._core.seek(tp, offset)

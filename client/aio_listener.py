@@ -10,11 +10,12 @@ from typing import Any
 
 from metamq.client.aio_admin import Admin
 from metamq.client.aio_producer import Producer
+from metamq.client.checks import check_whole, listener_of
 from metamq.client.hands import TaskHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
-from metamq.errors import ConfigError, TopicExists
+from metamq.errors import TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 
@@ -70,10 +71,9 @@ class ListenerTasks:
         policy: RetryPolicy,
         concurrency: int,
     ) -> None:
-        if concurrency < 1:
-            raise ConfigError(f"concurrency is {concurrency}", hint="At least one task has to call the listener.")
+        check_whole("concurrency", concurrency, 1)
         self._hands = hands
-        self._listener = listener
+        self._listener = listener_of(listener)
         self._filter = filter
         self._dead_letters = dead_letters
         self._policy = policy

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, Unpack
 
+from metamq.client.checks import check_callables, check_seconds
 from metamq.client.opened_later import OpenedLater
 from metamq.client.producer import SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
@@ -34,6 +35,7 @@ class Producer(OpenedLater, ProducerFace[T]):
         root: str | None = None,
         **settings: Unpack[ProducerSettings],
     ) -> None:
+        check_callables(encode=encode)
         self._options = load(ProducerOptions, "producer", file=config, arguments=settings)
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
@@ -50,6 +52,7 @@ class Producer(OpenedLater, ProducerFace[T]):
     async def flush(self, timeout: float | None = 30) -> None:
         """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
         self._check_usable()
+        check_seconds("timeout", timeout)
         await self._core.flush(timeout)
 
     async def drain(self) -> None:
@@ -59,6 +62,7 @@ class Producer(OpenedLater, ProducerFace[T]):
 
     async def close(self, timeout: float | None = 30) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
+        check_seconds("timeout", timeout)
         if self._opened and not self._closed:
             self._closed = True
             await self._core.close(timeout)

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from metamq.client.offsets import Claim, CommitRequest, Committed
 from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotFound
-from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
 
@@ -64,8 +63,7 @@ class Assignment(Protocol):
 
 
 def not_assigned(tp: TopicPartition, topics: Collection[str], assignment: Assignment) -> MetamqError:
-    """What to say of a partition that a consumer of `topics` does not have. Raises ConfigError when `tp` names none."""
-    parse_partition(tp.partition)
+    """What to say of a partition that a consumer of `topics` does not have."""
     if tp.topic not in topics:
         return ConfigError(f"this consumer does not read topic {tp.topic!r}", hint=f"It reads {', '.join(topics)}.")
     names = assignment.partition_names(tp.topic)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from metamq.client.background import background
+from metamq.client.checks import check_callables, check_seconds, partition_of
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -80,6 +81,8 @@ class Consumer(ConsumerFace[T]):
         root: str | None = None,
         **settings: Unpack[ConsumerSettings],
     ) -> None:
+        check_callables(decode=decode, filter=filter, on_assigned=on_assigned, on_revoked=on_revoked)
+        check_seconds("idle_timeout_s", idle_timeout_s)
         plan = consumer_plan(
             topics,
             group,
@@ -186,7 +189,7 @@ class Consumer(ConsumerFace[T]):
         not answer. PartitionNotFound, ConfigError for what is none, OwnershipLost for another member's partition.
         """
         self._core.check_usable()
-        self._background.run(self._core.seek_to(TopicPartition(*partition), where))
+        self._background.run(self._core.seek_to(partition_of(partition), where))
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         self._background.run(self._core.seek_to(tp, offset))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Generic
 
+from metamq.client.checks import partition_of, wrong_type
 from metamq.client.commit_in import Position, commit_in
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.health import ConsumerHealth
@@ -27,7 +28,9 @@ def offsets_of(position: Position) -> dict[TopicPartition, int] | None:
         return {TopicPartition(position.topic, position.partition): position.offset + 1}
     if isinstance(position, MessageBatch):
         return {TopicPartition(position.topic, position.partition): position.end_offset}
-    return {TopicPartition(*tp): offset for tp, offset in position.items()}
+    if not isinstance(position, Mapping):
+        raise wrong_type("`position`", "a message, a batch or {TopicPartition: offset}", position)
+    return {partition_of(tp): offset for tp, offset in position.items()}
 
 
 class ConsumerFace(Generic[T]):
@@ -85,5 +88,5 @@ class ConsumerFace(Generic[T]):
 def partitions_of(partitions: Iterable[tuple[str, str]] | tuple[str, str]) -> list[TopicPartition]:
     """TopicPartitions of what pause() and resume() were given: one, or several."""
     if isinstance(partitions, tuple) and len(partitions) == 2 and isinstance(partitions[0], str):
-        return [TopicPartition(*partitions)]
-    return [TopicPartition(*tp) for tp in partitions]
+        return [partition_of(partitions)]
+    return [partition_of(tp) for tp in partitions]

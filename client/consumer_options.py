@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypedDict
 
+from metamq.client.checks import check_ranges, wrong_type
 from metamq.client.offsets import OffsetStorage
 from metamq.client.strategies import check_strategy
 from metamq.errors import ConfigError
@@ -40,18 +41,16 @@ class ConsumerOptions:
     """How long after its death a consumer's partitions go to others."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("commit_interval_ms", 1, 3_600_000),
-            ("fetch_wait_ms", 0, 300_000),
-            ("fetch_min_bytes", 1, BATCH_BYTES_MAX),
-            ("fetch_max_bytes", 1, FRAME_BYTES_MAX // 2),
-            ("partition_fetch_max_bytes", 1, FRAME_BYTES_MAX // 2),
-            ("prefetch_bytes", 1, 1 << 40),
-            ("session_timeout_ms", 1000, 600_000),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"the consumer's `{name}` is {value!r}, allowed are {low} to {high}")
+        limits = {
+            "commit_interval_ms": (1, 3_600_000),
+            "fetch_wait_ms": (0, 300_000),
+            "fetch_min_bytes": (1, BATCH_BYTES_MAX),
+            "fetch_max_bytes": (1, FRAME_BYTES_MAX // 2),
+            "partition_fetch_max_bytes": (1, FRAME_BYTES_MAX // 2),
+            "prefetch_bytes": (1, 1 << 40),
+            "session_timeout_ms": (1000, 600_000),
+        }
+        check_ranges("consumer", self, limits)
 
 
 class ConsumerSettings(TypedDict, total=False):
@@ -96,6 +95,13 @@ def consumer_plan(
     decode: Callable[[bytes], Any] | None,
 ) -> ConsumerPlan:
     """Checks a Consumer's arguments. Raises ConfigError."""
+    if not isinstance(topics, str | Collection):
+        raise wrong_type("`topics`", "a name or a list of names", topics)
+    for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast)):
+        if not isinstance(flag, bool):
+            raise wrong_type(f"`{name}`", "True or False", flag)
+    if offsets is not None and not hasattr(offsets, "claimed"):
+        raise wrong_type("`offsets`", "a DatabaseOffsets(connect) or FileOffsets(path)", offsets)
     names = (topics,) if isinstance(topics, str) else tuple(dict.fromkeys(topics))
     if not names:
         raise ConfigError("a consumer needs a topic", hint='Give topics=["name"].')

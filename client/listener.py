@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from metamq.client.checks import check_whole, listener_of
 from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
-from metamq.errors import ConfigError, TopicExists
+from metamq.errors import TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 
@@ -81,10 +82,9 @@ class ListenerPool:
         policy: RetryPolicy,
         concurrency: int,
     ) -> None:
-        if concurrency < 1:
-            raise ConfigError(f"concurrency is {concurrency}", hint="At least one thread has to call the listener.")
+        check_whole("concurrency", concurrency, 1)
         self._hands = hands
-        self._listener = listener
+        self._listener = listener_of(listener)
         self._filter = filter
         self._dead_letters = dead_letters
         self._policy = policy

@@ -22,6 +22,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from metamq.client.checks import check_callables
 from metamq.client.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
 from metamq.zk.ownership import Claim, Committed
@@ -30,6 +31,8 @@ from metamq.zk.partitions import TopicPartition
 R = TypeVar("R")
 
 NOTHING_COMMITTED = -1
+
+_TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
 
 _PLACEHOLDERS: Mapping[str, Callable[[int], str]] = {
     "qmark": lambda number: "?",
@@ -65,7 +68,8 @@ class DatabaseOffsets:
         table: str = "metamq_offsets",
         paramstyle: str | None = None,
     ) -> None:
-        if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}", table):
+        check_callables(connect=connect)
+        if not isinstance(table, str) or not _TABLE.fullmatch(table):
             raise ConfigError(
                 f"{table!r} is no table name", hint='Use letters, digits and "_", as in "metamq_offsets".'
             )

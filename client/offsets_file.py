@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from metamq.client.checks import wrong_type
 from metamq.client.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
 from metamq.zk.ownership import Claim, Committed
@@ -32,6 +33,8 @@ class FileOffsets:
     in_claim_node = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise wrong_type("`path`", "a path", path)
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] | None = _lock(self._path)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from metamq.client.checks import check_seconds
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.wire import columns
@@ -229,6 +230,8 @@ class _Waitable:
         return self._value()
 
     def _wait(self, timeout: float | None) -> None:
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         if self.done():
             return
         if timeout != 0:

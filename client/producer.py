@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from metamq.client.background import background
+from metamq.client.checks import check_callables, check_seconds
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
@@ -55,6 +56,8 @@ class Producer(ProducerFace[T]):
     ) -> None:
         if on_full not in ("block", "raise"):
             raise ConfigError(f"`on_full` is {on_full!r}", hint="Choose 'block' or 'raise'.")
+        check_callables(encode=encode)
+        check_seconds("full_timeout_s", full_timeout_s)
         options = load(ProducerOptions, "producer", file=config, arguments=settings)
         self._encode = encode
         self._closed = True
@@ -72,10 +75,12 @@ class Producer(ProducerFace[T]):
         Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds.
         """
         self._check_usable()
+        check_seconds("timeout", timeout)
         self._background.run(self._core.flush(timeout))
 
     def close(self, timeout: float | None = 30) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush` does, after everything is closed."""
+        check_seconds("timeout", timeout)
         if self._closed:
             return
         self._closed = True

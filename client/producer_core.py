@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metamq.client.accumulator import Accumulator
+from metamq.client.checks import check_ranges
 from metamq.client.cluster import Cluster
 from metamq.client.outgoing import OutgoingBatch, forget_locks
 from metamq.client.partitioner import Partitioner, partitioner_named
 from metamq.client.sender import Sender
 from metamq.errors import (
     ClosedError,
-    ConfigError,
     ConnectError,
     ForkedError,
     MetamqError,
@@ -63,17 +63,15 @@ class ProducerOptions:
     """A broker that does not answer for so long is reconnected."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("linger_ms", 0, 60_000),
-            ("batch_bytes", 1, BATCH_BYTES_MAX // 2),
-            ("buffer_bytes", 1024, 1 << 40),
-            ("max_message_bytes", 1, MESSAGE_BYTES_MAX),
-            ("delivery_timeout_s", 0.001, 86_400),
-            ("request_timeout_s", 0.05, 3_600),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value <= high:
-                raise ConfigError(f"the producer's `{name}` is {value!r}, allowed are {low} to {high}")
+        limits = {
+            "linger_ms": (0, 60_000),
+            "batch_bytes": (1, BATCH_BYTES_MAX // 2),
+            "buffer_bytes": (1024, 1 << 40),
+            "max_message_bytes": (1, MESSAGE_BYTES_MAX),
+            "delivery_timeout_s": (0.001, 86_400),
+            "request_timeout_s": (0.05, 3_600),
+        }
+        check_ranges("producer", self, limits, real="linger_ms delivery_timeout_s request_timeout_s")
 
 
 class ProducerCore:

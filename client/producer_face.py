@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Generic, TypedDict
 
+from metamq.client.checks import wrong_type
 from metamq.client.model import EPOCH
 from metamq.client.outgoing import Delivery, ManyDelivery
 from metamq.client.partitioner import Partitioner
 from metamq.client.producer_core import ProducerCore
 from metamq.client.typevars import T
+from metamq.errors import WrongType
 from metamq.words import count
+from metamq.zk.names import parse_partition
 
 Key = bytes | str | None
 
@@ -63,6 +66,8 @@ class ProducerFace(Generic[T]):
         accumulator = self._core.accumulator
         if key is None and headers is None and partition is None and timestamp is None:
             return accumulator.send(topic, plain)
+        if partition is not None:
+            parse_partition(partition)  # here, for the caller to be told; what the topic has may not be known yet
         return accumulator.send_full(
             topic, plain, key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
@@ -73,11 +78,13 @@ class ProducerFace(Generic[T]):
         `keys` has one entry a value. Raises as `send` does; then none of the messages is accepted, but for BufferFull
         and ClosedError in the middle of a list larger than the buffer.
         """
-        if isinstance(values, bytes | str):
-            raise TypeError("send_many() takes a list of values, not one value")
+        if isinstance(values, bytes | str) or not isinstance(values, Iterable):
+            raise wrong_type("`values`", "a list of values", values)
         plain: list[Any] = list(values) if self._encode is None else [self._encode(value) for value in values]
         if set(map(type, plain)) - {bytes}:
             plain = [as_bytes(value, "value") for value in plain]
+        if keys is not None and (isinstance(keys, bytes | str) or not isinstance(keys, Iterable)):
+            raise wrong_type("`keys`", "a list with a key, or None, for each value", keys)
         packed = None if keys is None else [key_bytes(key) for key in keys]
         if packed is not None and len(packed) != len(plain):
             raise ValueError(f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}")
@@ -90,7 +97,8 @@ def as_bytes(value: Any, what: str) -> bytes:
         return value
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
-    raise TypeError(f"a message's {what} is bytes, got {type(value).__name__}: encode it, or give Producer(encode=...)")
+    problem = f"a message's {what} must be bytes, not {type(value).__name__}"
+    raise WrongType(problem, hint="Encode it, or give Producer(encode=...).")
 
 
 def key_bytes(key: Key) -> bytes | None:
@@ -101,7 +109,7 @@ def key_bytes(key: Key) -> bytes | None:
         return key.encode()
     if isinstance(key, bytearray | memoryview):
         return bytes(key)
-    raise TypeError(f"a message's key is str or bytes, got {type(key).__name__}")
+    raise WrongType(f"a message's key must be str or bytes, not {type(key).__name__}")
 
 
 def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
@@ -109,10 +117,10 @@ def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | N
     if headers is None:
         return None
     if not isinstance(headers, Mapping):
-        raise TypeError(f"headers are a mapping of str to bytes, got {type(headers).__name__}")
+        raise wrong_type("`headers`", "a mapping of str to bytes", headers)
     for name, text in headers.items():
         if not isinstance(name, str) or not isinstance(text, bytes):
-            raise TypeError(f"headers map str to bytes, got {name!r}: {text!r}")
+            raise wrong_type("`headers`", "a mapping of str to bytes", {name: text})
     return dict(headers)
 
 
@@ -121,7 +129,7 @@ def timestamp_us(timestamp: datetime | int | None) -> int | None:
     if timestamp is None or isinstance(timestamp, int):
         return timestamp
     if not isinstance(timestamp, datetime):
-        raise TypeError(f"a timestamp is a datetime or microseconds since 1970, got {type(timestamp).__name__}")
+        raise wrong_type("`timestamp`", "an aware datetime or microseconds since 1970", timestamp)
     if timestamp.tzinfo is None:
         raise ValueError(f"timestamp {timestamp} has no time zone: give an aware datetime")
     return (timestamp - EPOCH) // timedelta(microseconds=1)

@@ -19,7 +19,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from metamq.client.checks import wrong_type
 from metamq.errors import ConfigError
+from metamq.words import measure
 from metamq.zk.paths import DEFAULT_ROOT
 
 T = TypeVar("T")
@@ -60,7 +62,9 @@ def load(cls: type[T], section: str, *, file: str | Path | None = None, argument
             values[field.name] = _convert(cls, field, os.environ[name], name)
     for key, value in arguments.items():
         if value is not None:
-            values[_field(cls, key, "the arguments").name] = value
+            field = _field(cls, key, "the arguments")
+            _check_argument(cls, field, value)
+            values[field.name] = value
     return cls(**values)
 
 
@@ -88,6 +92,8 @@ def read_file(file: str | Path | None) -> dict[str, Any]:
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
     if file is None:
         return {}
+    if not isinstance(file, str | os.PathLike):
+        raise wrong_type("`config`", "a path", file)
     try:
         content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,7 +110,7 @@ def read_section(file: str | Path | None, section: str) -> dict[str, Any]:
     """One section of the file, empty when it is not there."""
     values = read_file(file).get(section, {})
     if not isinstance(values, dict):
-        raise ConfigError(f"{section!r} in {file} is to be a table, [{section}]")
+        raise ConfigError(f"{section!r} in {file} must be a table, [{section}]")
     return values
 
 
@@ -124,7 +130,7 @@ def _text(key: str, given: str | None, name: str, file: str | Path | None, defau
     stored = read_file(file).get(key)  # also when it does not count: a file that is wrong is to be known
     found = given or os.environ.get(name) or stored or default
     if not isinstance(found, str):
-        raise ConfigError(f"{key} in {file} is to be a string like {example!r}, got {found!r}")
+        raise wrong_type(f"`{key}`" if given else f"{key} in {file}", f"a string like {example!r}", found)
     return found
 
 
@@ -146,13 +152,28 @@ def _convert(cls: type[Any], field: dataclasses.Field[Any], value: Any, source: 
     """`value` as the field's type; strings from the environment are parsed."""
     kinds = _kinds(typing.get_type_hints(cls)[field.name])
     if isinstance(value, str) and str not in kinds:
-        value = _parse(value, kinds, source)
+        value = _parse(value, field.name, kinds, source)
     if float in kinds and type(value) is int:
         value = float(value)
     if type(value) not in kinds:
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{source} is to be {names}, got {value!r}")
+        raise ConfigError(f"{source} must be {_wanted(field.name, kinds)}, not {value!r}")
     return value
+
+
+def _check_argument(cls: type[Any], field: dataclasses.Field[Any], value: Any) -> None:
+    """Raises WrongType. Callables have checks of their own."""
+    kinds = _kinds(typing.get_type_hints(cls)[field.name])
+    if not all(isinstance(kind, type) for kind in kinds):
+        return
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        raise wrong_type(f"`{field.name}`", _wanted(field.name, kinds), value)
+
+
+def _wanted(name: str, kinds: tuple[type, ...]) -> str:
+    """In words, what a setting has to be."""
+    words = {bool: "true or false", int: measure(name, whole=True), float: measure(name, whole=False), str: "a string"}
+    return " or ".join(words[kind] for kind in kinds if kind in words)
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
@@ -161,7 +182,7 @@ def _kinds(hint: Any) -> tuple[type, ...]:
     return (hint,)
 
 
-def _parse(text: str, kinds: tuple[type, ...], source: str) -> Any:
+def _parse(text: str, name: str, kinds: tuple[type, ...], source: str) -> Any:
     lowered = text.strip().lower()
     if bool in kinds and lowered in _TRUE | _FALSE:
         return lowered in _TRUE
@@ -171,4 +192,4 @@ def _parse(text: str, kinds: tuple[type, ...], source: str) -> Any:
                 return kind(lowered)
             except ValueError:
                 continue
-    raise ConfigError(f"{source} is to be {' or '.join(kind.__name__ for kind in kinds)}, got {text!r}")
+    raise ConfigError(f"{source} must be {_wanted(name, kinds)}, not {text!r}")

@@ -33,7 +33,7 @@ Assignment = Mapping[TopicPartition, str]
 def check_strategy(strategy: str) -> str:
     """Give the name back. Raises ConfigError, with the names there are, when it is none of them."""
     if strategy not in STRATEGIES:
-        near = difflib.get_close_matches(strategy, STRATEGIES)
+        near = difflib.get_close_matches(str(strategy), STRATEGIES)
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"there is no rebalance strategy {strategy!r}", hint=f"There are {', '.join(STRATEGIES)}.{suggestion}"

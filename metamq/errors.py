@@ -5,6 +5,7 @@
     │   └── UnsupportedVersion    the other side speaks another protocol version
     ├── ProtocolError             the other side sent bytes that are not the protocol
     ├── ConfigError               a setting, name or argument is wrong
+    │   ├── WrongType             an argument has the wrong type                  (also TypeError)
     │   └── ForkedError           a client is used in a process that did not make it
     ├── TopicNotFound             no such topic
     │   └── PartitionNotFound     the topic has no such partition
@@ -99,6 +100,10 @@ class ProtocolError(MetamqError):
 
 class ConfigError(MetamqError):
     """A setting, a name or an argument is wrong."""
+
+
+class WrongType(ConfigError, TypeError):
+    """An argument has the wrong type."""
 
 
 class ForkedError(ConfigError):

@@ -4,3 +4,9 @@
 def count(number: int, noun: str) -> str:
     """ "1 message", "2,000 messages"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def measure(setting: str, *, whole: bool) -> str:
+    """What a setting of this name is given as: "a number of seconds", by its last word, which is its unit."""
+    unit = {"s": " of seconds", "ms": " of milliseconds", "bytes": " of bytes"}.get(setting.rpartition("_")[2], "")
+    return ("a whole number" if whole else "a number") + unit

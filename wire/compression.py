@@ -29,7 +29,7 @@ def codec_named(name: str | None) -> Codec:
     """
     try:
         codec = Codec[(name or "none").upper()]
-    except KeyError:
+    except (KeyError, AttributeError):
         known = ", ".join(c.name.lower() for c in Codec)
         raise ConfigError(f"unknown compression {name!r}", hint=f"Choose one of: {known}.") from None
     if codec is not Codec.NONE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, WrongType
 
 MAX_NAME_CHARS = 200
 
@@ -62,7 +62,10 @@ def parse_partition(name: str) -> tuple[int, int]:
 
     Also the sort key that puts "0-10" after "0-9": `sorted(names, key=parse_partition)`.
     """
-    match = _PARTITION.fullmatch(name)
+    try:
+        match = _PARTITION.fullmatch(name)
+    except TypeError:
+        raise WrongType(f"partition must be a string, not {name!r}", hint='Write it like "0-3".') from None
     if match is None:
         raise ConfigError(f"partition {name!r} is not a broker id, a '-' and an index", hint='Write it like "0-3".')
     return int(match.group(1)), int(match.group(2))

@@ -221,8 +221,8 @@ def run_broker(environment: dict[str, str]) -> subprocess.Popen[str]:
     ("section", "said"),
     [
         ("prot = 8123", "unknown setting 'prot' in [broker] of {file}. Did you mean 'port'?"),
-        ("port = 'x'", "port in [broker] of {file} is to be int, got 'x'"),
-        ("port = 70000", "the broker's `port` is 70000, allowed are 0 to 65535"),
+        ("port = 'x'", "port in [broker] of {file} must be a whole number, not 'x'"),
+        ("port = 70000", "the broker's `port` must be a whole number from 0 to 65,535, not 70000"),
     ],
 )
 def test_a_wrong_configuration(tmp_path: Path, section: str, said: str) -> None:

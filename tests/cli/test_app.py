@@ -144,7 +144,7 @@ def test_settings_come_from_file_environment_and_options(
     [
         ("zookeper = 'x'", ["topic", "list"], "unknown setting 'zookeper' in {file} Did you mean 'zookeeper'?"),
         ("[broker]\nprot = 1", ["broker"], "unknown setting 'prot' in [broker] of {file} Did you mean 'port'?"),
-        ("[broker]\nport = 'x'", ["broker"], "port in [broker] of {file} is to be int, got 'x'"),
+        ("[broker]\nport = 'x'", ["broker"], "port in [broker] of {file} must be a whole number, not 'x'"),
         ("[", ["topic", "list"], "{file} is not TOML"),
         (None, ["topic", "list"], "cannot read the configuration file {file}: No such file"),
     ],

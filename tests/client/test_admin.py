@@ -131,6 +131,29 @@ def test_a_count_of_partitions_that_cannot_be(admin: Admin, count: Any) -> None:
     assert "impossible" not in admin.topics()
 
 
+def test_arguments_that_are_none_are_named(admin: Admin, topic: str) -> None:
+    create: Any = admin.create_topic
+    for settings, said in (
+        ({"partition": 4}, r"unknown setting 'partition' in create_topic\(\)\. Did you mean 'partitions'\?"),
+        ({"retention": 4}, "Did you mean 'retention_ms'"),
+        ({"id": "0" * 16}, "unknown setting 'id'"),
+        ({"brokers": 0}, "`brokers` must be a list of broker ids, not 0"),
+        ({"brokers": ["0"]}, r"`brokers` must be a list of broker ids, not \['0'\]"),
+        ({"timeout_s": "5"}, "`timeout_s` must be a number of seconds, not '5'"),
+        ({"retention_ms": "7d"}, "retention_ms is '7d'. It has to be a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            create(topic, **settings)
+    assert topic not in admin.topics()
+    admin.create_topic(topic)
+    alter: Any = admin.alter
+    with pytest.raises(ConfigError, match=r"unknown setting 'partition' in alter\(\)\. Did you mean 'partitions'\?"):
+        alter(topic, partition=8)
+    statistics: Any = admin.statistics
+    with pytest.raises(ConfigError, match="there is no broker '0'"):
+        statistics("0")
+
+
 def test_topics_that_are_there_or_are_not(admin: Admin, topic: str) -> None:
     admin.create_topic(topic, partitions=1)
     with pytest.raises(TopicExists, match=topic):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Consumer, Message, TopicPartition
-from metamq.errors import ConfigError, ConnectError, OffsetOutOfRange, OwnershipLost, PartitionNotFound, TopicNotFound
+from metamq.errors import ConfigError, ConnectError, OffsetOutOfRange, OwnershipLost, PartitionNotFound
 from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicStore
@@ -532,32 +532,6 @@ def test_a_callback_that_fails_ends_the_consumer(shop: Shop, group: str, caplog:
     with pytest.raises(ZeroDivisionError), shop.consumer(topic, on_assigned=fail) as consumer:
         first(consumer, 1)
     assert caplog.messages == [], "it is raised"
-
-
-# Wrong arguments
-
-
-def test_wrong_arguments_are_named(shop: Shop) -> None:
-    for settings, word in (
-        ({"topics": []}, "needs a topic"),
-        ({"topics": ["a/b"]}, "a/b"),
-        ({"topics": [""]}, "topic"),
-        ({"topics": "t", "group": ""}, "group"),
-        ({"topics": "t", "group": "a b"}, "a b"),
-        ({"topics": "t", "start": "first"}, "first"),
-        ({"topics": "t", "start": datetime(2020, 1, 1)}, "start"),
-        ({"topics": "t", "on_data_loss": "ignore"}, "ignore"),
-        ({"topics": "t", "group": "g", "strategy": "random"}, "random"),
-        ({"topics": "t", "fetch_wait_ms": -1}, "fetch_wait_ms"),
-        ({"topics": "t", "fetch_wait": 1}, "Did you mean"),
-        ({"topics": "t", "broadcast": True}, "broadcast"),
-    ):
-        with pytest.raises(ConfigError, match=word):
-            shop.cluster.consumer(**settings)
-    with pytest.raises(TopicNotFound, match="no-such-topic"):
-        shop.consumer("no-such-topic", "g")
-    with pytest.raises(TopicNotFound, match="no-such-topic"):
-        shop.consumer("no-such-topic")
 
 
 def test_an_unreachable_zookeeper_is_named_and_leaves_nothing_unclosed(monkeypatch: pytest.MonkeyPatch) -> None:

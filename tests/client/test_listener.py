@@ -43,7 +43,7 @@ def test_a_rollback_is_no_failure() -> None:
 
 @pytest.mark.parametrize(("attempts", "delay_s"), [(0, 0.1), (-1, 0.1), (3, -0.1)])
 def test_a_policy_that_cannot_be(attempts: int, delay_s: float) -> None:
-    with pytest.raises(ConfigError, match="max_attempts"):
+    with pytest.raises(ConfigError, match=r"`(max_attempts|retry_delay_s)` must be"):
         RetryPolicy(attempts, delay_s)
 
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 
@@ -282,70 +281,6 @@ def test_flush_raises_for_a_message_that_found_no_partition(parts: Cluster, topi
         with pytest.raises(ExceptionGroup) as caught:
             producer.flush()
         assert isinstance(caught.value.exceptions[0], PartitionNotFound)
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda p: p.send("t", "text"), "a message's value is bytes, got str: encode it, or give Producer"),
-        (lambda p: p.send("t", 5), "a message's value is bytes, got int"),
-        (lambda p: p.send("t", None), "a message's value is bytes, got NoneType"),
-        (lambda p: p.send("t", b"x", 5), "a message's key is str or bytes, got int"),
-        (lambda p: p.send("t", b"x", None, {"h": "text"}), "headers map str to bytes, got 'h': 'text'"),
-        (lambda p: p.send("t", b"x", None, {b"h": b"x"}), "headers map str to bytes"),
-        (lambda p: p.send_many("t", b"text"), "takes a list of values, not one value"),
-        (lambda p: p.send_many("t", [b"x", "y"]), "a message's value is bytes, got str"),
-        (lambda p: p.send_many("t", [b"x"], [5]), "a message's key is str or bytes, got int"),
-    ],
-)
-def test_wrong_types_are_refused_at_the_call(
-    parts: Cluster, call: Callable[[Producer[Any]], object], said: str
-) -> None:
-    with parts.producer() as producer, pytest.raises(TypeError, match=said):
-        call(producer)
-
-
-@pytest.mark.parametrize(
-    "call", [lambda p: p.send("t", b"x", timestamp=1.5), lambda p: p.send("t", b"x", headers=[("h", b"x")])]
-)
-def test_more_wrong_types(parts: Cluster, call: Callable[[Producer[Any]], object]) -> None:
-    with parts.producer() as producer, pytest.raises(TypeError):
-        call(producer)
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "said"),
-    [
-        (lambda p: p.send("no/topic", b"x"), ConfigError, "topic 'no/topic' has '/' at character 3"),
-        (lambda p: p.send(5, b"x"), ConfigError, "topic is 5, not a string"),
-        (lambda p: p.send("t", b"x", timestamp=datetime(2013, 1, 1)), ValueError, "has no time zone"),
-        (lambda p: p.send("t", b"x", timestamp=1 << 63), ConfigError, "is not microseconds since 1970"),
-        (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ValueError, "got 2 keys for 1 value"),
-        (lambda p: p.send("t", b"x" * (4 << 20)), MessageTooLarge, "the limit is 4,194,304"),
-        (lambda p: p.send("t", b"x", None, {"\ud800": b"x"}), UnicodeEncodeError, "surrogates not allowed"),
-    ],
-)
-def test_wrong_values_are_refused_at_the_call(
-    parts: Cluster, call: Callable[[Producer[Any]], object], kind: type[Exception], said: str
-) -> None:
-    with parts.producer() as producer, pytest.raises(kind, match=said):
-        call(producer)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"linger_s": 1}, r"unknown setting 'linger_s' in the arguments\. Did you mean 'linger_ms'\?"),
-        ({"linger_ms": -1}, "the producer's `linger_ms` is -1, allowed are 0 to 60000"),
-        ({"buffer_bytes": "much"}, "the producer's `buffer_bytes` is 'much'"),
-        ({"compression": "gzip"}, "gzip"),
-        ({"partitioner": "random"}, "unknown partitioner 'random'"),
-        ({"on_full": "wait"}, "`on_full` is 'wait'"),
-    ],
-)
-def test_wrong_settings(parts: Cluster, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parts.producer(**settings)
 
 
 def test_a_producer_that_was_not_made_leaves_nothing_behind(parts: Cluster) -> None:

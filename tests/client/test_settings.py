@@ -62,9 +62,9 @@ def test_zookeeper_and_root_from_the_same_three_places(monkeypatch: pytest.Monke
         ("[consumer]\nguest = 2", r"unknown setting 'guest' in \[consumer\] of .*toml\. Did you mean 'guests'\?"),
         ("zookeper = 'a'", r"unknown setting 'zookeper' in .*toml\. Did you mean 'zookeeper'\?"),
         ("[brokr]\nport = 1", r"unknown setting 'brokr' in .*toml\. Did you mean 'broker'\?"),
-        ("zookeeper = 1", r"zookeeper in .*toml is to be a string like 'zk1:2181,zk2:2181/chroot', got 1"),
-        ("root = 1", r"root in .*toml is to be a string like '/meta', got 1"),
-        ("broker = 1", r"'broker' in .*toml is to be a table, \[broker\]"),
+        ("zookeeper = 1", r"zookeeper in .*toml must be a string like 'zk1:2181,zk2:2181/chroot', not 1"),
+        ("root = 1", r"root in .*toml must be a string like '/meta', not 1"),
+        ("broker = 1", r"'broker' in .*toml must be a table, \[broker\]"),
     ],
 )
 def test_a_wrong_file_is_refused(file: Path, text: str, said: str) -> None:
@@ -78,6 +78,19 @@ def test_a_wrong_file_is_refused(file: Path, text: str, said: str) -> None:
 
     with pytest.raises(ConfigError, match=said):
         read_all()
+
+
+def test_wrong_types_are_named_with_what_they_must_be(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    with pytest.raises(TypeError, match="`guests` must be a whole number, not '2'"):
+        load(Kitchen, "consumer", arguments={"guests": "2"})
+    with pytest.raises(TypeError, match="`warm` must be true or false, not 1"):
+        load(Kitchen, "consumer", arguments={"warm": 1})
+    file.write_text("[broker]\nretention_check_s = 'often'\n")
+    with pytest.raises(ConfigError, match=r"retention_check_s in .* must be a number of seconds, not 'often'"):
+        load(BrokerConfig, "broker", file=file, arguments={})
+    monkeypatch.setenv("METAMQ_BROKER_DRAIN_TIMEOUT_S", "long")
+    with pytest.raises(ConfigError, match="METAMQ_BROKER_DRAIN_TIMEOUT_S must be a number of seconds, not 'long'"):
+        load(BrokerConfig, "broker", arguments={})
 
 
 @pytest.mark.parametrize(

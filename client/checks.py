@@ -1,0 +1,76 @@
+"""Arguments of a wrong type: an error names the argument, what it must be, and what it was."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from metamq.errors import ConfigError, WrongType
+from metamq.words import measure
+from metamq.zk.names import parse_partition
+from metamq.zk.partitions import TopicPartition
+
+
+def wrong_type(argument: str, wanted: str, value: object) -> WrongType:
+    """The error, to be raised."""
+    return WrongType(f"{argument} must be {wanted}, not {reprlib.repr(value)}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raises WrongType unless it is a number, or None."""
+    if value is not None and not is_number(value):
+        raise wrong_type(f"`{name}`", "a number of seconds", value)
+
+
+def check_callables(**arguments: object) -> None:
+    """Raises WrongType for the first that is neither None nor callable."""
+    for name, value in arguments.items():
+        if value is not None and not callable(value):
+            raise wrong_type(f"`{name}`", "a callable", value)
+
+
+def check_whole(name: str, value: object, low: int) -> None:
+    """Raises ConfigError unless it is a whole number, `low` or more."""
+    if not is_whole(value) or value < low:  # type: ignore[operator]
+        raise ConfigError(f"`{name}` must be a whole number, {low} or more, not {value!r}")
+
+
+def check_ranges(owner: str, settings: object, limits: Mapping[str, tuple[float, float]], real: str = "") -> None:
+    """Raises ConfigError for the first of the settings that is no number within its limits; `real` may be fractions."""
+    for name, (low, high) in limits.items():
+        value = getattr(settings, name)
+        is_real = name in real.split()
+        if not (is_number(value) if is_real else is_whole(value)) or not low <= value <= high:
+            wanted = f"{measure(name, whole=not is_real)} from {low:,} to {high:,}"
+            raise ConfigError(f"the {owner}'s `{name}` must be {wanted}, not {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """An int or float, no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """An int, no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def partition_of(value: Any) -> TopicPartition:
+    """A TopicPartition of what a user gave for one. Raises WrongType; ConfigError for a partition's name that is none.
+
+    >>> partition_of(("orders", "0-3"))
+    TopicPartition(topic='orders', partition='0-3')
+    """
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    if not is_pair or not all(isinstance(part, str) for part in value):
+        raise wrong_type("a partition", "a TopicPartition or a pair like ('orders', '0-3')", value)
+    parse_partition(value[1])
+    return TopicPartition(*value)
+
+
+def listener_of(value: Callable[..., Any]) -> Callable[..., Any]:
+    """What run() was given to call. Raises WrongType."""
+    if not callable(value):
+        raise wrong_type("`listener`", "a callable that takes a message", value)
+    return value
