@@ -38,8 +38,10 @@ class Producer(ProducerFace[T]):
     settings:   linger_ms, batch_bytes, buffer_bytes, max_message_bytes, compression, partitioner, delivery_timeout_s,
                 request_timeout_s; see metamq.client.producer_core.ProducerOptions.
 
-    Messages of one key, and of one partition, are stored in the order of `send`, each once, whatever is repeated on
-    the way. Leave the `with` block, or close(), to be sure that all is stored; both raise what failed.
+    Every message is stored once, whatever is repeated on the way. Messages with a key, and those sent to a partition by
+    name, are stored in the order of `send` within their partition, and so within a key. Messages with neither go to any
+    partition, a batch at a time: they keep their order within a batch, and none to the others in the partition.
+    Leave the `with` block, or close(), to be sure that all is stored; both raise what failed.
     Raises ConnectError when ZooKeeper cannot be reached, ConfigError for a wrong setting.
     """
 

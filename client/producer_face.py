@@ -75,8 +75,10 @@ class ProducerFace(Generic[T]):
     def send_many(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
         """Accepts many messages at once: the fast path, with one Delivery and no object per message.
 
-        `keys` has one entry a value. Raises as `send` does; then none of the messages is accepted, but for BufferFull
-        and ClosedError in the middle of a list larger than the buffer.
+        `keys` has one entry a value, None for no key. Messages with a key keep their order within their partition;
+        those without go to any partition, a batch at a time, whatever stands before and after them in the list. All
+        are accepted or, when it raises as `send` does, none; the buffer's room is looked at once, and the list may
+        exceed it. With an error in the Delivery some of the messages may be stored.
         """
         if isinstance(values, bytes | str) or not isinstance(values, Iterable):
             raise wrong_type("`values`", "a list of values", values)
