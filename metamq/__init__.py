@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from metamq.client.offsets_file import FileOffsets as FileOffsets
     from metamq.client.producer import Producer as Producer
     from metamq.client.retrying import Rollback as Rollback
+    from metamq.zk.topics import FlushEvery as FlushEvery
 
 _HOME = {
     "Admin": "metamq.client.admin",
     "Consumer": "metamq.client.consumer",
     "DatabaseOffsets": "metamq.client.offsets_database",
     "FileOffsets": "metamq.client.offsets_file",
+    "FlushEvery": "metamq.zk.topics",
     "Message": "metamq.client.model",
     "MessageBatch": "metamq.client.message_batch",
     "Producer": "metamq.client.producer",
@@ -50,6 +52,7 @@ __all__ = [
     "Consumer",
     "DatabaseOffsets",
     "FileOffsets",
+    "FlushEvery",
     "Message",
     "MessageBatch",
     "Producer",

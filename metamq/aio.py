@@ -5,11 +5,17 @@ from metamq.client.aio_consumer import Consumer
 from metamq.client.aio_producer import Producer
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, Receipt, ReceiptRange, TopicPartition
+from metamq.client.offsets_database import DatabaseOffsets
+from metamq.client.offsets_file import FileOffsets
 from metamq.client.retrying import Rollback
+from metamq.zk.topics import FlushEvery
 
 __all__ = [
     "Admin",
     "Consumer",
+    "DatabaseOffsets",
+    "FileOffsets",
+    "FlushEvery",
     "Message",
     "MessageBatch",
     "Producer",

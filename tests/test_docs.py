@@ -15,7 +15,7 @@ from metamq.testing import Cluster, cluster
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-DOCUMENTS = ("README.md", "docs/producing.md", "docs/consuming.md")
+DOCUMENTS = ("README.md", "docs/producing.md", "docs/consuming.md", "docs/administering.md")
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,8 @@ def values(messages: list[Message[Any]]) -> list[int]:
 
 
 def test_both_faces_offer_the_same() -> None:
+    assert set(aio.__all__) == set(metamq.__all__) - {"__version__", "aio", "errors"}
+
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
