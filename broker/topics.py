@@ -123,6 +123,7 @@ class Topics:
                 log.critical("%s is not served: %s", name, error)
                 self._broken[topic, index] = error
                 continue
+            opened.clear_bound()  # no other replica has a say
             indexed[index] = Partition(topic, config.id, index, opened)
             await asyncio.sleep(0)  # each waits for the disk: a thousand in a row would stop the loop for seconds
         self._configs[topic] = config

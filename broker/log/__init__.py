@@ -8,7 +8,7 @@ from metamq.broker.log.producers import Duplicate, New
 from metamq.broker.log.recovery import RecoveryReport
 from metamq.broker.log.segments import SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import LogSlice
+from metamq.broker.log.store import BatchRun, LogSlice
 
 if __name__ != "metamq.broker.log":
     raise ImportError(
@@ -17,6 +17,7 @@ if __name__ != "metamq.broker.log":
 
 __all__ = [
     "FLUSH",
+    "BatchRun",
     "Duplicate",
     "FileCache",
     "FlushPolicy",

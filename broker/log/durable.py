@@ -5,8 +5,14 @@ Three marks move along the log, each always at a batch boundary, as offset and a
     start ≤ flushed ≤ end       flushed: on the disk for certain; end: written, at least to the kernel
     start ≤ stable  ≤ end       stable: readers see up to here
 
-A topic that flushes before acknowledging has stable = flushed, the others stable = end. `_advance_stable` is the
-only place that moves it up, and only what cuts the log takes it back.
+The stable mark goes up to the log's *own* mark, which is the flushed one where the topic flushes before acknowledging,
+else the end; and no further than the *bound* that the log's owner sets. On a replica that copies it is where the master
+says that every in-sync replica has got to, on a master with such replicas the least that they acknowledged, and without
+any there is none. `_advance_stable` is the only place that moves the stable mark up, and only what cuts the log takes
+it back.
+
+It is stored with the flushed mark. Whoever was to tell the bound may be gone when the log is opened again, and what is
+above may yet be cut: so an open log is bound to the stable mark it stored, until its owner decides.
 
 *Flush* has three steps because fsync is slow: start_flush() notes the end and duplicates the descriptors,
 ticket.sync() runs in any thread while appends go on, finish_flush() advances the marks and stores them in the file
@@ -31,11 +37,16 @@ from metamq.broker.log.recovery import Recovered
 from metamq.broker.log.store import SegmentStore
 from metamq.errors import ClosedError, MetamqError, StorageError
 
+UNBOUND = 1 << 63
+"""Beyond any position and offset."""
+
 
 class DurableLog:
     """The half of a PartitionLog that knows what its bytes are worth. Its marks are to be read, not set."""
 
     __slots__ = (
+        "_bound_offset",
+        "_bound_position",
         "_config",
         "_files",
         "_flush_file",
@@ -82,7 +93,7 @@ class DurableLog:
         """Snapshots, the epochs, and the folder, that the next flush is to make durable."""
         self._ticket: FlushTicket | None = None
         self._refusal: MetamqError | None = None
-        self._advance_stable()
+        self._bound_offset, self._bound_position = point.stable_offset, point.stable_position
 
     @property
     def size_bytes(self) -> int:
@@ -94,12 +105,28 @@ class DurableLog:
         """The settings as of the last reconfigure()."""
         return self._config
 
+    def set_bound(self, offset: int, position: int) -> None:
+        """Readers see nothing at or above this place, a batch boundary that may lie beyond the end.
+
+        A lower bound than before takes nothing back that was stable: it only keeps more from becoming so.
+        """
+        self._bound_offset, self._bound_position = offset, position
+        self._advance_stable()
+
+    def clear_bound(self) -> None:
+        """Readers see all that keeps the topic's promise on this disk: nobody else's copy counts."""
+        self.set_bound(UNBOUND, UNBOUND)
+
     def _advance_stable(self) -> None:
-        """Moves the stable mark up to where the topic's promise holds."""
-        if not self._config.flush.before_ack:
-            self.stable_offset, self.stable_position = self.end_offset, self.end_position
-        elif self.flushed_position > self.stable_position:
-            self.stable_offset, self.stable_position = self.flushed_offset, self.flushed_position
+        """Moves the stable mark up to where the topic's promise holds, here and as far as the bound tells elsewhere."""
+        if self._config.flush.before_ack:
+            offset, position = self.flushed_offset, self.flushed_position
+        else:
+            offset, position = self.end_offset, self.end_position
+        if position > self._bound_position:
+            offset, position = self._bound_offset, self._bound_position
+        if position > self.stable_position:
+            self.stable_offset, self.stable_position = offset, position
 
     # -- flushing -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,9 @@ the others never change. The marks that move along it, and flushes, are explaine
 additions. Memory is changed only after the write is complete. What a failed or half-done write leaves behind the end
 is invisible to readers and cut by the next recovery.
 
+*A replica that copies* appends what its master stamped, byte by byte: the same batches at the same positions, so that
+positions mean the same on both. What an append by a master derives from a batch follows from its header here, too.
+
 *Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and never needed to be right:
 each has a checksum and says up to where it goes. Only one thing is asked of them: none may describe bytes that were
 replaced. So whatever cuts the log removes first, durably, what describes the bytes behind the cut. The file `epochs`
@@ -31,15 +34,16 @@ from functools import partial
 from metamq.broker.log import retention
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import unlink_all
-from metamq.broker.log.durable import DurableLog
+from metamq.broker.log.durable import UNBOUND, DurableLog
 from metamq.broker.log.epochs import EpochList
 from metamq.broker.log.files import FileCache, storage_error
 from metamq.broker.log.flushed import NO_EPOCHS
 from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
+from metamq.broker.log.replicated import check_replicated, fitting
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import LogSlice
+from metamq.broker.log.store import BatchRun, LogSlice
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
@@ -75,6 +79,8 @@ class PartitionLog(DurableLog):
 
         `name` ("flights/0-3") stands in errors and log lines. Raises CorruptData, with nothing modified, when bytes
         that were on the disk are damaged; StorageError when the disk fails.
+
+        Readers see no more of it than they did before, until set_bound() or clear_bound() says how much they may.
         """
         path = os.path.normpath(folder)
         try:
@@ -144,6 +150,51 @@ class PartitionLog(DurableLog):
             self._begin_epoch(epoch, offset, position)
         self._advance_stable()
         return offset
+
+    def append_replicated(self, batches: memoryview, position: int) -> None:
+        """Appends whole batches of the master's log as they are there, from `position` on, which is the end here.
+
+        Readers see none of them unless a bound says so. Raises CorruptData and ProtocolError, with nothing stored, when
+        they are damaged or not the next ones; StorageError, ClosedError.
+        """
+        self._check_writable()
+        last_epoch = self.epochs().last
+        headers = check_replicated(self.name, batches, position, self.end_offset, self.end_position, last_epoch)
+        if not self._writing:
+            self._begin_writing()
+        if self._bound_position == UNBOUND:
+            self.set_bound(self.stable_offset, self.stable_position)
+        self._epoch = -1
+        self._slot_unsynced = True  # metamq.broker.log.recovery says what for
+        while headers:
+            segment = self._store.segments[-1]
+            count, size = fitting(headers, segment.size_bytes, self._config.segment_bytes)
+            if count:
+                self._write_replicated(segment, batches[:size], headers[:count])
+                batches, headers = batches[size:], headers[count:]
+            else:
+                self._roll()
+
+    def _write_replicated(self, segment: Segment, batches: memoryview, headers: list[BatchHeader]) -> None:
+        try:
+            self._files.write(segment.path, batches, segment.size_bytes)
+        except OSError as error:
+            raise self._fail("writing", error) from error
+        segment.size_bytes += len(batches)
+        index, producers, epochs, position = segment.index, self._producers, self.epochs(), self.end_position
+        assert index is not None
+        assert producers is not None
+        for header in headers:
+            time_us = header.append_time_us
+            index.add(header.size, header.count, header.max_timestamp_us, time_us, self._config.index_interval_bytes)
+            if header.producer_id:
+                producers.record(header.producer_id, header.sequence, header.base_offset, header.count, time_us)
+            epochs = epochs.add(header.epoch, header.base_offset, position)
+            position += header.size
+        self.end_offset, self.end_position = headers[-1].end_offset, position
+        self.last_append_us = headers[-1].append_time_us
+        self._change_epochs(epochs)
+        self._advance_stable()
 
     def _begin_writing(self) -> None:
         """Before the first append after an open, a truncate or a failure: all that an append relies on."""
@@ -244,6 +295,24 @@ class PartitionLog(DurableLog):
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
 
+    def read_position(self, position: int, bytes_max: int) -> BatchRun:
+        """Whole batches from `position` on, a batch boundary, up to the *end*, of one segment: what a replica copies.
+
+        The first even if larger than `bytes_max`; none at the end. Raises ConfigError outside of the log, CorruptData,
+        StorageError, ClosedError.
+        """
+        self._check_open()
+        if position == self.end_position:
+            return BatchRun(memoryview(b""), position, self.end_offset, self.end_offset)
+        if not self.start_position <= position < self.end_position:
+            raise ConfigError(
+                f"{self.name} has the bytes {self.start_position:,} to {self.end_position:,}, not {position:,}"
+            )
+        try:
+            return self._store.read_whole(position, bytes_max)
+        except OSError as error:
+            raise storage_error(self.name, "reading", error) from error
+
     def offset_at_time(self, timestamp_us: int) -> tuple[int, int] | None:
         """(offset, timestamp) of the first message whose timestamp is at or after the time; None if there is none.
 
@@ -266,6 +335,7 @@ class PartitionLog(DurableLog):
         """
         self._check_writable()
         if self._checkpoint_position == self.end_position == self.flushed_position and not self._slot_unsynced:
+            self._store_point(clean=self._point.clean)  # the bound may have moved the stable mark
             return
         yield FLUSH
         self._check_writable()
@@ -358,8 +428,9 @@ class PartitionLog(DurableLog):
     def truncate(self, position: int) -> None:
         """Cuts the log back to the last batch boundary at or below `position`, durably; producer states follow.
 
-        Only for a replica that gives up what its master does not have: the stable mark is taken back too. Raises
-        ConfigError when the log starts behind `position`, CorruptData, StorageError, ClosedError.
+        Only for a replica that gives up what its master does not have: the stable mark is taken back too, and so is a
+        bound, since what it was about need not come again. Raises ConfigError when the log starts behind `position`,
+        CorruptData, StorageError, ClosedError.
         """
         self._check_writable()
         if position >= self.end_position:
@@ -396,6 +467,8 @@ class PartitionLog(DurableLog):
             self.flushed_offset, self.flushed_position = offset, position
         if self.stable_position > position:
             self.stable_offset, self.stable_position = offset, position
+        if position < self._bound_position < UNBOUND:
+            self._bound_offset, self._bound_position = offset, position
         self._point = self._make_point(clean=False)
         self._flush_file.write_both(self._point)
 
@@ -408,7 +481,7 @@ class PartitionLog(DurableLog):
         if isinstance(self._refusal, ClosedError):
             return
         try:
-            untouched = self._point.clean and self._point.position == self.end_position
+            untouched = self._point.clean and self._point == self._make_point(clean=True)
             if clean and self._refusal is None and not untouched:
                 self._close_cleanly()
         finally:

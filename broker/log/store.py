@@ -27,7 +27,7 @@ from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, headers, read_at
 from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
-from metamq.wire.batch import HEADER_BYTES
+from metamq.wire.batch import HEADER_BYTES, check_broker_part, read_header
 from metamq.wire.limits import BATCH_BYTES_MAX
 
 _BASE_OFFSET = attrgetter("base_offset")
@@ -41,6 +41,20 @@ class LogSlice(NamedTuple):
     base_offset: int
     """Of the first batch, at or below the offset that was asked for."""
     position: int
+
+
+class BatchRun(NamedTuple):
+    """Whole batches as they lie in the log, back to back."""
+
+    data: memoryview
+    position: int
+    base_offset: int
+    end_offset: int
+
+    @property
+    def end_position(self) -> int:
+        """The position after the last batch."""
+        return self.position + len(self.data)
 
 
 class SegmentStore:
@@ -82,6 +96,27 @@ class SegmentStore:
         if size > len(data):
             data = read_at(self._files, segment, position, size)
         return LogSlice(data, base, position)
+
+    def read_whole(self, position: int, bytes_max: int) -> BatchRun:
+        """As PartitionLog.read_position(); `position` lies below the end."""
+        segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
+        available = segment.end_position - position
+        data = memoryview(read_at(self._files, segment, position, min(max(bytes_max, HEADER_BYTES), available)))
+        first = read_header(data) if available >= HEADER_BYTES else None
+        if first is None or check_broker_part(data, 0, first) or first.size > min(available, BATCH_BYTES_MAX):
+            raise damaged(segment.path, position, "a batch is due here")
+        if first.size > len(data):
+            data = memoryview(read_at(self._files, segment, position, first.size))
+        at, offset = first.size, first.end_offset
+        while at + HEADER_BYTES <= len(data):
+            size, found, count = LOCATION.unpack_from(data, at)
+            if found != offset or not HEADER_BYTES <= size <= min(available - at, BATCH_BYTES_MAX):
+                raise damaged(segment.path, position + at, f"the batch with offset {offset} is due here")
+            if at + size > len(data):
+                break
+            at += size
+            offset += count
+        return BatchRun(data[:at], position, first.base_offset, offset)
 
     def first_at_time(self, timestamp_us: int, stable_position: int) -> tuple[int, int] | None:
         """(offset, timestamp) of the first message at or after the time, in segments that begin below stable."""

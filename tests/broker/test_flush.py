@@ -47,6 +47,7 @@ class Bench:
         self.disk = Disk()
         self.failures: list[MetamqError] = []
         log = PartitionLog.open(folder / "0", "t/0", LogConfig(flush=policy), FileCache(sync=self.disk.sync), now_us=0)
+        log.clear_bound()
         self.disk.begun = 0
         self.partition = Partition("t", "1" * 16, 0, log)
         self.flusher = Flusher(self.failures.append)
@@ -303,6 +304,7 @@ def test_what_was_acknowledged_was_flushed_and_what_is_read_too(tmp_path: Path) 
         config = LogConfig(flush=ACK)
         folder = tmp_path / "broker-0" / "topics" / f"t@{topic.id}" / "0"
         log = PartitionLog.open(folder, "t/0", config, FileCache(), now_us=0)
+        log.clear_bound()
         assert log.flushed_offset >= len(receipts)
         log.close(clean=False)
         parts.broker.start()

@@ -307,6 +307,7 @@ class World:
         self.starts += 1
         config = LogConfig(segment_bytes=4000, flush=FlushPolicy(every_ms=None))
         log = PartitionLog.open(self.folder / "0", "t/0", config, self.files, now_us=time.time_ns() // 1000)
+        log.clear_bound()
         self.partition = Partition("t", TOPIC.id, 0, log)
         self.ids = BatchIds(self.starts)
 

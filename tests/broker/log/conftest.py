@@ -29,8 +29,14 @@ class Shelf:
         self.files = FileCache(8, sync=lambda fd: None)
         self.batch_ids = 0
 
-    def open(self, config: LogConfig = SMALL, *, now_us: int = 0, files: FileCache | None = None) -> PartitionLog:
-        return PartitionLog.open(self.folder, "flights/0-0", config, files or self.files, now_us=now_us)
+    def open(
+        self, config: LogConfig = SMALL, *, now_us: int = 0, files: FileCache | None = None, bound: bool = False
+    ) -> PartitionLog:
+        """As a master without other replicas does; or, `bound`, as one that does not know its role yet."""
+        log = PartitionLog.open(self.folder, "flights/0-0", config, files or self.files, now_us=now_us)
+        if not bound:
+            log.clear_bound()
+        return log
 
     def batch(
         self,
@@ -57,11 +63,13 @@ class Shelf:
         self.batch_ids += 1
         return log.append(batch, header, epoch=epoch, batch_id=self.batch_ids, now_us=now_us)
 
-    def flush(self, log: PartitionLog) -> None:
+    def flush(self, log: PartitionLog) -> bool:
+        """Whether there was something to flush."""
         ticket = log.start_flush()
         if ticket is not None:
             ticket.sync()
             log.finish_flush(ticket)
+        return ticket is not None
 
     def finish(self, log: PartitionLog, steps: Steps[T]) -> T:
         """Carries the steps out, here and now."""

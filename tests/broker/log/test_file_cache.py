@@ -23,6 +23,8 @@ def test_two_hundred_partitions_within_sixteen_descriptors(tmp_path: Path) -> No
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     config = LogConfig(segment_bytes=1000)
     logs = [PartitionLog.open(tmp_path / "t@1" / str(n), f"t/0-{n}", config, files, now_us=0) for n in range(200)]
+    for log in logs:
+        log.clear_bound()
     for _ in range(2000):
         log = choice.choice(logs)
         batch = encode([log.name.encode() * 9], base_timestamp_us=0)
