@@ -13,6 +13,7 @@ is data; everything else is talk and goes to standard error. Its end is one of
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import Globals
+from metamq.cli.output import say
 from metamq.errors import ConnectError, MetamqError
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -68,7 +70,7 @@ def metamq() -> None:
     """A pull-style message queue: brokers, topics, groups, from the command line.
 
     \b
-    metamq up                                    a cluster on this machine; in another terminal:
+    metamq up                           a cluster on this machine; elsewhere:
     metamq topic create flights
     echo hello | metamq produce flights
     metamq consume flights -e
@@ -92,7 +94,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        say(shown.getvalue().rstrip())
         return error.exit_code
     except (click.Abort, KeyboardInterrupt, EOFError):
         return INTERRUPTED
@@ -116,9 +120,9 @@ def tell(error: Exception, *, debug: bool) -> int:
         traceback.print_exception(error)
     causes = list(dict.fromkeys(_causes(error)))
     for problem, hint in causes:
-        click.echo(f"metamq: {problem}", err=True)
+        say(f"metamq: {problem}")
         if hint:
-            click.echo(f"  {hint}", err=True)
+            say(f"  {hint}")
     return UNREACHABLE if all(isinstance(one, ConnectError) for one in _flat(error)) else FAILED
 
 

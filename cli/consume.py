@@ -81,7 +81,7 @@ def consume(
     metamq consume flights -e
     metamq consume flights --from latest --format '%T %p %o %k %v\\n'
     metamq consume flights --from -10 -e
-    metamq consume flights clicks --from @2026-11-01T00:00 -n 100 -o json | jq .value
+    metamq consume flights clicks --from @2026-11-01T00:00 -o json | jq .value
     metamq consume flights --group etl
     """  # fmt: skip
     if group is not None and isinstance(place, int):

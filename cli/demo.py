@@ -78,7 +78,7 @@ class Demo:
         self._signals.check()
         self.say(f"ZooKeeper at {running.zookeeper}, a broker at 127.0.0.1:{running.broker.port}")
         running.create_topic(TOPIC, partitions=PARTITIONS)
-        self.say(f"topic {TOPIC!r} with {PARTITIONS} partitions; key = carrier, value = the flight as JSON")
+        self.say(f"topic {TOPIC!r}, {PARTITIONS} partitions: carrier is key, flight as JSON value")
         connection = demo_worker.connect(database)
         connection.executescript(demo_worker.SCHEMA)
         connection.close()
@@ -95,7 +95,7 @@ class Demo:
             listener = threading.Thread(target=self._listen, args=(name, process), daemon=True)
             listener.start()
             self._listeners.append(listener)
-        self.say(f"{WORKERS} consumers started in group {demo_worker.GROUP!r}; results and offsets in one sqlite3 file")
+        self.say(f"{WORKERS} consumers in group {demo_worker.GROUP!r}: results and offsets in one sqlite3 file")
 
     def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
         """Tells of a consumer's partitions."""
@@ -124,10 +124,8 @@ class Demo:
             sent_s, sent_bytes = sending.result()
         counted_s = time.monotonic() - began
         rate, megabytes = len(rows) / sent_s, sent_bytes / sent_s / 1e6
-        self.say(
-            f"sent {rate:,.0f} flights/s, {megabytes:,.0f} MB/s, the making of the JSON included; "
-            f"counted {len(rows) / counted_s:,.0f} flights/s, the kill included"
-        )
+        self.say(f"sent {rate:,.0f} flights/s, {megabytes:,.0f} MB/s, the making of the JSON included")
+        self.say(f"counted {len(rows) / counted_s:,.0f} flights/s, the kill included")
 
     def _produce(self, running: Cluster, rows: list[dict[str, Any]], progress: Progress) -> tuple[float, int]:
         began = time.monotonic()
@@ -172,7 +170,7 @@ class Demo:
         victim = owned[0][0]
         partitions = [partition for name, partition in owned if name == victim]
         self._workers[victim].send_signal(signal.SIGKILL)
-        self.say(f"[bold red]kill -9 {victim}[/bold red], which has {', '.join(partitions)}: they move to the others")
+        self.say(f"[bold red]kill -9 {victim}[/bold red]: {', '.join(partitions)} move to the others")
         return True
 
     def _stop_workers(self) -> None:

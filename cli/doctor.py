@@ -19,8 +19,9 @@ import click
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import Globals, current
-from metamq.cli.output import TABLE_OR_JSON, count, print_json, styled
+from metamq.cli.output import TABLE_OR_JSON, count, folded, print_json, styled
 from metamq.cli.reach import look_for_cluster
+from metamq.cli.topic import not_served, size_in_words
 from metamq.cli.units import show_bytes
 from metamq.client.admin_groups import children
 from metamq.client.admin_topics import describe_topic
@@ -48,6 +49,7 @@ FREE_BYTES_MIN = 1024**3
 SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
 OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
+INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -93,10 +95,12 @@ def doctor(output: str) -> int:
 
 
 def _print(finding: Finding) -> None:
-    status = styled(finding.status.ljust(8), sys.stdout, fg=COLOURS[finding.status])
-    click.echo(f"{status} {finding.what}: {finding.detail}")
+    status = styled(finding.status.ljust(INDENT - 1), sys.stdout, fg=COLOURS[finding.status])
+    # Folded without the colours, which take no place.
+    lines = folded(f"{' ' * INDENT}{finding.what}: {finding.detail}", sys.stdout)
+    click.echo(f"{status} {lines[INDENT:]}")
     if finding.hint:
-        click.echo(f"         {finding.hint}")
+        click.echo(folded(f"{' ' * INDENT}{finding.hint}", sys.stdout))
 
 
 def _look(settings: Globals, tell: Callable[[Finding], None]) -> bool:
@@ -258,7 +262,7 @@ async def _broker(cluster: Cluster, broker_id: int) -> Finding:
     if skew_ms > SKEW_MS_MAX:
         hint = "Set both clocks by NTP: timestamps and retention go by them."
         return Finding(what, "warning", f"{seen}; its clock is {skew_ms / 1000:.1f} s off ours", hint)
-    return Finding(what, "ok", f"{seen}, clock within {max(skew_ms, ended_ms - began_ms):.0f} ms of ours")
+    return Finding(what, "ok", f"{seen}, clock ±{max(skew_ms, ended_ms - began_ms):.0f} ms")
 
 
 # Topics and groups
@@ -267,13 +271,10 @@ async def _broker(cluster: Cluster, broker_id: int) -> Finding:
 async def _look_at_topics(cluster: Cluster, tell: Callable[[Finding], None]) -> None:
     async def look(name: str) -> Finding:
         found = await describe_topic(cluster, name)
-        dark = [partition for partition in found.partitions if not partition.live]
-        size = f"{count(len(found.partitions), 'partition')}, {count(found.messages, 'message')}"
+        dark = not_served(found)
         if dark:
-            reasons = "; ".join(dict.fromkeys(partition.problem for partition in dark))
-            names = ", ".join(partition.partition for partition in dark)
-            return Finding(f"topic {name}", "problem", f"{size}; not served: {names} ({reasons})")
-        return Finding(f"topic {name}", "ok", size)
+            return Finding(f"topic {name}", "problem", f"{size_in_words(found)}; not served: {'; '.join(dark)}")
+        return Finding(f"topic {name}", "ok", size_in_words(found))
 
     names = await cluster.topics.names()
     if not names:

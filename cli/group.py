@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -10,7 +11,18 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, print_json, print_table, say, table_lines
+from metamq.cli.output import (
+    TABLE_OR_JSON,
+    YES,
+    confirm,
+    count,
+    folded,
+    listed,
+    print_json,
+    print_table,
+    say,
+    table_lines,
+)
 from metamq.cli.units import GROUP, PLACE, TOPIC, Parsed, show_age
 from metamq.client.admin_model import GroupDescription, OffsetReset, ResetTo
 from metamq.zk.names import check_consumer, parse_partition
@@ -52,8 +64,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
     """Show committed offsets, lag and owners of a group's partitions, and its members.
 
     PROGRESS is how long ago a member last said that it got on; members say so every 10 s, so a minute or more means
-    that it is stuck. IDLE is why a member has no partition. "-": nothing is committed, nobody owns the partition, or
-    the member is not idle.
+    that it is stuck. "-": nothing is committed, or nobody owns the partition.
 
     \b
     metamq group describe etl
@@ -86,35 +97,44 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
     click.echo(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {one.lag:,}")
-    headings = ["TOPIC", "PARTITION", "COMMITTED", "END", "LAG", "OWNER", "HOST"]
-    rows: list[list[object]] = [
-        [part.topic, part.partition, part.committed, part.end, part.lag, part.owner, part.host]
-        for part in one.partitions
-    ]
-    if any(part.problem for part in one.partitions):
-        headings.append("PROBLEM")
-        for row, part in zip(rows, one.partitions, strict=True):
-            row.append(part.problem)
-    if rows:
-        print_table(headings, rows)
+    if one.partitions:
+        print_table(
+            ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],
+            [
+                [f"{part.topic}/{part.partition}", part.committed, part.end, part.lag, part.owner]
+                for part in one.partitions
+            ],
+        )
+    for problem, names in _problems(one).items():
+        click.echo(folded(f"Not known: {listed(names)}: {problem}", sys.stdout))
     if one.members:
         click.echo()
         print_table(
-            ["MEMBER", "HOST", "PID", "PARTITIONS", "TOPICS", "PROGRESS", "VERSION", "IDLE"],
+            ["MEMBER", "HOST", "PID", "PARTITIONS", "PROGRESS", "VERSION"],
             [
                 [
                     member.consumer_id,
                     member.host,
                     str(member.pid),
                     len(member.partitions),
-                    ",".join(member.topics),
                     show_age(member.progress_age_ms),
                     member.version,
-                    member.idle_reason,
                 ]
                 for member in one.members
             ],
         )
+    for member in one.members:
+        if member.idle_reason:
+            click.echo(folded(f"{member.consumer_id} has no partition: {member.idle_reason}", sys.stdout))
+
+
+def _problems(one: GroupDescription) -> dict[str, list[str]]:
+    """Partitions of which no broker says where they end, by what is wrong."""
+    found: dict[str, list[str]] = {}
+    for part in one.partitions:
+        if part.problem:
+            found.setdefault(part.problem, []).append(f"{part.topic}/{part.partition}")
+    return found
 
 
 @group.command()
@@ -130,7 +150,7 @@ def explain(name: str, output: str) -> None:
     with current().admin() as admin:
         found = admin.explain_group(name)
     if output == "table":
-        click.echo(found.text)
+        click.echo(folded(found.text, sys.stdout))
         return
     print_json(
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from metamq.cli.log_reader import (
     verify_partition,
 )
 from metamq.cli.message_format import as_json
-from metamq.cli.output import TABLE_OR_JSON, count, output_option, print_json, print_table, say
+from metamq.cli.output import TABLE_OR_JSON, count, folded, output_option, print_json, print_table, say
 from metamq.cli.progress import progress_bar
 from metamq.cli.units import show_bytes
 from metamq.client.message_batch import MessageBatch
@@ -49,7 +50,7 @@ def verify(folder: Path, output: str) -> int:
 
     \b
     metamq log verify ./metamq-data
-    metamq log verify ./metamq-data/broker/topics/flights@0123456789abcdef/0 -o json
+    metamq log verify ./metamq-data/broker/topics/flights@0123456789abcdef -o json
     """
     current().log()
     partitions = find_partitions(folder)
@@ -76,11 +77,10 @@ def _warn_if_used(folder: Path) -> bool:
 
 def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
     print_table(
-        ["PARTITION", "SEGMENT", "OFFSETS", "BATCHES", "MESSAGES", "SIZE"],
+        ["PARTITION", "OFFSETS", "BATCHES", "MESSAGES", "SIZE"],
         [
             [
                 report.name,
-                Path(segment.path).name,
                 f"{segment.base_offset}..{segment.end_offset}",
                 segment.batches,
                 segment.messages,
@@ -96,9 +96,9 @@ def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
             what = f"{report.name}: {found.kind} at byte {found.position:,}"
             place = f"{Path(found.path).name} at {found.position - found.base:,}"
             tail = ", or being written" if is_used and found.kind == "torn tail" else ""
-            click.echo(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}")
+            click.echo(folded(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}", sys.stdout))
         for note in report.notes:
-            click.echo(f"{report.name}: {note}")
+            click.echo(folded(f"{report.name}: {note}", sys.stdout))
 
 
 @log.command()
@@ -112,7 +112,9 @@ def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
 def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool, output: str) -> None:
     """Print the batches in DIR: a broker's data folder, or that of a topic or a partition in it.
 
-    Stops at the first damage. With --messages, one JSON object a message, as `metamq consume -o json` prints it.
+    Stops at the first damage. Times are UTC; -o json has every field.
+
+    With --messages, one JSON object a message, as `metamq consume -o json` prints it.
 
     \b
     metamq log dump ./metamq-data/broker/topics/flights@0123456789abcdef/0
@@ -133,33 +135,29 @@ def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool,
             rows: list[list[object]] = []
             try:
                 for position, header, _data in batches:
-                    rows.append(_row(partition, position, header))  # what precedes damage is printed
+                    rows.append(_row(position, header))  # what precedes damage is printed
             finally:
-                print_table(_HEADINGS, rows)
+                click.echo(f"{partition.name}{'' if rows else ': no batches'}")
+                if rows:
+                    print_table(_HEADINGS, rows)
 
 
-_HEADINGS = [
-    "PARTITION", "POSITION", "SIZE", "OFFSET", "COUNT", "EPOCH", "CODEC", "PRODUCER", "SEQUENCE", "APPENDED", "FIRST",
-]  # fmt: skip
+_HEADINGS = ["POSITION", "SIZE", "OFFSET", "COUNT", "EPOCH", "CODEC", "APPENDED"]
 
 
 def _codec_name(header: BatchHeader) -> str:
     return {codec.value: codec.name.lower() for codec in Codec}.get(header.codec, f"unknown ({header.codec})")
 
 
-def _row(partition: PartitionFolder, position: int, header: BatchHeader) -> list[object]:
+def _row(position: int, header: BatchHeader) -> list[object]:
     return [
-        partition.name,
         position,
         header.size,
         header.base_offset,
         header.count,
         header.epoch,
         _codec_name(header),
-        f"{header.producer_id:x}" if header.producer_id else None,
-        header.sequence if header.producer_id else None,
-        time_of(header.append_time_us).isoformat(),
-        time_of(header.base_timestamp_us).isoformat(),
+        time_of(header.append_time_us).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00"),
     ]
 
 

@@ -65,7 +65,8 @@ def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: 
     \b
     metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
     metamq broker --id 1 --port 8124 --http-port 8121 --data ./broker-1
-    metamq broker --host 0.0.0.0 --advertise broker-0.example.org --config /etc/metamq/broker.toml
+    metamq broker --host 0.0.0.0 --advertise broker-0.example.org
+    metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip
     from metamq.broker.run import run_broker
     from metamq.broker.server import Broker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, print_json, print_table, say
+from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, folded, listed, print_json, print_table, say
 from metamq.cli.units import (
     DURATION,
     DURATION_OR_FOREVER,
@@ -21,7 +22,9 @@ from metamq.cli.units import (
     UNLIMITED,
     show_bytes,
     show_flush,
+    show_ids,
     show_ms,
+    show_retention,
 )
 from metamq.client.admin import WAIT_S
 from metamq.client.admin_model import TopicDescription
@@ -75,7 +78,8 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, *
     \b
     metamq topic create flights
     metamq topic create orders --partitions 8 --flush ack --retention forever
-    metamq topic create clicks --retention 12h --retention-bytes 10GiB --broker 0 --broker 1
+    metamq topic create clicks --retention 12h --retention-bytes 10GiB
+    metamq topic create views --broker 0 --broker 1
     """
     current().log()
     with current().admin() as admin:
@@ -102,15 +106,14 @@ def list_topics(output: str) -> None:
         print_json([config_json(config) for config in configs])
         return
     print_table(
-        ["TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "RETENTION-BYTES", "CLEANUP"],
+        ["TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "CLEANUP"],
         [
             [
                 config.topic,
                 sum(config.partitions.values()),
-                ",".join(map(str, config.partitions)),
+                show_ids(config.partitions),
                 show_flush(config.flush),
-                show_ms(config.retention_ms),
-                show_bytes(config.retention_bytes),
+                show_retention(config.retention_ms, config.retention_bytes),
                 config.cleanup,
             ]
             for config in configs
@@ -135,7 +138,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
 
     \b
     metamq topic describe flights
-    metamq topic describe flights -o json | jq '.[0].partitions[] | select(.live | not)'
+    metamq topic describe flights -o json | jq '.[0].partitions[].problem'
     """
     current().log()
     with current().admin() as admin:
@@ -169,31 +172,48 @@ def _description_json(one: TopicDescription) -> dict[str, Any]:
 
 def _print_description(one: TopicDescription) -> None:
     config = one.config
-    size = f"{count(len(one.partitions), 'partition')}, {count(one.messages, 'message')}"
-    click.echo(f"{config.topic}: {size}, id {config.id}")
+    click.echo(f"{config.topic}: {size_in_words(one)}, id {config.id}")
     click.echo(
-        f"flush {show_flush(config.flush)}, retention {show_ms(config.retention_ms)} and "
-        f"{show_bytes(config.retention_bytes)}, {config.cleanup}, segments {show_bytes(config.segment_bytes)}, "
-        f"messages up to {show_bytes(config.max_message_bytes)}, {config.replication}, min in sync {config.min_insync}"
+        f"flush {show_flush(config.flush)}, "
+        f"retention {show_retention(config.retention_ms, config.retention_bytes)}, cleanup {config.cleanup}, "
+        f"replication {config.replication}, min in sync {config.min_insync}"
     )
-    headings = ["PARTITION", "BROKER", "ADDRESS", "START", "END", "MESSAGES", "SIZE"]
-    rows: list[list[object]] = [
+    click.echo(f"segments of {show_bytes(config.segment_bytes)}, messages up to {show_bytes(config.max_message_bytes)}")
+    print_table(
+        ["PARTITION", "BROKER", "START", "END", "MESSAGES", "SIZE"],
         [
-            partition.partition,
-            partition.broker_id,
-            partition.address,
-            partition.start_offset,
-            partition.stable_offset,
-            partition.messages,
-            None if partition.size_bytes is None else show_bytes(partition.size_bytes),
-        ]
-        for partition in one.partitions
-    ]
-    if any(partition.problem for partition in one.partitions):
-        headings.append("PROBLEM")
-        for row, partition in zip(rows, one.partitions, strict=True):
-            row.append(partition.problem)
-    print_table(headings, rows)
+            [
+                partition.partition,
+                partition.address,
+                partition.start_offset,
+                partition.stable_offset,
+                partition.messages,
+                None if partition.size_bytes is None else show_bytes(partition.size_bytes),
+            ]
+            for partition in one.partitions
+        ],
+    )
+    for line in not_served(one):
+        click.echo(folded(f"Not served: {line}", sys.stdout))
+
+
+def size_in_words(one: TopicDescription) -> str:
+    """How much is in a topic, as far as somebody can tell."""
+    total, live = len(one.partitions), sum(partition.live for partition in one.partitions)
+    if live == total:
+        return f"{count(total, 'partition')}, {count(one.messages, 'message')}"
+    if not live:
+        return f"{count(total, 'partition')}, none of them served at present"
+    return f"{count(total, 'partition')}, {count(one.messages, 'message')} in the {live:,} that are served at present"
+
+
+def not_served(one: TopicDescription) -> list[str]:
+    """What keeps partitions from being served: "0-0, 0-1: no connection to ..."."""
+    dark: dict[str, list[str]] = {}
+    for partition in one.partitions:
+        if not partition.live:
+            dark.setdefault(partition.problem, []).append(partition.partition)
+    return [f"{listed(names)}: {problem}" for problem, names in dark.items()]
 
 
 @topic.command()
@@ -252,8 +272,7 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool) -> None:
         readers = admin.groups().values()
         for name in names:
             one = admin.describe_topic(name)
-            size = f"{count(len(one.partitions), 'partition')}, {count(one.messages, 'message')}"
-            plan.append(f"Delete topic {name}: {size}.")
+            plan.append(f"Delete topic {name}: {size_in_words(one)}.")
             plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
         confirm(plan, yes=yes)
         for name in names:

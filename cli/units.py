@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -153,6 +154,24 @@ def show_bytes(size: int | None) -> str:
         if size >= number:
             return f"{size // number}{unit}" if size % number == 0 else f"{size / number:.1f}{unit}"
     return f"{size}B"
+
+
+def show_retention(ms: int | None, size: int | None) -> str:
+    """ "7d", "7d/10GiB" for whichever comes first, "for ever"."""
+    parts = [show_ms(ms)] if ms is not None else []
+    parts += [show_bytes(size)] if size is not None else []
+    return "/".join(parts) or NO_LIMIT
+
+
+def show_ids(numbers: Iterable[int]) -> str:
+    """ "0-3,7" of 0, 1, 2, 3, 7."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ",".join(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}" for found in ranges)
 
 
 def show_flush(flush: Flush) -> str:

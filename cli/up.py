@@ -89,9 +89,10 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
 
 
 def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool) -> None:
-    kept = "in memory and a temporary folder" if ephemeral else f"in {folder}"
-    metrics = f", metrics at http://{HOST}:{broker.http_port}/metrics" if broker.http_port > 0 else ""
-    say(f"ZooKeeper at {zookeeper}, broker 0 at {HOST}:{broker.port}{metrics}, data {kept}. Ctrl-C ends all.")
+    say(f"ZooKeeper serves at {zookeeper}, broker 0 at {HOST}:{broker.port}.")
+    if broker.http_port > 0:
+        say(f"Metrics are at http://{HOST}:{broker.http_port}/metrics.")
+    say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C ends all.")
     click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
 
 

@@ -55,13 +55,20 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
             child.kill()
         ended = offline("consume", "flights", "-e", *here)
         assert (ended.status, ended.talk.splitlines()[0]) == (3, f"metamq: {NOT_REGISTERED}")
+        described = offline("topic", "describe", "flights", *here).text.splitlines()
+        assert described[0].startswith("flights: 4 partitions, none of them served at present, id ")
+        assert described[-1] == f"Not served: 0-0, 0-1, 0-2, 0-3: {NOT_REGISTERED}"
+        plan = offline("topic", "delete", "flights", *here).talk.splitlines()
+        assert plan[0] == "Delete topic flights: 4 partitions, none of them served at present."
         _write(running.zookeeper, "/meta/config/topics/broken", b"what")
         _write(running.zookeeper, "/meta/consumers/lost/plan", b"what")
         looked = offline("doctor", "-o", "json", *here)
         assert looked.status == 1
         findings = by_name(looked.json)
         assert findings["broker 0"]["detail"].startswith("not registered")
-        assert "not served: 0-0, 0-1, 0-2, 0-3" in findings["topic flights"]["detail"]
+        assert findings["topic flights"]["detail"] == (
+            f"4 partitions, none of them served at present; not served: 0-0, 0-1, 0-2, 0-3: {NOT_REGISTERED}"
+        )
         assert "configuration of topic 'broken' in ZooKeeper is damaged" in findings["topic broken"]["detail"]
         assert "the plan of group 'lost' in ZooKeeper is damaged" in findings["group lost"]["detail"]
 

@@ -146,8 +146,9 @@ def test_dump(offline: Metamq, folder: Path) -> None:
     before = fingerprint(folder)
     place = find_partitions(folder)[1].path
     lines = offline("log", "dump", place).text.splitlines()
-    assert lines[0].split()[:5] == ["PARTITION", "POSITION", "SIZE", "OFFSET", "COUNT"]
-    assert len(lines) == BATCHES + 1
+    assert lines[0] == "flights/0-1"
+    assert lines[1].split() == ["POSITION", "SIZE", "OFFSET", "COUNT", "EPOCH", "CODEC", "APPENDED"]
+    assert len(lines) == BATCHES + 2
     batches = [json.loads(line) for line in offline("log", "dump", place, "-o", "json").text.splitlines()]
     assert [batch["base_offset"] for batch in batches] == list(range(0, BATCHES * MESSAGES, MESSAGES))
     assert {batch["codec"] for batch in batches} == {"none"}

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import re
 import select
+import struct
 import subprocess
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from metamq.cli.output import table_lines
+from metamq.testing import Cluster, cluster
+from tests.cli.test_app import all_commands
+
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
 
 LIMIT_S = 20.0
+WIDTH = 80
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal:
@@ -24,6 +34,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self._ours, self.end = pty.openpty()
+        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
 
     def read_until(self, words: bytes) -> bytes:
         """What is printed, up to and with these words; all there is when they never come."""
@@ -71,6 +82,61 @@ def test_colours(process: Start, terminal: Terminal, topic: str, environment: di
     assert child.wait(20) == 0
     assert (b"\x1b[1mTOPIC" in printed) == coloured
     assert topic.encode() in printed
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Cluster]:
+    """With a topic of a usual name, which has messages in several partitions."""
+    with cluster() as running:
+        running.create_topic("flights-from-new-york", flush="ack", retention_bytes=10 << 30)
+        with running.producer() as producer:
+            producer.send_many("flights-from-new-york", [b"x" * 500] * 20_000).result(30)
+        with running.consumer(group="the-group", topics=["flights-from-new-york"]) as consumer:
+            next(iter(consumer))
+            yield running
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "topic list",
+        "topic describe flights-from-new-york",
+        "topic list --root /elsewhere",
+        "topic delete flights-from-new-york",
+        "log verify DATA",
+        "log dump DATA",
+        "group describe the-group",
+        "group explain the-group",
+        "doctor",
+        "consume flights-from-new-york -n 1 -o raw --group g --from 7",
+    ],
+)
+def test_lines_fit_into_a_terminal_of_80_columns(
+    process: Start, terminal: Terminal, busy: Cluster, command: str
+) -> None:
+    arguments = command.replace("DATA", str(busy.broker.data)).split()
+    streams = {"stdin": subprocess.DEVNULL, "stdout": terminal.end, "stderr": terminal.end}
+    child = process(*arguments, env={"METAMQ_ZOOKEEPER": busy.zookeeper}, **streams)
+    terminal.hand_over()
+    lines = STYLE.sub("", terminal.rest().decode()).splitlines()
+    child.wait(20)
+    assert not [line for line in lines if "Traceback" in line]
+    assert [line for line in lines if len(line) > WIDTH and " " in line.strip()] == []
+
+
+def test_one_long_name_widens_no_other_line_than_its_own(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    with os.fdopen(os.dup(terminal.end), "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        monkeypatch.setenv("NO_COLOR", "1")
+        lines = table_lines(["TOPIC", "PARTITIONS", "CLEANUP"], [["a", 4, "delete"], ["b" * 100, 12, "delete"]])
+    assert [len(line) for line in lines] == [80, 79, 100 + 2 + 10 + 2 + 6]
+    assert lines[1].index("4") == lines[0].index("PARTITIONS") + 9
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
+def test_help_fits_into_80_columns(offline: Metamq, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    assert [line for line in offline(*command, "--help").text.splitlines() if len(line) > WIDTH] == []
 
 
 @pytest.mark.parametrize(("answer", "status"), [(b"n\n", 1), (b"y\n", 0)])

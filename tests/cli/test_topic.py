@@ -36,7 +36,8 @@ def test_create_describe_alter_delete(metamq: Metamq) -> None:
     assert metamq("topic", "alter", "orders", "--retention", "forever", "--flush", "ack", "-p", 3).status == 0
     described = metamq("topic", "describe", "orders").text
     assert described.startswith("orders: 3 partitions, 0 messages, id ")
-    assert "flush ack, retention for ever and 1GiB, archive" in described
+    assert "\nflush ack, retention 1GiB, cleanup archive, replication async, min in sync 1\n" in described
+    assert "\nsegments of 64MiB, messages up to 2MiB\n" in described
     assert metamq("topic", "create", "orders").status == 1
     assert metamq("topic", "delete", "orders", "--yes").status == 0
     assert "orders" not in metamq("topic", "list").text
@@ -44,9 +45,7 @@ def test_create_describe_alter_delete(metamq: Metamq) -> None:
 
 def test_a_table_lines_up(metamq: Metamq, topic: str) -> None:
     lines = metamq("topic", "list").text.splitlines()
-    assert lines[0].split() == [
-        "TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "RETENTION-BYTES", "CLEANUP",
-    ]  # fmt: skip
+    assert lines[0].split() == ["TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "CLEANUP"]
     mine = next(line for line in lines if line.startswith(f"{topic} "))
     column = lines[0].index("BROKERS")
     assert mine[column] == "0"

@@ -17,7 +17,9 @@ from metamq.cli.units import (
     show_age,
     show_bytes,
     show_flush,
+    show_ids,
     show_ms,
+    show_retention,
 )
 from metamq.zk.topics import FlushEvery
 
@@ -102,3 +104,6 @@ def test_for_people() -> None:
     ]
     assert [show_age(ms) for ms in (12, 3_900, 125_000, 10**9)] == ["12ms", "3s", "2m", "11d"]
     assert show_ms(None) == "for ever"
+    assert [show_ids(ids) for ids in ([], [3], [0, 1], [7, 0, 2, 1])] == ["", "3", "0-1", "0-2,7"]
+    kept = [show_retention(ms, size) for ms in (None, 86_400_000) for size in (None, 1 << 30)]
+    assert kept == ["for ever", "1GiB", "1d", "1d/1GiB"]

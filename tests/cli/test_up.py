@@ -26,10 +26,13 @@ class Up:
     def __init__(self, start: Start, folder: Path, *arguments: object) -> None:
         self.process = start("up", *arguments, cwd=folder, stderr=subprocess.STDOUT)
         assert self.process.stdout is not None
-        self.talk = self.process.stdout.readline().decode()
-        line = self.process.stdout.readline().decode()
-        match = re.fullmatch(r"export METAMQ_ZOOKEEPER=(\S+)\n", line)
-        assert match is not None, self.talk + line + self.process.stdout.read().decode()
+        self.talk = ""
+        match = None
+        while match is None:
+            line = self.process.stdout.readline().decode()
+            assert line, self.talk
+            self.talk += line
+            match = re.fullmatch(r"export METAMQ_ZOOKEEPER=(\S+)\n", line)
         self.zookeeper = match[1]
 
     def children(self) -> list[psutil.Process]:
@@ -55,7 +58,8 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
 ) -> None:
     first = Up(process, tmp_path, *free_ports())
     assert "Ctrl-C ends all." in first.talk
-    assert f"ZooKeeper at {first.zookeeper}, broker 0 at 127.0.0.1:" in first.talk
+    assert f"ZooKeeper serves at {first.zookeeper}, broker 0 at 127.0.0.1:" in first.talk
+    assert max(map(len, first.talk.splitlines())) <= 80
     here = ("--zookeeper", first.zookeeper)
     assert offline("topic", "create", "flights", "--flush", "ack", *here).status == 0
     assert offline("produce", "flights", "a", "b", *here).status == 0
