@@ -147,7 +147,7 @@ class ClientConnection:
                 elif self.state is State.GREETING:
                     self._greeted(frame)
         except MetamqError:
-            self.state = State.CLOSED
+            self.close()
             raise
 
     def _response(self, frame: Frame) -> Response:
@@ -216,7 +216,7 @@ class ServerConnection:
                 elif self.state is State.GREETING:
                     yield self._greet(frame)
         except ProtocolError:
-            self.state = State.CLOSED
+            self.close()
             raise
 
     @property

@@ -423,3 +423,14 @@ def test_a_client_makes_room_for_a_whole_answer_at_once_and_a_broker_does_not() 
     put = joined(encode_frame(1, Command.PUT, 0, 1, [], [bytes(4 << 20)]))
     assert feed(server, put[:1000]) == []
     assert len(server.next_buffer()) < 100_000
+
+
+@pytest.mark.parametrize("rest", [0, 1, 20_000, 1 << 20])
+def test_after_a_request_that_closes_there_is_still_room_to_throw_the_rest_into(rest: int) -> None:
+    """The frame is whole, only what it says is wrong: the reader itself has seen no error."""
+    for spoiled in (encode_frame(2, Command.STATS, 0, 1, None), encode_frame(1, Command.HELLO, 0, 1, None)):
+        end = opened()[1] if spoiled[0][4] == 2 else ServerConnection("peer", BROKER)
+        _events, error = until_error(end, joined(spoiled) + bytes(rest), 1 << 30)
+        assert isinstance(error, ProtocolError)
+        for _ in range(3):
+            assert feed(end, bytes(100_000)) == []
