@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("metamq.broker")
 
+ACCEPT_PAUSE_S = 0.2
+
 
 class _QuietHandler(WSGIRequestHandler):
     timeout = 10
@@ -36,6 +39,14 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A thread a request: a client that says nothing holds up neither the others nor the stop."""
 
     daemon_threads = True
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Without a descriptor left, the loop of socketserver would try again at once, for ever."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(ACCEPT_PAUSE_S)
+            raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("http: a request of %s", client_address, exc_info=True)

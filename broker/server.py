@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import metamq
+from metamq.broker.acceptor import Acceptor
 from metamq.broker.config import BrokerConfig
 from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
@@ -46,7 +47,6 @@ from metamq.zk.topics import TopicConfig, TopicStore
 
 log = logging.getLogger("metamq.broker")
 
-ACCEPT_BACKLOG = 1024
 RETRY_S = 1.0
 STALL_S = 30.0
 """How long half a frame may stay as it is, at least; twice as long at most."""
@@ -111,12 +111,11 @@ class Broker:
             self._housekeeping = Housekeeping(
                 self._topics, self._folder, self._processors, self._flusher, config, self.fail
             )
-            self._server = await loop.create_server(
+            self._acceptor = Acceptor(
+                self._listener,
                 lambda: BrokerProtocol(
                     self._processors, self._memory, self._connections, loop, connections_max=connections_max
                 ),
-                sock=self._listener,
-                backlog=ACCEPT_BACKLOG,
             )
             self._status = StatusServer(self) if config.http_port >= 0 else None
             await self._register()
@@ -154,7 +153,6 @@ class Broker:
                 f"cannot listen on {config.host}:{config.port}: {error.strerror}",
                 hint="Choose another --port (0 takes a free one), or stop what uses it.",
             ) from error
-        listener.setblocking(False)
         return listener
 
     @property
@@ -298,7 +296,7 @@ class Broker:
         """Ends the broker: gracefully after end(), at once after fail()."""
         self._ready_reason = "stopping"
         self._processors.refuse_writes = Fenced(f"broker {self.config.id}", "it is stopping")
-        self._server.close()
+        self._acceptor.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -329,8 +327,8 @@ class Broker:
         """Undoes a start that failed half way."""
         if hasattr(self, "_status") and self._status is not None:
             self._status.close()
-        if hasattr(self, "_server"):
-            self._server.close()
+        if hasattr(self, "_acceptor"):
+            self._acceptor.close()
         elif hasattr(self, "_listener"):
             self._listener.close()
         if hasattr(self, "_session"):

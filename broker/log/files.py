@@ -60,14 +60,31 @@ class FileCache:
 
     def _add(self, path: str, flags: int) -> int:
         while len(self._open) >= self.limit:
-            os.close(self._open.popitem(last=False)[1])
-        fd = os.open(path, flags, 0o644)
+            self._evict()
+        fd = self.opened(lambda: os.open(path, flags, 0o644))
         self._open[path] = fd
         return fd
 
+    def _evict(self) -> None:
+        os.close(self._open.popitem(last=False)[1])
+
+    def opened(self, open_it: Callable[[], int]) -> int:
+        """What `open_it` gives, if need be after closing files of the cache: others may have used up the descriptors.
+
+        Raises OSError.
+        """
+        for _ in range(len(self._open)):
+            try:
+                return open_it()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                    raise
+                self._evict()
+        return open_it()
+
     def duplicate(self, path: str) -> int:
         """A descriptor of the caller's own, to be closed by it, in any thread."""
-        return os.dup(self.descriptor(path))
+        return self.opened(lambda: os.dup(self.descriptor(path)))
 
     def forget(self, path: str) -> None:
         """Closes the file if it is open."""
@@ -99,7 +116,7 @@ class FileCache:
         With `sync` the bytes are on the disk afterwards; the name is after sync_folder(). Raises OSError.
         """
         temporary = path + ".tmp"
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        fd = self.opened(lambda: os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
         try:
             written = 0
             while written < len(data):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from metamq.broker.log.files import FileCache, Sync, storage_error
 from metamq.errors import StorageError
@@ -47,7 +48,7 @@ class FlushTicket:
             for path in paths:
                 self._descriptors.append(files.duplicate(path))
             for path in others:
-                self._descriptors.append(os.open(path, os.O_RDONLY))
+                self._descriptors.append(files.opened(partial(os.open, path, os.O_RDONLY)))
         except OSError:
             self._close()
             raise
