@@ -21,7 +21,7 @@ from metamq.cli.command import Command
 from metamq.cli.context import Globals, current
 from metamq.cli.output import TABLE_OR_JSON, count, folded, print_json, styled
 from metamq.cli.reach import look_for_cluster
-from metamq.cli.topic import not_served, size_in_words
+from metamq.cli.topic_view import not_served, size_in_words
 from metamq.cli.units import show_bytes
 from metamq.client.admin_groups import children
 from metamq.client.admin_topics import describe_topic

@@ -13,6 +13,7 @@ from metamq.cli.command import Group
 from metamq.cli.context import current
 from metamq.cli.output import (
     TABLE_OR_JSON,
+    TEXT_OR_JSON,
     YES,
     confirm,
     count,
@@ -276,7 +277,8 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
 @group.command()
 @click.argument("names", type=GROUP, nargs=-1, required=True)
 @YES
-def delete(names: tuple[str, ...], yes: bool) -> None:
+@TEXT_OR_JSON
+def delete(names: tuple[str, ...], yes: bool, output: str) -> None:
     """Delete groups with their committed offsets. They must have no members.
 
     \b
@@ -285,12 +287,17 @@ def delete(names: tuple[str, ...], yes: bool) -> None:
     current().log()
     with current().admin() as admin:
         found = [admin.describe_group(name) for name in names]
-        plan = []
-        for one in found:
-            committed = sum(part.committed is not None for part in one.partitions)
-            size = f"{count(committed, 'committed offset')}, {count(len(one.members), 'member')}"
-            plan.append(f"Delete group {one.group}: {size}.")
+        committed = [sum(part.committed is not None for part in one.partitions) for one in found]
+        plan = [
+            f"Delete group {one.group}: {count(offsets, 'committed offset')}, {count(len(one.members), 'member')}."
+            for one, offsets in zip(found, committed, strict=True)
+        ]
         confirm(plan, yes=yes)
         for name in names:
             admin.delete_group(name)
-            say(f"Group {name} is deleted.")
+            if output == "text":
+                say(f"Group {name} is deleted.")
+    if output == "json":
+        print_json(
+            [{"group": name, "committed_offsets": offsets} for name, offsets in zip(names, committed, strict=True)]
+        )

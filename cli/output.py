@@ -27,11 +27,18 @@ def output_option(*kinds: str, text: str = "How to print it.") -> Callable[[F], 
 
 
 TABLE_OR_JSON = output_option("table", "json")
+TEXT_OR_JSON = output_option("text", "json")
 
 
 def print_json(value: Any) -> None:
     """One JSON document."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_json_line(value: Any) -> None:
+    """One JSON document on one line, at once: for whoever reads while we go on."""
+    click.echo(json.dumps(value, ensure_ascii=False))
+    sys.stdout.flush()
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import select
 import signal
 import subprocess
@@ -37,7 +38,7 @@ class BrokerChild:
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "metamq.cli", "broker", "--with-parent", *arguments],
+                [sys.executable, "-P", "-m", "metamq.cli", "broker", "--with-parent", "--output=json", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -60,9 +61,10 @@ class BrokerChild:
             check()
             if time.monotonic() > deadline:
                 raise Timeout("the start of the broker", START_TIMEOUT_S, hint=self._end_of_log())
-        words = self._process.stdout.readline().split()
-        if words:
-            self.port, self.http_port = int(words[1]), int(words[2])
+        line = self._process.stdout.readline()
+        if line:
+            told = json.loads(line)
+            self.port, self.http_port = told["port"], told["http_port"]
             return
         status = self._process.wait()
         raise MetamqError(f"the broker {how_it_ended(status)} instead of serving", hint=self._end_of_log())

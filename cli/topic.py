@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, folded, listed, print_json, print_table, say
+from metamq.cli.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.topic_view import config_json, description_json, print_description, size_in_words
 from metamq.cli.units import (
     DURATION,
     DURATION_OR_FOREVER,
@@ -27,8 +35,6 @@ from metamq.cli.units import (
     show_retention,
 )
 from metamq.client.admin import WAIT_S
-from metamq.client.admin_model import TopicDescription
-from metamq.zk.topics import FlushEvery, TopicConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,7 +78,8 @@ def topic() -> None:
 @_settings
 @_BROKERS
 @_WAIT
-def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, **options: Any) -> None:
+@TEXT_OR_JSON
+def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, output: str, **options: Any) -> None:
     """Create a topic, and wait until it can be used.
 
     \b
@@ -86,6 +93,9 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, *
         config = admin.create_topic(
             name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
         )
+    if output == "json":
+        print_json(config_json(config))
+        return
     places = ", ".join(f"{number} on broker {broker_id}" for broker_id, number in config.partitions.items())
     say(f"Topic {name} has {count(partitions, 'partition')} ({places}).")
 
@@ -121,15 +131,6 @@ def list_topics(output: str) -> None:
     )
 
 
-def config_json(config: TopicConfig) -> dict[str, Any]:
-    """A topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
-    document = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "unknown"}
-    document["partitions"] = {str(broker_id): number for broker_id, number in config.partitions.items()}
-    if isinstance(config.flush, FlushEvery):
-        document["flush"] = {"messages": config.flush.messages, "ms": config.flush.ms}
-    return document
-
-
 @topic.command()
 @click.argument("names", type=TOPIC, nargs=-1, required=True)
 @TABLE_OR_JSON
@@ -144,76 +145,12 @@ def describe(names: tuple[str, ...], output: str) -> None:
     with current().admin() as admin:
         found = [admin.describe_topic(name) for name in names]
     if output == "json":
-        print_json([_description_json(one) for one in found])
+        print_json([description_json(one) for one in found])
         return
     for number, one in enumerate(found):
         if number:
             click.echo()
-        _print_description(one)
-
-
-def _description_json(one: TopicDescription) -> dict[str, Any]:
-    partitions = [
-        {
-            "partition": partition.partition,
-            "broker_id": partition.broker_id,
-            "address": partition.address,
-            "live": partition.live,
-            "start_offset": partition.start_offset,
-            "stable_offset": partition.stable_offset,
-            "messages": partition.messages,
-            "size_bytes": partition.size_bytes,
-            "problem": partition.problem,
-        }
-        for partition in one.partitions
-    ]
-    return {"topic": one.topic, "messages": one.messages, "config": config_json(one.config), "partitions": partitions}
-
-
-def _print_description(one: TopicDescription) -> None:
-    config = one.config
-    click.echo(f"{config.topic}: {size_in_words(one)}, id {config.id}")
-    click.echo(
-        f"flush {show_flush(config.flush)}, "
-        f"retention {show_retention(config.retention_ms, config.retention_bytes)}, cleanup {config.cleanup}, "
-        f"replication {config.replication}, min in sync {config.min_insync}"
-    )
-    click.echo(f"segments of {show_bytes(config.segment_bytes)}, messages up to {show_bytes(config.max_message_bytes)}")
-    print_table(
-        ["PARTITION", "BROKER", "START", "END", "MESSAGES", "SIZE"],
-        [
-            [
-                partition.partition,
-                partition.address,
-                partition.start_offset,
-                partition.stable_offset,
-                partition.messages,
-                None if partition.size_bytes is None else show_bytes(partition.size_bytes),
-            ]
-            for partition in one.partitions
-        ],
-    )
-    for line in not_served(one):
-        click.echo(folded(f"Not served: {line}", sys.stdout))
-
-
-def size_in_words(one: TopicDescription) -> str:
-    """How much is in a topic, as far as somebody can tell."""
-    total, live = len(one.partitions), sum(partition.live for partition in one.partitions)
-    if live == total:
-        return f"{count(total, 'partition')}, {count(one.messages, 'message')}"
-    if not live:
-        return f"{count(total, 'partition')}, none of them served at present"
-    return f"{count(total, 'partition')}, {count(one.messages, 'message')} in the {live:,} that are served at present"
-
-
-def not_served(one: TopicDescription) -> list[str]:
-    """What keeps partitions from being served: "0-0, 0-1: no connection to ..."."""
-    dark: dict[str, list[str]] = {}
-    for partition in one.partitions:
-        if not partition.live:
-            dark.setdefault(partition.problem, []).append(partition.partition)
-    return [f"{listed(names)}: {problem}" for problem, names in dark.items()]
+        print_description(one)
 
 
 @topic.command()
@@ -223,7 +160,16 @@ def not_served(one: TopicDescription) -> list[str]:
 @_BROKERS
 @_WAIT
 @YES
-def alter(name: str, partitions: int | None, brokers: tuple[int, ...], wait_ms: int, yes: bool, **options: Any) -> None:
+@TEXT_OR_JSON
+def alter(
+    name: str,
+    partitions: int | None,
+    brokers: tuple[int, ...],
+    wait_ms: int,
+    yes: bool,
+    output: str,
+    **options: Any,
+) -> None:
     """Change settings of a topic while it is used, or add partitions.
 
     With more partitions most keys go to another one than before. A shorter retention removes messages and wants --yes.
@@ -247,8 +193,11 @@ def alter(name: str, partitions: int | None, brokers: tuple[int, ...], wait_ms: 
         ]
         if losses:
             confirm(losses, yes=yes)
-        admin.alter(name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings)
-    say(f"Topic {name} is changed.")
+        after = admin.alter(name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings)
+    if output == "json":
+        print_json(config_json(after))
+    else:
+        say(f"Topic {name} is changed.")
 
 
 def _is_less(after: int | None, before: int | None) -> bool:
@@ -259,8 +208,9 @@ def _is_less(after: int | None, before: int | None) -> bool:
 @click.argument("names", type=TOPIC, nargs=-1, required=True)
 @_WAIT
 @YES
-def delete(names: tuple[str, ...], wait_ms: int, yes: bool) -> None:
-    """Delete topics with all their messages.
+@TEXT_OR_JSON
+def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None:
+    """Delete topics with all their messages. As JSON, prints what they were.
 
     \b
     metamq topic delete flights          shows what would go
@@ -275,6 +225,10 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool) -> None:
             plan.append(f"Delete topic {name}: {size_in_words(one)}.")
             plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
         confirm(plan, yes=yes)
+        deleted = []
         for name in names:
-            admin.delete(name, timeout_s=wait_ms / 1000)
-            say(f"Topic {name} is deleted.")
+            deleted.append(admin.delete(name, timeout_s=wait_ms / 1000))
+            if output == "text":
+                say(f"Topic {name} is deleted.")
+    if output == "json":
+        print_json([config_json(config) for config in deleted])

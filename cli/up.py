@@ -26,7 +26,7 @@ import click
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import current
-from metamq.cli.output import say
+from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.processes import BrokerChild, Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.client.settings import load
 from metamq.errors import ConfigError
@@ -53,11 +53,15 @@ ORPHANS_S = 15.0
     type=click.IntRange(-1, 65535),
     help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]",
 )
-def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | None, http_port: int | None) -> int:
+@TEXT_OR_JSON
+def up(
+    data: str | None, ephemeral: bool, port: int | None, broker_port: int | None, http_port: int | None, output: str
+) -> int:
     """Start a ZooKeeper and a broker on this machine, and run until Ctrl-C, which ends both.
 
-    Prints the line to paste where the clients run; with the usual port, clients on this machine need none. Settings of
-    the broker come from [broker] of the TOML file and METAMQ_BROKER_..., but for its id, address, ports and data.
+    Prints the line to paste where the clients run; with the usual port, clients on this machine need none. With -o json
+    one line says where everything is. Settings of the broker come from [broker] of the TOML file and METAMQ_BROKER_...,
+    but for its id, address, ports and data.
 
     \b
     metamq up
@@ -77,7 +81,7 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
                 _zookeeper(None if ephemeral else folder / "zookeeper", port, signals) as server,
                 _broker(server.address, folder, broker_port, http_port, lock, signals) as broker,
             ):
-                _tell(server.address, broker, folder, ephemeral)
+                _tell(server.address, broker, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
                     server.check_running()
                     broker.check_running()
@@ -88,10 +92,16 @@ def up(data: str | None, ephemeral: bool, port: int | None, broker_port: int | N
     return 0
 
 
-def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool) -> None:
-    say(f"ZooKeeper serves at {zookeeper}, broker 0 at {HOST}:{broker.port}.")
-    if broker.http_port > 0:
-        say(f"Metrics are at http://{HOST}:{broker.http_port}/metrics.")
+def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool, output: str) -> None:
+    address = f"{HOST}:{broker.port}"
+    metrics = f"http://{HOST}:{broker.http_port}/metrics" if broker.http_port > 0 else None
+    if output == "json":
+        kept = None if ephemeral else str(folder.absolute())
+        print_json_line({"zookeeper": zookeeper, "broker": address, "metrics": metrics, "data": kept})
+        return
+    say(f"ZooKeeper serves at {zookeeper}, broker 0 at {address}.")
+    if metrics is not None:
+        say(f"Metrics are at {metrics}.")
     say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C ends all.")
     click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
 

@@ -56,6 +56,20 @@ def test_every_command_has_help_with_an_example(offline: Metamq, command: list[s
     assert "--zookeeper" in shown.text
 
 
+@pytest.mark.parametrize("command", all_commands(), ids=" ".join)
+def test_every_command_can_print_json(command: list[str]) -> None:
+    context = click.Context(root_command)
+    found = root_command.get_command(context, command[0])
+    for name in command[1:]:
+        assert isinstance(found, click.Group)
+        found = found.commands[name]
+    assert found is not None
+    if isinstance(found, click.Group) or command == ["demo"]:
+        return
+    outputs = [parameter.type for parameter in found.params if parameter.name == "output"]
+    assert [isinstance(kind, click.Choice) and "json" in kind.choices for kind in outputs] == [True]
+
+
 def test_every_broker_setting_is_a_flag() -> None:
     flags = {parameter.name for parameter in broker.params}
     in_other_units = {"retention_check_s": "retention_check_ms", "drain_timeout_s": "drain_timeout_ms"}

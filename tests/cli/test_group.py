@@ -101,7 +101,8 @@ def test_a_group_is_deleted(metamq: Metamq, topic: str) -> None:
     metamq("produce", topic, "a")
     metamq("consume", topic, "-g", topic, "-e")
     assert "Delete group" in metamq("group", "delete", topic).talk
-    assert metamq("group", "delete", topic, "--yes").status == 0
+    deleted = metamq("group", "delete", topic, "--yes", "-o", "json")
+    assert (deleted.status, deleted.json) == (0, [{"group": topic, "committed_offsets": 1}])
     ended = metamq("group", "describe", topic)
     assert ended.status == 1
     assert f"there is no group {topic!r}" in ended.talk

@@ -43,6 +43,17 @@ def test_create_describe_alter_delete(metamq: Metamq) -> None:
     assert "orders" not in metamq("topic", "list").text
 
 
+def test_changes_as_json(metamq: Metamq) -> None:
+    created = metamq("topic", "create", "parcels", "-p", 2, "-o", "json")
+    assert (created.status, created.talk) == (0, "")
+    (listed,) = [one for one in metamq("topic", "list", "-o", "json").json if one["topic"] == "parcels"]
+    assert created.json == listed
+    altered = metamq("topic", "alter", "parcels", "--retention", "30d", "-o", "json")
+    assert (altered.talk, altered.json) == ("", {**listed, "retention_ms": 30 * 86_400_000})
+    deleted = metamq("topic", "delete", "parcels", "--yes", "-o", "json")
+    assert deleted.json == [altered.json]
+
+
 def test_a_table_lines_up(metamq: Metamq, topic: str) -> None:
     lines = metamq("topic", "list").text.splitlines()
     assert lines[0].split() == ["TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "CLEANUP"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,19 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     assert third.end(signal.SIGTERM) == (0, "Stopping.\n")
 
 
+def test_up_tells_programs_where_everything_is(process: Start, offline: Metamq, tmp_path: Path) -> None:
+    child = process("up", *free_ports(), "-o", "json", cwd=tmp_path)
+    assert child.stdout is not None
+    told = json.loads(child.stdout.readline())
+    assert told.keys() == {"zookeeper", "broker", "metrics", "data"}
+    assert offline("topic", "list", "-o", "json", "--zookeeper", told["zookeeper"]).json == []
+    assert told["data"] == str(tmp_path / "metamq-data")
+    with urllib.request.urlopen(told["metrics"], timeout=10) as page:
+        assert b"metamq_broker_ready" in page.read()
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=30) == (b"", b"Stopping.\n")
+
+
 def test_a_part_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: Path, until: Until) -> None:
     running = Up(process, tmp_path, "--ephemeral", *free_ports())
     assert not (tmp_path / "metamq-data").exists()
@@ -136,10 +151,10 @@ def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
 
 def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq, tmp_path: Path, until: Until) -> None:
     flags = free_ports()
-    server = process("zookeeper", "--data", tmp_path / "zookeeper", "--port", flags[1], stderr=subprocess.PIPE)
-    assert server.stderr is not None
-    assert server.stderr.readline() == b"ZooKeeper serves at 127.0.0.1:%d. Ctrl-C stops it.\n" % flags[1]
+    server = process("zookeeper", "--data", tmp_path / "zookeeper", "--port", flags[1], "-o", "json")
+    assert server.stdout is not None
     zookeeper = f"127.0.0.1:{flags[1]}"
+    assert json.loads(server.stdout.readline()) == {"zookeeper": zookeeper}
     broker = process(
         "broker", "--id", 3, "--port", 0, "--http-port", -1, "--data", tmp_path / "broker", "--disk-reserve", "64MiB",
         env={"METAMQ_ZOOKEEPER": zookeeper},
@@ -149,7 +164,13 @@ def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq,
     assert any(line.startswith(b"Broker 3 serves at 127.0.0.1:") for line in lines)
     created = offline("topic", "create", "flights", "-p", 1, "--zookeeper", zookeeper)
     assert created.talk == "Topic flights has 1 partition (1 on broker 3).\n"
-    for child, number in ((broker, signal.SIGINT), (server, signal.SIGTERM)):
+    other = process("broker", "--id", 4, "--port", 0, "--http-port", 0, "--data", tmp_path / "other", "-o", "json",
+                    env={"METAMQ_ZOOKEEPER": zookeeper})  # fmt: skip
+    assert other.stdout is not None
+    told = json.loads(other.stdout.readline())
+    assert told == {"broker_id": 4, "host": "127.0.0.1", "port": told["port"], "http_port": told["http_port"]}
+    assert told["port"] > 0 < told["http_port"]
+    for child, number in ((broker, signal.SIGINT), (other, signal.SIGTERM), (server, signal.SIGTERM)):
         child.send_signal(number)
         data, _ = child.communicate(timeout=30)
         assert (child.returncode, data) == (0, b"")
