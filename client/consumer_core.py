@@ -66,6 +66,8 @@ class ConsumerCore:
         self.options = options
         self.loop = loop
         self.inbox = Inbox(self._may_deliver)
+        self.fetching_since: float | None = None
+        """When the first fetch began (time.monotonic); None before it."""
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(self._wake_runner)
@@ -172,6 +174,9 @@ class ConsumerCore:
                 if state.next_offset < 0:  # else the application was faster with a seek
                     state.begin_at(first.offset)
             self._fetch_from(state, state.next_offset)
+            if self.fetching_since is None:
+                self.fetching_since = time.monotonic()
+                self.inbox.poke()
             return
 
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
 from metamq.client.background import BackgroundLoop
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.inbox import Hand
+
+START_GRACE_S = 5.0
+"""How long a consumer may take to join its group and begin to fetch before that counts as idle."""
+
+
+def left_s(idle_timeout_s: float | None, began_at: float, fetching_since: float | None) -> float | None:
+    """How long to wait yet for a batch that was asked for at `began_at`; None: for ever.
+
+    Before the first fetch nothing can come: a consumer that is slow to join is not idle.
+    """
+    if idle_timeout_s is None:
+        return None
+    if fetching_since is None:
+        return began_at + max(idle_timeout_s, START_GRACE_S) - time.monotonic()
+    return max(began_at, fetching_since) + idle_timeout_s - time.monotonic()
 
 
 class ThreadHands:
@@ -22,16 +38,16 @@ class ThreadHands:
     def take(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
         """Waits for a batch; None when it was closed or idle, or when `stop` is set and poke() was called."""
         inbox = self._core.inbox
-        deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
+        began_at = time.monotonic()
         with inbox.lock:
             while not inbox.closed and not (stop is not None and stop.is_set()):
                 hand = inbox.take(whole=whole)
                 if hand is not None:
                     return hand
-                left_s = None if deadline is None else deadline - time.monotonic()
-                if left_s is not None and left_s <= 0:
+                wait_s = left_s(self._idle_timeout_s, began_at, self._core.fetching_since)
+                if wait_s is not None and wait_s <= 0:
                     return None
-                inbox.filled.wait(left_s)
+                inbox.filled.wait(wait_s)
         return None
 
     def release(self, hand: Hand, *, in_hand: bool) -> None:
@@ -63,17 +79,18 @@ class TaskHands:
     async def take(self, *, whole: bool = False) -> Hand | None:
         """Waits for a batch; None when it was closed or idle."""
         inbox = self._core.inbox
-        try:
-            async with asyncio.timeout(self._idle_timeout_s):
-                while not inbox.closed:
-                    self._filled.clear()
-                    with inbox.lock:
-                        hand = inbox.take(whole=whole)
-                    if hand is not None:
-                        return hand
-                    await self._filled.wait()
-        except TimeoutError:
-            pass
+        began_at = time.monotonic()
+        while not inbox.closed:
+            self._filled.clear()
+            with inbox.lock:
+                hand = inbox.take(whole=whole)
+            if hand is not None:
+                return hand
+            wait_s = left_s(self._idle_timeout_s, began_at, self._core.fetching_since)
+            if wait_s is not None and wait_s <= 0:
+                return None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._filled.wait(), wait_s)
         return None
 
     def release(self, hand: Hand, *, in_hand: bool) -> None:

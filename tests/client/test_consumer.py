@@ -538,3 +538,10 @@ def test_an_unreachable_zookeeper_is_named_and_leaves_nothing_unclosed(monkeypat
     monkeypatch.setitem(Session.open.__func__.__kwdefaults__, "connect_timeout_s", 0.3)  # type: ignore[attr-defined]
     with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1"):
         Consumer("127.0.0.1:1", topics="t")
+
+
+def test_the_time_it_takes_to_join_is_not_idle(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 100)
+    with shop.consumer(topic, group, idle_timeout_s=0.2, on_assigned=lambda _: time.sleep(0.6)) as consumer:
+        assert len(list(consumer)) == 100
