@@ -195,6 +195,9 @@ def _flush_point(folder: str, name: str, files: FileCache, report: PartitionRepo
 
 def _check_chain(inventory: Inventory, point: FlushPoint | None, report: PartitionReport) -> list[Segment]:
     """The segments that count; notes where they do not join."""
+    if point is not None and point.emptying:
+        report.notes.append(f"the log is being emptied, to begin at byte {point.start_position:,}: no file counts")
+        return []
     start = point.start_position if point is not None else 0
     retired = [one for one in inventory.segments if point and one.size_bytes and one.end_position <= start]
     if retired:

@@ -3,6 +3,7 @@
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.flush import FlushTicket
+from metamq.broker.log.fresh import set_aside
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.producers import Duplicate, New
 from metamq.broker.log.recovery import RecoveryReport
@@ -29,4 +30,5 @@ __all__ = [
     "RecoveryReport",
     "SegmentStats",
     "Steps",
+    "set_aside",
 ]

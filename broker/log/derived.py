@@ -17,6 +17,7 @@ from metamq.broker.log.segments import Segment, SnapshotName
 from metamq.wire.batch import BatchHeader
 
 SNAPSHOTS_KEPT = 2
+_VOID = ".void.tmp"
 
 
 def load_index(segment: Segment, interval: int) -> SparseIndex | None:
@@ -52,6 +53,20 @@ def unlink_all(paths: list[str]) -> None:
     """Removes files that may be gone already, in this order. Raises OSError."""
     for path in paths:
         unlink(path)
+
+
+def make_void(paths: list[str]) -> list[str]:
+    """Takes files' names away, in this order; returns those they have until they are removed, in any thread.
+
+    Their own may be in use for other files by then. What a crash leaves goes at the next open. Raises OSError.
+    """
+    void = []
+    for path in paths:
+        target = path if path.endswith(_VOID) else path + _VOID
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, target)
+            void.append(target)
+    return void
 
 
 def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseIndex:

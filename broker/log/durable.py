@@ -73,26 +73,31 @@ class DurableLog:
     )
 
     def __init__(self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: Recovered) -> None:
-        point = recovered.point
         self.name = name
-        self.start_offset, self.start_position = point.start_offset, point.start_position
-        self.flushed_offset, self.flushed_position = point.offset, point.position
-        self.end_offset, self.end_position = recovered.end_offset, recovered.segments[-1].end_position
-        self.stable_offset, self.stable_position = point.stable_offset, point.stable_position
-        self.last_append_us = recovered.last_append_us
         self._folder = folder
         self._config = config
         self._files = files
         self._store = SegmentStore(folder, files, recovered.segments, recovered.snapshots, config.index_interval_bytes)
         self._flush_file = recovered.flush_file
-        self._point = point
-        self._own_from, self._own_to = point.own_from, point.own_to
         self._writing = False
         self._slot_unsynced = False
         self._unsynced: set[str] = set()
         """Snapshots, the epochs, and the folder, that the next flush is to make durable."""
         self._ticket: FlushTicket | None = None
         self._refusal: MetamqError | None = None
+        self._take_point(recovered.point)
+        self.end_offset, self.end_position = recovered.end_offset, recovered.segments[-1].end_position
+        self.last_append_us = recovered.last_append_us
+
+    def _take_point(self, point: FlushPoint) -> None:
+        """All marks as the point has them; the log is taken to end where it is flushed, and is bound."""
+        self._point = point
+        self.start_offset, self.start_position = point.start_offset, point.start_position
+        self.flushed_offset, self.flushed_position = point.offset, point.position
+        self.end_offset, self.end_position = point.offset, point.position
+        self.stable_offset, self.stable_position = point.stable_offset, point.stable_position
+        self.last_append_us = point.last_append_us
+        self._own_from, self._own_to = point.own_from, point.own_to
         self._bound_offset, self._bound_position = point.stable_offset, point.stable_position
 
     @property

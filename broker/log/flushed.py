@@ -23,7 +23,7 @@ SLOT_BYTES = 512
 FILE_BYTES = 2 * SLOT_BYTES
 _SLOT = struct.Struct("<4sIQQQQQQQqIII")  # magic, version, generation, the fields, flags; a CRC follows
 _CRC = struct.Struct("<I")
-_CLEAN = 1
+_CLEAN, _EMPTYING = 1, 2
 NO_EPOCHS = (1, 0)
 """`own_from` and `own_to` of a log that nothing was appended to by a master of its own."""
 
@@ -45,6 +45,8 @@ class FlushPoint(NamedTuple):
     own_to: int
     clean: bool
     """Written by a clean close: nothing was appended after it."""
+    emptying: bool = False
+    """No file but this one counts: the log is being made one without a batch, that begins at `start_position`."""
 
     @property
     def own_epochs(self) -> range:
@@ -105,7 +107,7 @@ class FlushFile:
 
 
 def _pack(generation: int, point: FlushPoint) -> bytes:
-    body = _SLOT.pack(MAGIC, VERSION, generation, *point[:-1], _CLEAN * point.clean)
+    body = _SLOT.pack(MAGIC, VERSION, generation, *point[:-2], _CLEAN * point.clean | _EMPTYING * point.emptying)
     return body + _CRC.pack(crc32c(body))
 
 
@@ -117,4 +119,4 @@ def _unpack(data: bytes, at: int) -> tuple[int, FlushPoint] | None:
     magic, version, generation, *fields, flags = _SLOT.unpack_from(data, at)
     if magic != MAGIC or version != VERSION:
         return None
-    return generation, FlushPoint._make((*fields, bool(flags & _CLEAN)))
+    return generation, FlushPoint._make((*fields, bool(flags & _CLEAN), bool(flags & _EMPTYING)))

@@ -31,7 +31,7 @@ import logging
 import os
 from functools import partial
 
-from metamq.broker.log import retention
+from metamq.broker.log import fresh, retention
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.durable import UNBOUND, DurableLog
@@ -43,7 +43,7 @@ from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.replicated import check_replicated, fitting
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import BatchRun, LogSlice
+from metamq.broker.log.store import BatchRun, LogSlice, SegmentStore
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
@@ -397,9 +397,11 @@ class PartitionLog(DurableLog):
         self._slot_unsynced = True
         yield FLUSH  # a removal that outlived the new start would be a log without its beginning
         self._check_writable()
-        paths = self._store.release_oldest(len(going))
-        self._unsynced.difference_update(paths)
+        if self._store.segments[: len(going)] != going:  # the log was emptied
+            return []
         try:
+            paths = self._store.release_oldest(len(going))
+            self._unsynced = set(filter(os.path.exists, self._unsynced))
             yield partial(unlink_all, paths)
         except OSError as error:
             raise self._fail("removing old segments", error) from error
@@ -454,6 +456,34 @@ class PartitionLog(DurableLog):
         except CorruptData as error:
             self._refuse(error)
             raise
+
+    def reset_to(self, offset: int, position: int) -> list[str]:
+        """Empties the log, durably, so that it begins there: its master's has not, or no longer, what comes before.
+
+        Returns the files that hold nothing any more, to be removed in any thread. Only for a replica: readers see
+        nothing until a bound says so. Raises StorageError, ClosedError.
+        """
+        self._check_writable()
+        if self._ticket is not None:
+            self._finish_now(self._ticket)
+        point = fresh.empty_point(offset, position)
+        if point == self._make_point(clean=True) and self.end_position == position:  # it is a new one
+            self._take_point(self._point)
+            return []
+        self._writing = False
+        try:
+            fresh.decide_to_empty(self._flush_file, point)
+            self._store.close()
+            segment, void = fresh.empty(self._folder, self._files, self._flush_file, point)
+        except OSError as error:
+            raise self._fail("emptying the log", error) from error
+        self._store = SegmentStore(self._folder, self._files, [segment], [], self._config.index_interval_bytes)
+        self._take_point(point)
+        self._producers, self._epochs, self._epoch = ProducerStates(), EpochList(), -1
+        self._checkpoint_position = -1
+        self._slot_unsynced = False
+        self._unsynced.clear()
+        return void
 
     def _take_marks_back(self, offset: int, position: int) -> None:
         """Before the log ends at `position`. A log that ends below its flushed point would be taken for damaged."""

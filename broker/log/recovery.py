@@ -45,6 +45,8 @@ writing them. Written again, they are dirty, and that fsync means what it says. 
 A cut is made durable, the file's new size and the removal of what described the bytes behind it, before the log is
 used: else a second crash could bring the old bytes back behind new ones.
 
+A log that was being emptied when the crash came has nothing to recover: metamq.broker.log.fresh tells.
+
 A second crash during recovery finds the same state or one further on: segments are removed from the newest to the
 oldest, then the torn one is cut, and each step leaves a log with the same first bad position or none.
 """
@@ -56,14 +58,15 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 
+from metamq.broker.log import fresh
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.derived import load_index, load_producers, unlink
+from metamq.broker.log.derived import load_index, load_producers, unlink, unlink_all
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import checked_batches, find_flushed_claim
-from metamq.broker.log.segments import Inventory, Segment, SnapshotName, file_path, take_inventory
+from metamq.broker.log.segments import Inventory, Segment, SnapshotName, take_inventory
 from metamq.errors import CorruptData
 
 log = logging.getLogger("metamq.broker.log")
@@ -112,11 +115,16 @@ def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Reco
     flush_file = FlushFile(folder, files)
     try:
         point = flush_file.load(name)
+        if point is not None and point.emptying:
+            segment, void = fresh.empty(folder, files, flush_file, point)
+            unlink_all(void)
+            return _without_a_batch(segment, flush_file, point._replace(emptying=False))
         if point is not None:
             return _Recovery(folder, name, config, files, inventory, flush_file, point).run()
         if any(segment.size_bytes for segment in inventory.segments):
             raise _refusal(name, flush_file.path, "the file is missing", 0)
-        return _create(folder, files, flush_file, inventory)
+        segment, point = fresh.create(folder, files, flush_file, inventory)
+        return _without_a_batch(segment, flush_file, point)
     except BaseException:  # another folder may stand at this path by the next attempt
         for segment in inventory.segments:
             files.forget(segment.path)
@@ -124,18 +132,9 @@ def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Reco
         raise
 
 
-def _create(folder: str, files: FileCache, flush_file: FlushFile, inventory: Inventory) -> Recovered:
-    os.makedirs(folder, exist_ok=True)
-    for segment in inventory.segments:
-        os.unlink(segment.path)
-    segment = Segment(file_path(folder, 0, 0, "log"), 0, 0, 0)
-    files.create(segment.path)
-    point = FlushPoint(0, 0, 0, 0, 0, 0, 0, *NO_EPOCHS, clean=True)
-    flush_file.create(point)
-    files.sync_folder(folder)
-    files.sync_folder(os.path.dirname(folder))
-    segment.index = SparseIndex(0, 0)
-    return Recovered([segment], [], flush_file, point, 0, 0, ProducerStates(), RecoveryReport(clean=True))
+def _without_a_batch(segment: Segment, flush_file: FlushFile, point: FlushPoint) -> Recovered:
+    report = RecoveryReport(clean=True, stable_offset_before=point.stable_offset)
+    return Recovered([segment], [], flush_file, point, point.offset, 0, ProducerStates(), report)
 
 
 def _refusal(name: str, path: str, reason: str, position: int) -> CorruptData:

@@ -16,6 +16,7 @@ from metamq.broker.log.derived import (
     complete_index,
     cut_index,
     load_epochs,
+    make_void,
     rebuild_epochs,
     rebuild_producers,
     superfluous,
@@ -227,7 +228,7 @@ class SegmentStore:
         return snapshot.path
 
     def release_oldest(self, count: int) -> list[str]:
-        """Forgets the oldest segments; returns the files that are to be removed, the oldest first."""
+        """Forgets the oldest segments; returns the files that are to be removed, in any thread, the oldest first."""
         going = self.segments[:count]
         del self.segments[:count]
         paths = []
@@ -238,7 +239,7 @@ class SegmentStore:
         for snapshot in superfluous(self._snapshots, self.segments):
             self._snapshots.remove(snapshot)
             paths.append(snapshot.path)
-        return paths
+        return make_void(paths)
 
     def boundary_before(self, position: int) -> tuple[Segment, SparseIndex]:
         """The segment that holds `position` and its index, taken back to the last batch boundary up to there."""

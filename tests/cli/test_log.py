@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from metamq.broker.log import FileCache
+from metamq.broker.log.flushed import FlushFile
 from metamq.cli.log_reader import find_partitions
 from metamq.testing import Cluster, cluster
 from metamq.wire.batch import HEADER_BYTES
@@ -127,6 +129,19 @@ def test_missing_bytes_and_missing_files(offline: Metamq, folder: Path) -> None:
     assert checked.status == 1
     assert "the next begins at" in checked.text
     assert "and ends before" in checked.text
+
+
+def test_a_log_that_was_being_emptied_has_nothing_to_verify(offline: Metamq, folder: Path) -> None:
+    partition = find_partitions(folder)[1]
+    file = FlushFile(str(partition.path), FileCache())
+    point = file.load(partition.name)
+    assert point is not None
+    file.write_both(point._replace(start_offset=3, start_position=1000, emptying=True))
+    checked = offline("log", "verify", folder, "-o", "json")
+    assert checked.status == 0
+    found = checked.json[1]
+    assert (found["segments"], found["findings"]) == ([], [])
+    assert found["notes"] == ["the log is being emptied, to begin at byte 1,000: no file counts"]
 
 
 def test_what_can_be_made_anew_is_only_noted(offline: Metamq, folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""Logs without a batch: new ones, those that are emptied to begin elsewhere, and what is put aside for one.
+
+*Emptying* takes many changes of files, and a crash may come between any two. So one durable word decides: the flush
+point says that the log is being emptied, and where it is to begin. Before that the log is what it was. From then on no
+other file of the folder counts, whichever of them are still there, and every open goes on with the emptying until a
+flush point without the word ends it. No batch is appended before that.
+
+Large files take their time to go, so those that do not count get names under which no log looks for anything; whoever
+has time removes them, the next open at the latest.
+
+*A damaged log* is put aside as a whole: its folder gets another name. One rename is one step, and a partition whose
+folder is missing is a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from metamq.broker.log import flushed
+from metamq.broker.log.derived import make_void
+from metamq.broker.log.files import FileCache, storage_error
+from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
+from metamq.broker.log.index import SparseIndex
+from metamq.broker.log.segments import Inventory, Segment, file_path
+
+log = logging.getLogger("metamq.broker.log")
+
+
+def empty_point(offset: int, position: int) -> FlushPoint:
+    """The flush point of a log that begins, and ends, there."""
+    return FlushPoint(position, offset, offset, position, offset, position, 0, *NO_EPOCHS, clean=True)
+
+
+def create(folder: str, files: FileCache, flush_file: FlushFile, inventory: Inventory) -> tuple[Segment, FlushPoint]:
+    """Makes a new log, durably, also over what is left of an attempt that was broken off. Raises OSError."""
+    os.makedirs(folder, exist_ok=True)
+    for leftover in inventory.segments:
+        os.unlink(leftover.path)
+    point = empty_point(0, 0)
+    segment = _first_segment(folder, files, point)
+    flush_file.create(point)
+    files.sync_folder(folder)
+    files.sync_folder(os.path.dirname(folder))
+    return segment, point
+
+
+def decide_to_empty(flush_file: FlushFile, point: FlushPoint) -> None:
+    """From the return on the log is one without a batch that begins where the point says. Raises OSError."""
+    flush_file.write_both(point._replace(emptying=True))
+
+
+def empty(folder: str, files: FileCache, flush_file: FlushFile, point: FlushPoint) -> tuple[Segment, list[str]]:
+    """Does what was decided; returns the log's only segment, and the void files. Raises OSError."""
+    void = make_void(sorted(entry.path for entry in os.scandir(folder) if entry.name != flushed.FILE_NAME))
+    segment = _first_segment(folder, files, point)
+    files.sync_folder(folder)
+    flush_file.write_both(point._replace(emptying=False))
+    return segment, void
+
+
+def _first_segment(folder: str, files: FileCache, point: FlushPoint) -> Segment:
+    offset, position = point.start_offset, point.start_position
+    segment = Segment(file_path(folder, offset, position, "log"), offset, position, 0)
+    files.create(segment.path)
+    segment.index = SparseIndex(offset, position)
+    return segment
+
+
+def set_aside(folder: str | os.PathLike[str], name: str, files: FileCache, *, now_us: int) -> str:
+    """Moves a damaged log away, durably: the next open makes a new one in its place. Returns where it is now.
+
+    For a replica that can copy the partition anew. The log is not open. Raises StorageError.
+    """
+    path = os.path.normpath(folder)
+    wanted = f"{path}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now_us / 1_000_000))}"
+    target, number = wanted, 1
+    while os.path.exists(target):
+        number += 1
+        target = f"{wanted}-{number}"
+    try:
+        os.rename(path, target)
+        files.sync_folder(os.path.dirname(path))
+    except OSError as error:
+        raise storage_error(name, "moving the damaged log away", error) from error
+    log.warning("%s: the damaged log was moved to %s, which may be removed once nobody needs it", name, target)
+    return target
