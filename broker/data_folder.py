@@ -20,7 +20,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +56,10 @@ class TopicFolder(NamedTuple):
 
 
 class DataFolder:
-    """An open data folder, locked by this process until close(). One thread only, save for free_bytes()."""
+    """An open data folder, locked by this process until close().
+
+    One thread only, save for free_bytes(), and for what concerns a topic's folder: whichever thread, one at a time.
+    """
 
     def __init__(self, path: Path, meta: _Meta, lock: int) -> None:
         """Use open()."""
@@ -171,12 +173,13 @@ class DataFolder:
         except OSError as error:
             raise _failure(folder, "removing a topic", error) from error
 
-    def remove_topics_except(self, wanted: Collection[tuple[str, str]]) -> list[TopicFolder]:
-        """Removes every topic but the wanted (topic, topic id); returns what went. Raises StorageError."""
-        gone = [folder for folder in self.topics() if (folder.topic, folder.topic_id) not in wanted]
-        for folder in gone:
-            self.remove_topic(folder.topic, folder.topic_id)
-        return gone
+    def sync_topic(self, topic: str, topic_id: str) -> None:
+        """Makes the names of a topic's partitions durable. Raises StorageError."""
+        folder = self.path / "topics" / f"{topic}@{topic_id}"
+        try:
+            _sync(folder)
+        except OSError as error:
+            raise _failure(folder, "making partitions", error) from error
 
     def free_bytes(self) -> int:
         """Bytes that this process may still write to the folder's disk. Raises StorageError."""

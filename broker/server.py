@@ -126,6 +126,7 @@ class Broker:
             self._flusher.run,
             self._housekeeping.watch_disk,
             self._housekeeping.run,
+            self._topics.run_removals,
             self._follow_topics,
             self._follow_session,
             self._beats,

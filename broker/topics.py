@@ -2,6 +2,9 @@
 
 The configuration in ZooKeeper is the only source. A folder on disk whose topic id is not there any more belongs to
 a topic that was deleted, or deleted and made anew while this broker was away: it is removed, never offered again.
+
+To make folders and to remove them waits for the disk, so threads do it: one for each, since a removal may take long.
+Neither knows anything but the folder; a log is opened, and was closed, in the loop.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data_folder import DataFolder, TopicFolder
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
 from metamq.broker.partition import Partition
 from metamq.errors import CorruptData, MetamqError, PartitionNotFound, TopicNotFound
@@ -41,7 +45,7 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
 
 
 class Topics:
-    """The open topics. Used by the broker's loop only."""
+    """The open topics. Used by the broker's loop only; run_removals() is to run beside it."""
 
     def __init__(self, broker_id: int, folder: DataFolder, files: FileCache) -> None:
         self._broker_id = broker_id
@@ -52,6 +56,8 @@ class Topics:
         """The open partitions, by topic and index. To be read, not changed."""
         self._broken: dict[tuple[str, int], MetamqError] = {}
         """Partitions whose logs are damaged: they are not served, the others are."""
+        self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
+        self._executor = ThreadPoolExecutor(2, "metamq-topics")
         self._unreadable: dict[str, MetamqError] = {}
         """Topics whose configuration in ZooKeeper cannot be read."""
 
@@ -88,7 +94,7 @@ class Topics:
         return [*self._unreadable.values(), *self._broken.values(), *closed]
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
-        """Makes the open logs what the configuration says: opens, enlarges, reconfigures, removes.
+        """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
 
         To be called by one task. A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged
         log stops its partition, loudly, and no other. Raises StorageError when the disk fails.
@@ -105,17 +111,20 @@ class Topics:
                 await self._apply_one(topic, config)
         wanted = {(config.topic, config.id) for config in self._configs.values()}
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
-        self._folder.remove_topics_except(wanted)
+        for folder in self._folder.topics():
+            if (folder.topic, folder.topic_id) not in wanted:
+                self._doomed.put_nowait(folder)
 
     async def _apply_one(self, topic: str, config: TopicConfig) -> None:
         indexed = self.open.setdefault(topic, {})
         settings = log_config(config, self._folder.path / "archive")
         for partition in indexed.values():
             partition.log.reconfigure(settings)
-        for index in range(config.partitions[self._broker_id]):
-            if index in indexed or (topic, index) in self._broken:
-                continue
-            name = f"{topic}/{partition_name(self._broker_id, index)}"
+        count = config.partitions[self._broker_id]
+        missing = [index for index in range(count) if index not in indexed and (topic, index) not in self._broken]
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, missing)
+        for index in missing:
+            name = self._name(topic, index)
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
                 opened = PartitionLog.open(folder, name, settings, self._files, now_us=time.time_ns() // 1000)
@@ -125,8 +134,27 @@ class Topics:
                 continue
             opened.clear_bound()  # no other replica has a say
             indexed[index] = Partition(topic, config.id, index, opened)
-            await asyncio.sleep(0)  # each waits for the disk: a thousand in a row would stop the loop for seconds
+            await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
         self._configs[topic] = config
+
+    def _name(self, topic: str, index: int) -> str:
+        return f"{topic}/{partition_name(self._broker_id, index)}"
+
+    def _make(self, config: TopicConfig, indexes: list[int]) -> None:
+        """Makes the logs that are not there. In a thread."""
+        for index in indexes:
+            folder = self._folder.partition_folder(config.topic, config.id, index)
+            PartitionLog.make(folder, self._name(config.topic, index), self._files)
+        if indexes:
+            self._folder.sync_topic(config.topic, config.id)
+
+    async def run_removals(self) -> None:
+        """Removes the folders of deleted topics, for ever. Raises StorageError."""
+        while True:
+            folder = await self._doomed.get()
+            await asyncio.get_running_loop().run_in_executor(
+                self._executor, self._folder.remove_topic, folder.topic, folder.topic_id
+            )
 
     def _remove(self, topic: str) -> None:
         log.info("topic %s (id %s) was deleted: its data is removed", topic, self._configs[topic].id)
@@ -136,6 +164,7 @@ class Topics:
             partition.close(TopicNotFound(topic), clean=False)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> None:
-        """Closes every log; after a clean close nothing is scanned at the next start."""
+        """Closes every log; after a clean close nothing is scanned at the next start. Waits for a removal under way."""
         for partition in self.partitions():
             partition.close(error, clean=clean)
+        self._executor.shutdown(wait=True)

@@ -110,10 +110,10 @@ class FileCache:
         finally:
             os.close(fd)
 
-    def replace(self, path: str, data: Buffer, *, sync: bool) -> None:
+    def replace(self, path: str, data: Buffer) -> None:
         """Writes a small file whole: its old content or its new one is found after a crash of the process.
 
-        With `sync` the bytes are on the disk afterwards; the name is after sync_folder(). Raises OSError.
+        Raises OSError.
         """
         temporary = path + ".tmp"
         fd = self.opened(lambda: os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
@@ -124,8 +124,6 @@ class FileCache:
                 if more <= 0:
                     raise OSError(errno.EIO, "the disk takes no more bytes", temporary)
                 written += more
-            if sync:
-                self.sync(fd)
         finally:
             os.close(fd)
         os.rename(temporary, path)

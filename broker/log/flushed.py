@@ -54,6 +54,11 @@ class FlushPoint(NamedTuple):
         return range(self.own_from, self.own_to + 1)
 
 
+def new_file(point: FlushPoint) -> bytes:
+    """What the file of a new log holds."""
+    return _pack(2, point).ljust(SLOT_BYTES, b"\0") + _pack(1, point).ljust(SLOT_BYTES, b"\0")
+
+
 class FlushFile:
     """The two slots of one partition log. One thread only."""
 
@@ -63,13 +68,6 @@ class FlushFile:
         self.path = f"{folder}/{FILE_NAME}"
         self._files = files
         self._generation = 0
-
-    def create(self, point: FlushPoint) -> None:
-        """Makes the file, durable as soon as its folder is synced. Raises OSError."""
-        self._generation = 2
-        first = _pack(1, point).ljust(SLOT_BYTES, b"\0")
-        second = _pack(2, point).ljust(SLOT_BYTES, b"\0")
-        self._files.replace(self.path, second + first, sync=True)
 
     def load(self, name: str) -> FlushPoint | None:
         """The newest intact slot, or None when there is no file. Raises CorruptData when no slot is intact."""

@@ -23,7 +23,7 @@ from metamq.broker.log.derived import make_void
 from metamq.broker.log.files import FileCache, storage_error
 from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
 from metamq.broker.log.index import SparseIndex
-from metamq.broker.log.segments import Inventory, Segment, file_path
+from metamq.broker.log.segments import Segment, file_path, take_inventory
 
 log = logging.getLogger("metamq.broker.log")
 
@@ -33,17 +33,26 @@ def empty_point(offset: int, position: int) -> FlushPoint:
     return FlushPoint(position, offset, offset, position, offset, position, 0, *NO_EPOCHS, clean=True)
 
 
-def create(folder: str, files: FileCache, flush_file: FlushFile, inventory: Inventory) -> tuple[Segment, FlushPoint]:
-    """Makes a new log, durably, also over what is left of an attempt that was broken off. Raises OSError."""
+def make(folder: str, files: FileCache) -> None:
+    """Makes a new log, unless one is there, also over what is left of an attempt that was broken off. Any thread.
+
+    Durable but for the folder's own name. Raises OSError.
+    """
+    leftovers, path = take_inventory(folder).segments, f"{folder}/{flushed.FILE_NAME}"
+    if os.path.exists(path) or any(segment.size_bytes for segment in leftovers):
+        return
     os.makedirs(folder, exist_ok=True)
-    for leftover in inventory.segments:
+    for leftover in leftovers:
         os.unlink(leftover.path)
-    point = empty_point(0, 0)
-    segment = _first_segment(folder, files, point)
-    flush_file.create(point)
+    with open(file_path(folder, 0, 0, "log"), "xb"):
+        pass
+    temporary = path + ".tmp"
+    with open(temporary, "wb") as file:
+        file.write(flushed.new_file(empty_point(0, 0)))
+        file.flush()
+        files.sync(file.fileno())
+    os.rename(temporary, path)
     files.sync_folder(folder)
-    files.sync_folder(os.path.dirname(folder))
-    return segment, point
 
 
 def decide_to_empty(flush_file: FlushFile, point: FlushPoint) -> None:

@@ -71,6 +71,17 @@ class PartitionLog(DurableLog):
         self._checkpoint_position = recovered.snapshots[-1].position if recovered.snapshots else -1
         self._expire_producers(now_us)
 
+    @staticmethod
+    def make(folder: str | os.PathLike[str], name: str, files: FileCache) -> None:
+        """Makes a new log, unless one is there, durable but for the folder's own name. Any thread.
+
+        open() does so as well, but waits for the disk in its own thread. Raises StorageError.
+        """
+        try:
+            fresh.make(os.path.normpath(folder), files)
+        except OSError as error:
+            raise storage_error(name, "making the log", error) from error
+
     @classmethod
     def open(
         cls, folder: str | os.PathLike[str], name: str, config: LogConfig, files: FileCache, *, now_us: int

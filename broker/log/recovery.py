@@ -123,8 +123,9 @@ def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Reco
             return _Recovery(folder, name, config, files, inventory, flush_file, point).run()
         if any(segment.size_bytes for segment in inventory.segments):
             raise _refusal(name, flush_file.path, "the file is missing", 0)
-        segment, point = fresh.create(folder, files, flush_file, inventory)
-        return _without_a_batch(segment, flush_file, point)
+        fresh.make(folder, files)
+        files.sync_folder(os.path.dirname(folder))
+        return recover(folder, name, config, files)
     except BaseException:  # another folder may stand at this path by the next attempt
         for segment in inventory.segments:
             files.forget(segment.path)
@@ -364,7 +365,7 @@ class _Recovery:
         """Writes the index of each sealed segment that was walked; only the active one stays in memory."""
         for segment in self.segments[:-1]:
             if segment.index is not None:
-                self.files.replace(segment.index_path, segment.index.to_bytes(), sync=False)
+                self.files.replace(segment.index_path, segment.index.to_bytes())
                 segment.index = None
 
     def _index_paths(self) -> set[str]:

@@ -172,7 +172,7 @@ class SegmentStore:
         sealed = self.segments[-1]
         index = self.index_of(sealed)
         segment = Segment(file_path(self._folder, end_offset, end_position, "log"), end_offset, end_position, 0)
-        self._files.replace(sealed.index_path, index.to_bytes(), sync=False)
+        self._files.replace(sealed.index_path, index.to_bytes())
         self._files.create(segment.path)
         self.segments.append(segment)
         self._files.indexes.put(sealed.path, index)
@@ -185,7 +185,7 @@ class SegmentStore:
         """Writes what the active segment's index has up to now."""
         active = self.segments[-1]
         if active.index is not None and active.size_bytes:
-            self._files.replace(active.index_path, active.index.to_bytes(), sync=False)
+            self._files.replace(active.index_path, active.index.to_bytes())
 
     def last_epoch(self) -> int:
         """The epoch of the last batch; -1 when there is none."""
@@ -208,7 +208,7 @@ class SegmentStore:
     def save_epochs(self, found: EpochList) -> str:
         """Saves the list; returns the file's path. It is not fsynced: without it the list is made anew."""
         path = f"{self._folder}/{epochs.FILE_NAME}"
-        self._files.replace(path, found.to_bytes(), sync=False)
+        self._files.replace(path, found.to_bytes())
         return path
 
     def load_producers(self, end_position: int) -> ProducerStates:
@@ -221,7 +221,7 @@ class SegmentStore:
         Returns the file's path. It is not fsynced: until it is, the one before it serves.
         """
         snapshot = SnapshotName(position, offset, file_path(self._folder, offset, position, "producers"))
-        self._files.replace(snapshot.path, states.to_bytes(offset, position), sync=False)
+        self._files.replace(snapshot.path, states.to_bytes(offset, position))
         if snapshot not in self._snapshots:
             self._snapshots.append(snapshot)
         self._drop_snapshots(superfluous(self._snapshots, self.segments))

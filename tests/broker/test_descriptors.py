@@ -109,7 +109,7 @@ def test_files_of_the_log_make_room_for_one_another(tmp_path: Path) -> None:
         other = str(tmp_path / "other")
         files.create(other)
         fd = files.duplicate(paths[0])
-        files.replace(str(tmp_path / "replaced"), b"x", sync=True)
+        files.replace(str(tmp_path / "replaced"), b"x")
         assert 0 < files.open_count < 7
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -159,6 +160,53 @@ def test_a_topic_that_is_deleted_meanwhile_is_let_go(parts: Parts, held: str) ->
         parts.create(admin, retention_bytes=4000)
         wait_until(lambda: _of(admin.statistics(parts.broker_id), parts.name).start_offset > 0)
     assert parts.broker.failure is None
+
+
+def in_thread(work: Callable[..., object], *arguments: object, **settings: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, kwargs=settings)
+    thread.start()
+    return thread
+
+
+def test_requests_are_answered_while_a_topic_is_made(parts: Parts) -> None:
+    disk = parts.disk
+    with parts.zookeeper.admin() as admin:
+        parts.create(admin)
+        disk.hold(lambda path: f"/new-{parts.broker_id}@" in path)
+        made = in_thread(admin.create_topic, f"new-{parts.broker_id}", partitions=3, brokers=[parts.broker_id])
+        wait_until(lambda: disk.waiting, what="an fsync of the new topic")
+        parts.serves(admin)
+        assert made.is_alive()
+        disk.release()
+        made.join(20)
+        with parts.zookeeper.producer() as producer:
+            producer.send(f"new-{parts.broker_id}", b"x").result(20)
+
+
+def test_requests_are_answered_while_a_topic_is_removed(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of many gigabytes take their time."""
+    removing, free = threading.Event(), threading.Event()
+    rmtree = shutil.rmtree
+
+    def slow(path: Any) -> None:
+        removing.set()
+        assert free.wait(60)
+        rmtree(path)
+
+    monkeypatch.setattr("metamq.broker.data_folder.shutil.rmtree", slow)
+    name = f"gone-{parts.broker_id}"
+    with parts.zookeeper.admin() as admin:
+        parts.create(admin)
+        admin.create_topic(name, partitions=1, brokers=[parts.broker_id])
+        admin.delete(name)
+        assert removing.wait(20)
+        try:
+            parts.serves(admin)
+        finally:
+            free.set()
+        admin.create_topic(name, partitions=1, brokers=[parts.broker_id])
+    folders = [folder.topic for folder in parts.broker._folder.topics()]
+    assert folders.count(name) == 1
 
 
 def _of(statistics: Any, topic: str) -> Any:

@@ -166,9 +166,9 @@ def test_all_of_that_while_the_broker_is_down(parts: Cluster) -> None:
 
     again, made, grown = store(parts, change)
     parts.broker.start()
-    assert {name for name in folders(parts) if name.split("@")[0] in ("kept", "gone", "remade", "made", "larger")} == {
-        f"kept@{kept.id}", f"remade@{again.id}", f"made@{made.id}", f"larger@{grown.id}"
-    }  # fmt: skip
+    ours = ("kept", "gone", "remade", "made", "larger")
+    wanted = {f"kept@{kept.id}", f"remade@{again.id}", f"made@{made.id}", f"larger@{grown.id}"}
+    wait_until(lambda: {name for name in folders(parts) if name.split("@")[0] in ours} == wanted)
     assert not offered(parts, "gone")
     assert values(parts, kept) == values(parts, larger) == [b"before"]
     assert values(parts, again) == []
