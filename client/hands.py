@@ -90,7 +90,8 @@ class TaskHands:
             if wait_s is not None and wait_s <= 0:
                 return None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._filled.wait(), wait_s)
+                async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation
+                    await self._filled.wait()
         return None
 
     def release(self, hand: Hand, *, in_hand: bool) -> None:

@@ -219,7 +219,8 @@ class ZKLoadRebalanceListener:
         try:
             while not self._stopping:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._look.wait(), max(beat_due - time.monotonic(), 0))
+                    async with asyncio.timeout(max(beat_due - time.monotonic(), 0)):
+                        await self._look.wait()
                 self._look.clear()
                 if not self._stopping and self._session.state is State.CONNECTED:
                     await self._try_round()
@@ -296,7 +297,8 @@ class ZKLoadRebalanceListener:
                 raise self._in_use(other)
             log.info("%s, waiting for the end of its session", self._in_use(other).problem)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(left.wait(), deadline - time.monotonic())
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await left.wait()
             left.clear()
         self._joined_in = self._session.generation
 

@@ -101,3 +101,9 @@ def test_no_paths_of_one_machine() -> None:
 )
 def test_machine_paths_are_told_from_others(line: str, found: bool) -> None:
     assert bool(MACHINE_PATH.search(line)) == found
+
+
+def test_nobody_waits_with_wait_for() -> None:
+    """In Python 3.11 it loses a cancellation that comes together with the result; `asyncio.timeout` does not."""
+    product = re.compile(r"asyncio\.wait_for\(")
+    assert [line for line in lines_with(product) if not line.startswith("tests/")] == []

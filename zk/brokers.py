@@ -176,7 +176,8 @@ async def _wait_until_gone(session: Session, registration: Registration, there: 
         return
     log.info("broker %d: waiting for the session of its master at %s to end", registration.broker_id, other.address)
     try:
-        await asyncio.wait_for(gone.wait(), max(remaining_s, 0))
+        async with asyncio.timeout(max(remaining_s, 0)):
+            await gone.wait()
     except TimeoutError:
         raise ConfigError(
             f"broker {registration.broker_id} has a live master already: replica {other.replica} at {other.address}",

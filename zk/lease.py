@@ -128,7 +128,8 @@ class Lease:
                 woken.clear()
                 with contextlib.suppress(TimeoutError):
                     interval_s = self._session.negotiated_timeout_ms / 1000 / _RENEWALS_PER_TIMEOUT
-                    await asyncio.wait_for(woken.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await woken.wait()
         finally:
             remove()
 
