@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import random
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,33 @@ def test_a_flush_or_retention_under_way_does_no_harm(make_shelf: Any) -> None:
 
 def carried_out(shelf: Any, log: PartitionLog, step: Any) -> Any:
     return shelf.flush(log) if step == FLUSH else step()
+
+
+def test_the_emptying_ends_only_when_every_change_of_a_name_is_on_the_disk(
+    shelf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(shelf)
+    durable: set[str] = set()
+
+    def sync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            durable.update(os.listdir(fd))
+            durable.intersection_update(os.listdir(fd))
+
+    shelf.files.sync = sync
+    write_both = FlushFile.write_both
+    points = []
+
+    def noted(self: FlushFile, point: FlushPoint) -> None:
+        if not point.emptying:
+            assert durable == set(os.listdir(shelf.folder))
+        points.append(point.emptying)
+        write_both(self, point)
+
+    monkeypatch.setattr(FlushFile, "write_both", noted)
+    log.reset_to(4, 408)
+    assert points == [True, False]
+    log.close(clean=False)
 
 
 # -- crashes ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from metamq.broker.log import LogConfig, recovery
 from metamq.broker.log.flushed import FlushFile
-from metamq.errors import ConfigError, CorruptData, MetamqError, ProtocolError, StorageError
+from metamq.errors import ConfigError, CorruptData, Fenced, MetamqError, ProtocolError, StorageError
 from metamq.wire.batch import read_header, stamp
 
 SEED = 20250311
@@ -60,6 +60,13 @@ class Pair:
 
     def flush(self) -> None:
         self.shelf.flush(self.replica)
+
+    def swap(self) -> None:
+        """The replica becomes the master."""
+        self.master.set_bound(self.master.stable_offset, self.master.stable_position)
+        self.replica.clear_bound()
+        self.master, self.replica = self.replica, self.master
+        self.master_shelf, self.shelf = self.shelf, self.master_shelf
 
     def assert_equal(self) -> None:
         """The bytes, and all that follows from them."""
@@ -196,6 +203,17 @@ def test_an_epoch_that_falls_is_refused(pair: Pair) -> None:
             assert "has offset 4 of epoch 4, due is offset 4, after epoch 5" in str(error)
     pair.replica.append_replicated(batch, pair.replica.end_position)
     assert pair.replica.end_offset == 4 + header.count
+
+
+def test_a_former_master_that_copied_since_appends_no_more(pair: Pair) -> None:
+    pair.append(2, epoch=3)
+    pair.catch_up()
+    pair.swap()
+    pair.append(1, epoch=5)
+    pair.catch_up()
+    with pytest.raises(Fenced, match="epoch 3 of flights/0-0 is not the master: the log has batches of epoch 5"):
+        pair.shelf.append(pair.replica, [b"own"], epoch=3)
+    pair.assert_equal()
 
 
 # -- failing, dying ---------------------------------------------------------------------------------------------------
@@ -345,12 +363,11 @@ def test_own_batches_that_come_back_from_another_master_prove_nothing(make_shelf
             end = pair.master.end_position
         pair.master_shelf.flush(pair.master)
     pair.catch_up()
-    former, pair.master_shelf, pair.shelf = pair.master, pair.shelf, pair.master_shelf
-    pair.master, pair.replica = pair.replica, former
-    former.truncate(end)
+    pair.swap()
+    pair.replica.truncate(end)
     pair.catch_up()
-    former.close(clean=False)
-    pair.shelf.damage(former.end_position // 2)
+    pair.replica.close(clean=False)
+    pair.shelf.damage(pair.replica.end_position // 2)
     pair.replica = pair.shelf.open(ONE_SEGMENT, bound=True)
     assert pair.replica.end_offset == 6
     pair.catch_up()
@@ -460,10 +477,7 @@ def test_whatever_happens_in_between_a_copy_ends_equal(make_shelf: Any, events: 
         elif name == "swap":
             pair.catch_up()
             epoch += 1
-            pair.master.set_bound(pair.master.stable_offset, pair.master.stable_position)
-            pair.replica.clear_bound()
-            pair.master, pair.replica = pair.replica, pair.master
-            pair.master_shelf, pair.shelf = pair.shelf, pair.master_shelf
+            pair.swap()
         stable = pair.replica.stable_position
         assert stable <= pair.replica.end_position
         pair.shelf.checkpoint(pair.replica)
