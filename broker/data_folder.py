@@ -7,8 +7,10 @@
 
 The *incarnation* tells whether this replica still has all that it ever acknowledged. A killed process keeps what it
 wrote, in the kernel's memory; a host that went down may have lost it. So a start after another boot of the host
-without a clean stop is a new incarnation, which counts as in sync only after it caught up; so is one that had to cut
-its logs. Where the host's boots cannot be told apart, every start without a clean stop counts as a new one.
+without a clean stop is a new incarnation, which counts as in sync only after it caught up; so is one that finds a log
+torn, or ending before what readers had seen of it. Where the host's boots cannot be told apart, every start without a
+clean stop counts as a new one. It is stored before anything of what was found is changed: a crash in between must not
+lose the news. Losses before anybody has been told the number are one.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -25,6 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metamq.errors import ConfigError, StorageError
+
+log = logging.getLogger("metamq.broker")
 
 FORMAT = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -66,6 +71,8 @@ class DataFolder:
         self.path = path
         self._meta = meta
         self._lock = lock
+        self._is_known = True
+        """Whether others may have been told this incarnation."""
 
     @classmethod
     def open(cls, path: Path, broker_id: int, *, boot_id: str | None = None) -> DataFolder:
@@ -81,9 +88,12 @@ class DataFolder:
         except OSError as error:
             raise _failure(path, "opening the data folder", error) from error
         try:
-            meta = _started(path, _load(path), broker_id, _current_boot() if boot_id is None else boot_id)
+            former = _load(path)
+            meta = _started(path, former, broker_id, _current_boot() if boot_id is None else boot_id)
             folder = cls(path, meta, lock)
             folder._store(meta)
+            if former is not None and former.incarnation != meta.incarnation:
+                folder._raised("the host went down without a clean stop of the broker")
             folder._finish_removals()
         except BaseException:
             os.close(lock)
@@ -128,10 +138,21 @@ class DataFolder:
         """Gives the replica its number, durably. Raises StorageError."""
         self._store(replace(self._meta, replica=number))
 
-    def raise_incarnation(self) -> int:
-        """A new incarnation, durably: a log of this replica was cut. Raises StorageError."""
-        self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
-        return self.incarnation
+    def raise_incarnation(self, reason: str) -> None:
+        """A new incarnation, durably: this replica lacks something. Raises StorageError."""
+        if self._is_known:
+            self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
+            self._raised(reason)
+
+    def _raised(self, reason: str) -> None:
+        self._is_known = False
+        log.warning(
+            "this replica is a new incarnation, %d, and may lack what it acknowledged: %s", self.incarnation, reason
+        )
+
+    def incarnation_known(self) -> None:
+        """Others are told the incarnation now; the next loss makes another one."""
+        self._is_known = True
 
     def topics(self) -> list[TopicFolder]:
         """The topics that have a folder here, by name."""

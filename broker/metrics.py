@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _GAUGES = {
     "epoch": ("metamq_broker_epoch", "The master's term"),
+    "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack what it acknowledged"),
     "connections": ("metamq_broker_connections", "Open connections"),
     "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
     "requests_held_back": ("metamq_broker_requests_held_back", "Requests that wait unread for memory"),

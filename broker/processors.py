@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import metamq
 from metamq.broker.counters import Counters
+from metamq.broker.data_folder import DataFolder
 from metamq.broker.flusher import Flusher
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
@@ -45,7 +46,7 @@ class Processors:
 
     def __init__(
         self,
-        broker_id: int,
+        folder: DataFolder,
         topics: Topics,
         flusher: Flusher,
         ids: BatchIds,
@@ -54,7 +55,7 @@ class Processors:
         batch_bytes_max: int,
         failed: Callable[[MetamqError], None],
     ) -> None:
-        self._broker_id = broker_id
+        self._folder = folder
         self._topics = topics
         self._flusher = flusher
         self._ids = ids
@@ -75,7 +76,7 @@ class Processors:
         """What this broker answers to HELLO."""
         return HelloReply(
             version=PROTOCOL_VERSION_MAX,
-            broker_id=self._broker_id,
+            broker_id=self._folder.broker_id,
             epoch=self._ids.epoch,
             message_bytes_max=MESSAGE_BYTES_MAX,
             batch_bytes_max=self._batch_bytes_max,
@@ -160,7 +161,9 @@ class Processors:
 
     def _statistics(self, partitions: Iterable[Partition]) -> dict[str, Any]:
         return {
-            "broker_id": self._broker_id,
+            "broker_id": self._folder.broker_id,
+            "replica": self._folder.replica,
+            "incarnation": self._folder.incarnation,
             "epoch": self._ids.epoch,
             "version": metamq.__version__,
             "time_ms": time.time_ns() // 1_000_000,

@@ -66,6 +66,7 @@ class Broker:
         self._ended = asyncio.Event()
         self._topics_changed = asyncio.Event()
         self._session_changed = asyncio.Event()
+        self._becoming_master = asyncio.Lock()
         self._connections: set[BrokerProtocol] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._registered: dict[str, int] = {}
@@ -100,7 +101,7 @@ class Broker:
             await self._read_topics()
             await self._become_master()
             self._processors = Processors(
-                config.id,
+                self._folder,
                 self._topics,
                 self._flusher,
                 self._ids,
@@ -169,6 +170,12 @@ class Broker:
         return self._status.port if self._status is not None else -1
 
     async def _become_master(self) -> None:
+        async with self._becoming_master:  # a lost session and a loss that is found may both ask for it
+            await self._raise_epoch()
+
+    async def _raise_epoch(self) -> None:
+        self._folder.incarnation_known()  # from here on, whether or not we hear of it
+        self._registered_incarnation = self._folder.incarnation
         self.mastership: Mastership = await become_master(
             self._session,
             Registration(
@@ -224,6 +231,8 @@ class Broker:
             self._topics_changed.clear()
             try:
                 await self._read_topics()
+                if self._folder.incarnation != self._registered_incarnation:  # a log that was opened lacks something
+                    await self._become_master()
                 if self._topics.counts() != self._registered:
                     await self._register()
             except ConnectError as error:
@@ -304,7 +313,7 @@ class Broker:
         await self._session.close()
         if self.failure is None:
             await self._drain()
-        self._topics.close(ClosedError("broker"), clean=self.failure is None)
+        clean = self._topics.close(ClosedError("broker"), clean=self.failure is None)
         for connection in list(self._connections):
             connection.close() if self.failure is None else connection.abort()
         self._flusher.close()
@@ -312,7 +321,7 @@ class Broker:
         if self._status is not None:
             self._status.close()
         self._files.close()
-        self._folder.close(clean=self.failure is None)
+        self._folder.close(clean=clean)
         log.info("broker %d has stopped", self.config.id)
 
     async def _drain(self) -> None:

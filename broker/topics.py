@@ -127,7 +127,14 @@ class Topics:
             name = self._name(topic, index)
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
-                opened = PartitionLog.open(folder, name, settings, self._files, now_us=time.time_ns() // 1000)
+                opened = PartitionLog.open(
+                    folder,
+                    name,
+                    settings,
+                    self._files,
+                    now_us=time.time_ns() // 1000,
+                    losing=self._folder.raise_incarnation,
+                )
             except CorruptData as error:
                 log.critical("%s is not served: %s", name, error)
                 self._broken[topic, index] = error
@@ -163,8 +170,16 @@ class Topics:
         for partition in self.open.pop(topic).values():
             partition.close(TopicNotFound(topic), clean=False)
 
-    def close(self, error: MetamqError, *, clean: bool = True) -> None:
-        """Closes every log; after a clean close nothing is scanned at the next start. Waits for a removal under way."""
+    def close(self, error: MetamqError, *, clean: bool = True) -> bool:
+        """Closes every log; after a clean close nothing is scanned at the next start. Waits for a removal under way.
+
+        Returns whether all of them were closed cleanly, and no damaged one before.
+        """
+        all_clean = clean
         for partition in self.partitions():
-            partition.close(error, clean=clean)
+            if partition.closed_by is not None:
+                all_clean = False
+            else:
+                partition.close(error, clean=clean)
         self._executor.shutdown(wait=True)
+        return all_clean

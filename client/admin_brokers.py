@@ -104,6 +104,8 @@ def _statistics(address: str, header: Any) -> BrokerStatistics:
             version=header["version"],
             time_ms=header["time_ms"],
             writes_refused=header["writes_refused"],
+            replica=header["replica"],
+            incarnation=header["incarnation"],
             partitions=tuple(partitions),
             **{name: counters[name] for name in _COUNTERS},
         )

@@ -221,4 +221,7 @@ class BrokerStatistics:
     bytes_out: int
     fetches: int
     repeats: int
+    replica: int
+    incarnation: int
+    """Raised when the replica may lack what it acknowledged."""
     partitions: tuple[PartitionStatistics, ...]

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 
 from metamq.broker.log import fresh, retention
@@ -48,6 +49,10 @@ from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetO
 from metamq.wire.batch import BatchHeader, stamp
 
 log = logging.getLogger("metamq.broker.log")
+
+
+def _nobody(_what: str) -> None:
+    """Nobody has to know of a loss."""
 
 
 class PartitionLog(DurableLog):
@@ -84,18 +89,27 @@ class PartitionLog(DurableLog):
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike[str], name: str, config: LogConfig, files: FileCache, *, now_us: int
+        cls,
+        folder: str | os.PathLike[str],
+        name: str,
+        config: LogConfig,
+        files: FileCache,
+        *,
+        now_us: int,
+        losing: Callable[[str], object] = _nobody,
     ) -> PartitionLog:
         """Opens the log in `folder`, or makes a new one there, and recovers it.
 
-        `name` ("flights/0-3") stands in errors and log lines. Raises CorruptData, with nothing modified, when bytes
-        that were on the disk are damaged; StorageError when the disk fails.
+        `name` ("flights/0-3") stands in errors and log lines. `losing` is told in words, before anything is modified,
+        when the log lacks what it had; when that raises, nothing was done, and the next open tells it again. Raises
+        CorruptData, with nothing modified, when bytes that were on the disk are damaged; StorageError when the disk
+        fails.
 
         Readers see no more of it than they did before, until set_bound() or clear_bound() says how much they may.
         """
         path = os.path.normpath(folder)
         try:
-            recovered = recover(path, name, config, files)
+            recovered = recover(path, name, config, files, losing)
         except OSError as error:
             raise storage_error(name, "opening the log", error) from error
         return cls(path, name, config, files, recovered, now_us)

@@ -47,6 +47,9 @@ used: else a second crash could bring the old bytes back behind new ones.
 
 A log that was being emptied when the crash came has nothing to recover: metamq.broker.log.fresh tells.
 
+Before any of that is done, whoever opens the log is told that it lacks what it had: a cut leaves no trace, and a note
+that is made afterwards may be lost to the next crash.
+
 A second crash during recovery finds the same state or one further on: segments are removed from the newest to the
 oldest, then the torn one is cut, and each step leaves a log with the same first bad position or none.
 """
@@ -55,6 +58,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -105,11 +109,12 @@ class Recovered:
     report: RecoveryReport
 
 
-def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Recovered:
+def recover(folder: str, name: str, config: LogConfig, files: FileCache, losing: Callable[[str], object]) -> Recovered:
     """Opens what the folder holds, or makes a new log there.
 
-    Raises CorruptData, having modified nothing, when bytes that were on the disk are missing or changed. Raises
-    OSError.
+    `losing` is told, before anything is modified, that the log lacks what it had, and may be told again by a later
+    attempt. Raises CorruptData, having modified nothing, when bytes that were on the disk are missing or changed.
+    Raises OSError, and what `losing` raises.
     """
     inventory = take_inventory(folder)
     flush_file = FlushFile(folder, files)
@@ -120,12 +125,12 @@ def recover(folder: str, name: str, config: LogConfig, files: FileCache) -> Reco
             unlink_all(void)
             return _without_a_batch(segment, flush_file, point._replace(emptying=False))
         if point is not None:
-            return _Recovery(folder, name, config, files, inventory, flush_file, point).run()
+            return _Recovery(folder, name, config, files, inventory, flush_file, point, losing).run()
         if any(segment.size_bytes for segment in inventory.segments):
             raise _refusal(name, flush_file.path, "the file is missing", 0)
         fresh.make(folder, files)
         files.sync_folder(os.path.dirname(folder))
-        return recover(folder, name, config, files)
+        return recover(folder, name, config, files, losing)
     except BaseException:  # another folder may stand at this path by the next attempt
         for segment in inventory.segments:
             files.forget(segment.path)
@@ -154,7 +159,7 @@ class _Recovery:
 
     def __init__(
         self, folder: str, name: str, config: LogConfig, files: FileCache, inventory: Inventory,
-        flush_file: FlushFile, point: FlushPoint,
+        flush_file: FlushFile, point: FlushPoint, losing: Callable[[str], object],
     ) -> None:  # fmt: skip
         self.folder = folder
         self.name = name
@@ -163,6 +168,7 @@ class _Recovery:
         self.inventory = inventory
         self.flush_file = flush_file
         self.point = point
+        self.losing = losing
         self.stable_offset_before = point.stable_offset
         self.retired = [s for s in inventory.segments if s.end_position <= point.start_position and s.size_bytes]
         self.segments = [s for s in inventory.segments if s not in self.retired]
@@ -178,6 +184,7 @@ class _Recovery:
     def run(self) -> Recovered:
         whole = self._check_chain()
         if self.bad is None and self._is_settled():
+            self._announce_loss()
             self._correct_the_point()
             self._forget_stale(self.inventory.indexes - self._index_paths())
             return self._recovered(None)
@@ -187,6 +194,7 @@ class _Recovery:
         if self.end_position == self.point.position and self.end_offset != self.point.offset:
             reason = f"offset {self.point.offset} was flushed up to here, the batches give {self.end_offset}"
             raise _refusal(self.name, self.folder, reason, self.end_position)
+        self._announce_loss()
         self._correct_the_point()
         cut_bytes = self._cut() if self.bad is not None else 0
         self._write_tail_again()
@@ -314,6 +322,13 @@ class _Recovery:
 
     def _segment_at(self, position: int) -> Segment:
         return next(s for s in reversed(self.segments) if s.base_position <= position)
+
+    def _announce_loss(self) -> None:
+        if self.bad is not None:
+            self.losing(f"{self.name}: what was written behind offset {self.end_offset} is torn")
+        elif self.end_offset < self.stable_offset_before:
+            seen = self.stable_offset_before
+            self.losing(f"{self.name}: it ends at offset {self.end_offset}, and readers had seen it up to {seen}")
 
     # -- changing the files ---------------------------------------------------------------------------------------
 

@@ -72,11 +72,42 @@ def test_a_clean_stop_counts_once(tmp_path: Path) -> None:
     DataFolder.open(tmp_path, 0, boot_id="boot 1").close(clean=False)
     folder = DataFolder.open(tmp_path, 0, boot_id="boot 2")
     assert folder.incarnation == 2
-    assert folder.raise_incarnation() == 3
+    folder.close(clean=True)
+    folder = DataFolder.open(tmp_path, 0, boot_id="boot 3")
+    assert folder.incarnation == 2
+    folder.close(clean=True)
+
+
+def stored_incarnation(path: Path) -> int:
+    meta = json.loads((path / "meta.json").read_text())
+    assert isinstance(meta["incarnation"], int)
+    return meta["incarnation"]
+
+
+def test_losses_before_anybody_knows_the_incarnation_are_one(tmp_path: Path) -> None:
+    """A thousand torn logs at one start; but one that is found later, when others count on us, is a loss of its own."""
+    folder = DataFolder.open(tmp_path, 0)
+    for _ in range(3):
+        folder.raise_incarnation("t/0 is torn")
+        assert folder.incarnation == stored_incarnation(tmp_path) == 2
+    folder.incarnation_known()
+    for _ in range(3):
+        folder.raise_incarnation("t/1 is torn")
+        assert folder.incarnation == stored_incarnation(tmp_path) == 3
     folder.close(clean=True)
     folder = DataFolder.open(tmp_path, 0)
     assert folder.incarnation == 3
-    folder.close(clean=True)
+    folder.raise_incarnation("t/0 is torn")
+    assert stored_incarnation(tmp_path) == 4
+    folder.close(clean=False)
+
+
+def test_a_host_that_went_down_and_torn_logs_are_one_loss(tmp_path: Path) -> None:
+    DataFolder.open(tmp_path, 0, boot_id="boot 1").close(clean=False)
+    folder = DataFolder.open(tmp_path, 0, boot_id="boot 2")
+    folder.raise_incarnation("t/0 is torn")
+    assert folder.incarnation == stored_incarnation(tmp_path) == 2
+    folder.close(clean=False)
 
 
 def test_what_is_kept(tmp_path: Path) -> None:

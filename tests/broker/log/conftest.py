@@ -30,10 +30,16 @@ class Shelf:
         self.batch_ids = 0
 
     def open(
-        self, config: LogConfig = SMALL, *, now_us: int = 0, files: FileCache | None = None, bound: bool = False
+        self,
+        config: LogConfig = SMALL,
+        *,
+        now_us: int = 0,
+        files: FileCache | None = None,
+        bound: bool = False,
+        losing: Callable[[str], object] = str,
     ) -> PartitionLog:
         """As a master without other replicas does; or, `bound`, as one that does not know its role yet."""
-        log = PartitionLog.open(self.folder, "flights/0-0", config, files or self.files, now_us=now_us)
+        log = PartitionLog.open(self.folder, "flights/0-0", config, files or self.files, now_us=now_us, losing=losing)
         if not bound:
             log.clear_bound()
         return log

@@ -426,3 +426,77 @@ def test_a_power_cut_loses_nothing_that_was_flushed(make_shelf: Any) -> None:
         assert shelf.read_all(log) == expected_values(log.end_offset // 2)
         assert shelf.append(log, [b"after"]) == log.end_offset - 1
         log.close(clean=False)
+
+
+# -- what is lost is told first -------------------------------------------------------------------------------------
+
+
+def torn(shelf: Any, stable: LogConfig = ONE_SEGMENT) -> None:
+    """A log of three batches whose last is torn."""
+    log = shelf.open(stable)
+    for number in range(3):
+        shelf.append(log, [b"value %d" % number])
+    end = log.end_position
+    log.close(clean=False)
+    shelf.damage(end - 10)
+
+
+def test_a_cut_is_announced_before_anything_is_changed(shelf: Any) -> None:
+    """Whoever is told may note it down durably; if that fails, the next start finds what this one did."""
+    torn(shelf)
+    before = shelf.contents()
+    told: list[str] = []
+
+    def losing(what: str) -> None:
+        assert shelf.contents() == before
+        told.append(what)
+        if len(told) == 1:
+            raise StorageError("no room for the note")
+
+    with pytest.raises(StorageError, match="no room for the note"):
+        shelf.open(ONE_SEGMENT, losing=losing)
+    log = shelf.open(ONE_SEGMENT, losing=losing)
+    assert log.end_offset == 2
+    assert told == [told[0]] * 2
+    assert told[0].startswith("flights/0-0: what was written behind offset 2 is torn")
+    log.close()
+    shelf.open(ONE_SEGMENT, losing=losing).close()
+    assert len(told) == 2
+
+
+def test_a_log_that_ends_before_what_readers_saw_has_lost_it(shelf: Any) -> None:
+    """A disk may forget a whole number of batches: nothing is torn then, and nothing cut."""
+    log = shelf.open(ONE_SEGMENT)
+    ends = []
+    for number in range(3):
+        shelf.append(log, [b"value %d" % number])
+        ends.append(log.end_position)
+        if number == 0:
+            ticket = log.start_flush()
+    ticket.sync()
+    log.finish_flush(ticket)  # stores that readers have seen all three, and that one is on the disk
+    log.close(clean=False)
+    path, at = shelf.byte_at(ends[1] - 1)
+    os.truncate(path, at + 1)
+    told: list[str] = []
+    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    assert (log.end_offset, log.recovery.cut_bytes, log.recovery.stable_offset_before) == (2, 0, 3)
+    assert told == ["flights/0-0: it ends at offset 2, and readers had seen it up to 3"]
+    log.close(clean=False)
+    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    log.close()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_log_that_has_everything_announces_nothing(shelf: Any, clean: bool) -> None:
+    told: list[str] = []
+    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    for number in range(3):
+        shelf.append(log, [b"value %d" % number])
+        shelf.flush(log)
+    shelf.append(log, [b"the last, which is not flushed"])
+    log.close(clean)
+    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    assert (log.end_offset, told) == (4, [])
+    log.close()

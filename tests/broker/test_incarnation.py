@@ -1,0 +1,154 @@
+"""A replica that may lack what it acknowledged comes back as a new incarnation, and says so; any other does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.zk.brokers import read_state
+from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.session import Session
+from tests.parts import http_get, read_topic, statistics, wait_until
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[Cluster]:
+    with cluster(brokers=0) as running:
+        yield running
+
+
+@pytest.fixture
+def broker(parts: Cluster, tmp_path: Path) -> Iterator[BrokerProcess]:
+    """A broker with acknowledged messages, flushed, in topic `t-<broker id>`."""
+    broker_id = len(parts.brokers)
+    made = BrokerProcess(parts.zookeeper, tmp_path / "broker", broker_id)
+    parts.brokers.append(made)
+    made.start()
+    with parts.admin() as admin:
+        admin.create_topic(f"t-{broker_id}", partitions=2, brokers=[broker_id], flush="ack")
+    with parts.producer() as producer:
+        for number in range(10):
+            producer.send(f"t-{broker_id}", b"%d" % number).result(20)
+    assert incarnations(parts, made) == {1}
+    yield made
+    made.kill()
+
+
+def incarnations(parts: Cluster, broker: BrokerProcess) -> set[int]:
+    """The incarnation as it stands in the data folder, in STATS, in the metrics, and in ZooKeeper."""
+    found = statistics(broker)
+    metrics = http_get(broker.http_port, "/metrics")[1]
+
+    async def registered() -> set[int]:
+        async with await Session.open(parts.zookeeper) as session:
+            state = await read_state(session, broker.broker_id)
+            assert state is not None
+            assert state[0].epoch == found["epoch"]
+            ((replica, incarnation),) = state[0].insync
+            assert replica == found["replica"]
+            node = await session.get(session.paths.master(broker.broker_id))
+            return {incarnation, json.loads(node.data)["incarnation"]}
+
+    (line,) = [line for line in metrics.splitlines() if line.startswith("metamq_broker_incarnation ")]
+    stored = json.loads((broker.data / "meta.json").read_text())["incarnation"]
+    return {found["incarnation"], stored, int(float(line.split()[1]))} | asyncio.run(registered())
+
+
+def another_boot(broker: BrokerProcess) -> None:
+    """As if the host had gone down and come up again."""
+    path = broker.data / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "another"}))
+
+
+def tear(broker: BrokerProcess) -> None:
+    """Half of a batch at the end of both logs, as a write leaves it that was interrupted."""
+    paths = list(broker.data.glob("topics/*/*/*.log"))
+    assert len(paths) == 2
+    for path in paths:
+        with open(path, "ab") as file:
+            file.write(os.urandom(80))
+
+
+@pytest.mark.parametrize(
+    ("stopped", "meanwhile", "incarnation"),
+    [
+        ("cleanly", [], 1),
+        ("cleanly", [another_boot], 1),
+        ("killed", [], 1),
+        ("killed", [another_boot], 2),
+        ("killed", [tear], 2),
+        ("killed", [another_boot, tear], 2),
+    ],
+    ids=["clean stop", "clean stop, other boot", "kill -9", "other boot", "torn logs", "other boot, torn logs"],
+)
+def test_a_start_after(
+    parts: Cluster, broker: BrokerProcess, stopped: str, meanwhile: list[object], incarnation: int
+) -> None:
+    broker.stop() if stopped == "cleanly" else broker.kill()
+    for change in meanwhile:
+        assert callable(change)
+        change(broker)
+    broker.start()
+    assert incarnations(parts, broker) == {incarnation}
+    said = f"a new incarnation, {incarnation}" in broker.log_path.read_text()
+    assert said == (incarnation > 1)
+    with parts.admin() as admin:
+        assert admin.statistics(broker.broker_id).incarnation == incarnation
+        topic = admin.topics()[f"t-{broker.broker_id}"]
+    assert sum(map(len, read_topic(broker, topic.topic, topic.id).values())) == 10
+    broker.restart()
+    assert incarnations(parts, broker) == {incarnation}, "it has everything since then"
+
+
+def test_a_loss_that_is_found_while_the_broker_serves(parts: Cluster, broker: BrokerProcess) -> None:
+    """A topic whose configuration could not be read at the start is opened later."""
+    name = f"t-{broker.broker_id}"
+
+    async def write(data: bytes | None) -> bytes:
+        async with await Session.open(parts.zookeeper) as session:
+            path = session.paths.topic_config(name)
+            before = await session.get(path)
+            if data is not None:
+                await session.set(path, data, ANY_VERSION)
+            return before.data
+
+    config = asyncio.run(write(b"not json"))
+    broker.kill()
+    tear(broker)
+    broker.start()
+    assert incarnations(parts, broker) == {1}
+    epoch = statistics(broker)["epoch"]
+    asyncio.run(write(config))
+    wait_until(lambda: statistics(broker)["epoch"] > epoch, what="a new term")
+    assert incarnations(parts, broker) == {2}
+    with parts.producer() as producer:
+        producer.send(name, b"after").result(20)
+
+
+def test_a_stop_with_a_damaged_partition_is_no_clean_one(parts: Cluster, tmp_path: Path) -> None:
+    """What that partition had not flushed may be gone after the next boot of the host."""
+    broker = BrokerProcess(parts.zookeeper, tmp_path / "broker", len(parts.brokers), retention_check_s=0.1)
+    parts.brokers.append(broker)
+    broker.start()
+    name = f"rot-{broker.broker_id}"
+    with parts.admin() as admin:
+        admin.create_topic(name, partitions=1, brokers=[broker.broker_id], segment_bytes=2000)
+    with parts.producer() as producer:
+        for _ in range(6):
+            producer.send(name, b"x" * 900).result(20)
+    broker.restart()
+    first = sorted(broker.data.glob("topics/*/0/*.log"))[0]
+    first.with_suffix(".index").unlink()
+    data = bytearray(first.read_bytes())
+    data[20] ^= 0x40
+    first.write_bytes(data)
+    broker.restart()
+    wait_until(lambda: "is not served any more" in broker.log_path.read_text())
+    assert broker.stop() == 0
+    assert json.loads((broker.data / "meta.json").read_text())["clean"] is False
