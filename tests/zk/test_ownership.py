@@ -356,6 +356,26 @@ def test_an_evicted_member_loses_its_partitions_though_its_session_lives(servers
     asyncio.run(scenario())
 
 
+def test_what_an_evicted_member_lets_go_of_by_itself_is_freed_too(
+    servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with await Session.open(servers) as stuck, await Session.open(servers) as two:
+            await join(stuck, "etl", member("stuck"), left=ignore)
+            held = await claimed(stuck, "stuck")
+            delete = two.delete
+
+            async def delete_and_wait_for_the_member(path: str, version: int) -> None:
+                await delete(path, version)
+                await release(stuck, held)
+
+            monkeypatch.setattr(two, "delete", delete_and_wait_for_the_member)
+            assert await evict(two, "etl", "stuck") == [held.tp]
+            assert await owned_partitions(two, "etl") == {}
+
+    asyncio.run(scenario())
+
+
 def test_an_owner_that_came_in_between_is_not_dropped(servers: str) -> None:
     async def scenario() -> None:
         async with await Session.open(servers) as session:
