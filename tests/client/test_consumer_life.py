@@ -80,7 +80,7 @@ def test_ctrl_c_ends_a_blocking_wait_at_once_and_loses_nothing(shop: Shop, group
     shop.numbers(topic, 5)
     body = f"""
         try:
-            with Consumer(servers, topics=topic, group=group) as consumer:
+            with Consumer(servers, topics=topic, group=group, commit_interval_ms=100) as consumer:
                 try:
                     {WAITING[way]}
                 except KeyboardInterrupt:

@@ -288,14 +288,14 @@ def test_a_missing_table_is_named_at_the_start_and_the_next_step_helps(
     topic = shop.topic()
     shop.numbers(topic, 3)
     offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "empty.db"), table="offsets_of_etl")
-    settings: dict[str, Any] = {"offsets": offsets, "broadcast": broadcast, "idle_timeout_s": 1.0}
+    settings: dict[str, Any] = {"offsets": offsets, "broadcast": broadcast}
     with pytest.raises(MetamqError, match=r"offsets_of_etl could not be used.*no such table.*create_table\(\)"):
         shop.consumer(topic, group, **settings)
     assert shop.admin.groups().get(group) is None, "it joined"
     asyncio.run(offsets.create_table())
     with shop.consumer(topic, group, **settings) as consumer:
-        assert [int(message.value) for message in consumer] == [0, 1, 2]
-    with shop.consumer(topic, group, **settings) as consumer:  # one storage may serve several
+        assert [int(message.value) for message in islice(consumer, 3)] == [0, 1, 2]
+    with shop.consumer(topic, group, **settings, idle_timeout_s=0.3) as consumer:  # one storage may serve several
         assert list(consumer) == []
 
 

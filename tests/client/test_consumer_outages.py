@@ -175,7 +175,7 @@ def test_nothing_is_handed_out_after_the_lease(parts: Cluster) -> None:
     topic = new_topic(parts)
     with parts.producer() as producer:
         producer.send_many(topic, [b"%d" % number for number in range(100_000)]).result(20)
-    with parts.consumer(topics=topic, group="lease", session_timeout_ms=1_000, idle_timeout_s=4.0) as consumer:
+    with parts.consumer(topics=topic, group="lease", session_timeout_ms=1_000, idle_timeout_s=2.0) as consumer:
         messages = iter(consumer)
         next(messages)
         parts.zookeeper_server.freeze()

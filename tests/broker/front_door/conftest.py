@@ -187,6 +187,12 @@ class Front:
                 self._ids[name] = admin.topics()[name].id
         return self._ids[name]
 
+    def delete(self, name: str) -> None:
+        """Deletes a topic that would be a load on the broker for as long as it runs."""
+        del self._ids[name]
+        with self.cluster.admin() as admin:
+            admin.delete(name)
+
     def put(self, client: RawClient, topic: str, batches: list[tuple[int, bytes | bytearray]]) -> list[PutResult]:
         """Sends (partition, batch) pairs in one PUT."""
         entries = [PutEntry(topic, self.topic(topic), index, len(batch)) for index, batch in batches]

@@ -341,3 +341,4 @@ def test_a_thousand_partitions_in_one_poll(front: Any) -> None:
             got += found
         assert sorted(got) == [(partition + 1, [value]) for partition in changed]
     print(f"five rounds of three changes in {count} partitions: {time.monotonic() - began:.3f} s")
+    front.delete("thousand")
