@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from metamq.broker.partition import Partition
 from metamq.errors import MetamqError, ProtocolError
@@ -245,7 +244,3 @@ class FetchSession:
         for place in self._places.values():
             self._close(place)
         self._places.clear()
-
-    def statistics(self) -> dict[str, Any]:
-        """How much is open, ready and parked."""
-        return {"open": len(self._places), "ready": len(self._ready), "parked": self._parked is not None}

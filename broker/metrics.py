@@ -19,6 +19,7 @@ _GAUGES = {
     "epoch": ("metamq_broker_epoch", "The master's term"),
     "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack what it acknowledged"),
     "connections": ("metamq_broker_connections", "Open connections"),
+    "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
     "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
     "requests_held_back": ("metamq_broker_requests_held_back", "Requests that wait unread for memory"),
 }

@@ -130,8 +130,7 @@ class Partition:
 
     def flush_due(self, since_ms: int) -> bool:
         """Whether the topic's policy asks for a flush, `since_ms` after the first append that is not flushed."""
-        log = self.log
-        return log.config.flush.due(log.end_offset - log.flushed_offset, since_ms)
+        return self.log.flush_due(since_ms)
 
     def start_flush(self, now_ms: int) -> FlushTicket | None:
         """A ticket whose sync() a thread is to call; None when there is nothing to flush, or a flush runs.

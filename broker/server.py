@@ -375,6 +375,7 @@ class Broker:
             **self._processors.statistics(),
             "connections": len(self._connections),
             "flushes": self._flusher.flushes,
+            "open_log_files": self._files.open_count,
             "request_bytes": self._memory.used_bytes,
             "requests_held_back": self._memory.waiting,
         }

@@ -6,10 +6,9 @@ from metamq.broker.log.flush import FlushTicket
 from metamq.broker.log.fresh import set_aside
 from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.producers import Duplicate, New
-from metamq.broker.log.recovery import RecoveryReport
 from metamq.broker.log.segments import SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import BatchRun, LogSlice
+from metamq.broker.log.store import BatchRun
 
 if __name__ != "metamq.broker.log":
     raise ImportError(
@@ -24,10 +23,8 @@ __all__ = [
     "FlushPolicy",
     "FlushTicket",
     "LogConfig",
-    "LogSlice",
     "New",
     "PartitionLog",
-    "RecoveryReport",
     "SegmentStats",
     "Steps",
     "set_aside",

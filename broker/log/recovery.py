@@ -85,13 +85,10 @@ class RecoveryReport:
     """The log was closed cleanly."""
     scanned_bytes: int = 0
     cut_bytes: int = 0
-    cut_position: int | None = None
     reason: str = ""
     """Why bytes were cut."""
     stable_offset_before: int = 0
     """The stable offset as last saved: above the log's end, what readers saw was lost here."""
-    rebuilt: tuple[str, ...] = ()
-    """Files that were derived from the log and had to be made anew."""
 
 
 @dataclass(slots=True)
@@ -179,7 +176,6 @@ class _Recovery:
         self.scanned_bytes = 0
         self.bad: tuple[int, str] | None = None
         """The first bad position, and what is wrong there."""
-        self.rebuilt: list[str] = []
 
     def run(self) -> Recovered:
         whole = self._check_chain()
@@ -296,15 +292,12 @@ class _Recovery:
             if states is not None:
                 self.producers = states
                 return snapshot.position
-            self.rebuilt.append(snapshot.path)
         return self.point.start_position
 
     def _resume_index(self, segment: Segment, position: int) -> SparseIndex:
         """The segment's saved index, cut back to at most `position`; an empty one if it is not usable."""
         index = load_index(segment, self.config.index_interval_bytes)
         if index is None:
-            if segment.index_path in self.inventory.indexes:
-                self.rebuilt.append(segment.index_path)
             return SparseIndex(segment.base_offset, segment.base_position)
         index.cut(position)
         return index
@@ -401,11 +394,10 @@ class _Recovery:
             os.unlink(segment.path)
         for path in self.inventory.leftovers:
             unlink(path)
-        position, reason = self.bad or (None, "")
+        reason = self.bad[1] if self.bad is not None else ""
         report = RecoveryReport(
-            self.point.clean and producers is None, self.scanned_bytes, cut_bytes, position, reason,
-            self.stable_offset_before, tuple(self.rebuilt),
-        )  # fmt: skip
+            self.point.clean and producers is None, self.scanned_bytes, cut_bytes, reason, self.stable_offset_before
+        )
         return Recovered(
             self.segments, self.inventory.snapshots, self.flush_file, self.point, self.end_offset,
             self.last_append_us, producers, report,

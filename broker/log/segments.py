@@ -52,7 +52,6 @@ class SegmentStats(NamedTuple):
     end_offset: int
     base_position: int
     size_bytes: int
-    active: bool
 
 
 class SnapshotName(NamedTuple):

@@ -159,9 +159,8 @@ class SegmentStore:
     def stats(self, end_offset: int) -> list[SegmentStats]:
         """The segments as a user sees them."""
         ends = [segment.base_offset for segment in self.segments[1:]] + [end_offset]
-        active = self.segments[-1]
         return [
-            SegmentStats(s.path, s.base_offset, end, s.base_position, s.size_bytes, s is active)
+            SegmentStats(s.path, s.base_offset, end, s.base_position, s.size_bytes)
             for s, end in zip(self.segments, ends, strict=True)
         ]
 

@@ -84,7 +84,6 @@ def test_a_log_cut_at_every_byte_of_its_last_batches(shelf: Any, tmp_path: Path)
         log = report.open(ONE_SEGMENT)
         cut = end - marks[whole][1]
         assert log.recovery.cut_bytes == cut
-        assert log.recovery.cut_position == (marks[whole][1] if cut else None)
         assert bool(log.recovery.reason) is bool(cut)
         assert log.recovery.stable_offset_before == 6
         log.close(clean=False)
