@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,35 +75,31 @@ def tear(broker: BrokerProcess) -> None:
             file.write(os.urandom(80))
 
 
-@pytest.mark.parametrize(
-    ("stopped", "meanwhile", "incarnation"),
-    [
-        ("cleanly", [], 1),
-        ("cleanly", [another_boot], 1),
-        ("killed", [], 1),
-        ("killed", [another_boot], 2),
-        ("killed", [tear], 2),
-        ("killed", [another_boot, tear], 2),
-    ],
-    ids=["clean stop", "clean stop, other boot", "kill -9", "other boot", "torn logs", "other boot, torn logs"],
-)
-def test_a_start_after(
-    parts: Cluster, broker: BrokerProcess, stopped: str, meanwhile: list[object], incarnation: int
-) -> None:
-    broker.stop() if stopped == "cleanly" else broker.kill()
-    for change in meanwhile:
-        assert callable(change)
-        change(broker)
-    broker.start()
-    assert incarnations(parts, broker) == {incarnation}
-    said = f"a new incarnation, {incarnation}" in broker.log_path.read_text()
-    assert said == (incarnation > 1)
+def test_a_start_after(parts: Cluster, broker: BrokerProcess) -> None:
+    """One life of a broker: how it ended, what happened before the next start, and whether that is a loss."""
+    life: list[tuple[str, list[Callable[[BrokerProcess], None]], bool]] = [
+        ("stopped", [], False),
+        ("stopped", [another_boot], False),
+        ("killed", [], False),
+        ("killed", [another_boot], True),
+        ("killed", [tear], True),
+        ("killed", [another_boot, tear], True),
+        ("stopped", [], False),
+    ]
+    expected = 1
+    for ended, meanwhile, is_loss in life:
+        broker.stop() if ended == "stopped" else broker.kill()
+        for change in meanwhile:
+            change(broker)
+        broker.start()
+        expected += is_loss
+        what = f"{ended}, then {[change.__name__ for change in meanwhile]}"
+        assert incarnations(parts, broker) == {expected}, what
+        assert broker.log_path.read_text().count("this replica is a new incarnation") == expected - 1, what
     with parts.admin() as admin:
-        assert admin.statistics(broker.broker_id).incarnation == incarnation
+        assert admin.statistics(broker.broker_id).incarnation == expected
         topic = admin.topics()[f"t-{broker.broker_id}"]
     assert sum(map(len, read_topic(broker, topic.topic, topic.id).values())) == 10
-    broker.restart()
-    assert incarnations(parts, broker) == {incarnation}, "it has everything since then"
 
 
 def test_a_loss_that_is_found_while_the_broker_serves(parts: Cluster, broker: BrokerProcess) -> None:
