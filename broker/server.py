@@ -40,7 +40,8 @@ from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
-from metamq.zk.brokers import Mastership, Registration, become_master, cluster_id, read_state, register_topics
+from metamq.zk.brokers import Mastership, Registration, become_master, cluster_id, read_state
+from metamq.zk.offers import register_topics
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session import Session, State
 from metamq.zk.topics import TopicConfig, TopicStore
@@ -222,7 +223,7 @@ class Broker:
 
     async def _register(self) -> None:
         counts = self._topics.counts()
-        await register_topics(self._session, self.config.id, counts)
+        await register_topics(self._session, self.mastership, counts)
         self._registered = counts
 
     async def _follow_topics(self) -> None:

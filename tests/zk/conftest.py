@@ -48,6 +48,12 @@ def victim(spare_zookeeper: EmbeddedZooKeeper) -> Iterator[EmbeddedZooKeeper]:
 
 
 @pytest.fixture
+def unique() -> str:
+    """A chroot that only this test has, for servers other than the shared one."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
 def until() -> Until:
     """`await until(condition)`: returns once it holds, fails after a limit."""
 

@@ -1,9 +1,8 @@
-"""Becoming master: one epoch per start, one live master per broker id; what a broker offers is kept in step."""
+"""Becoming master: one epoch per start, one live master per broker id."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -18,9 +17,8 @@ from metamq.zk.brokers import (
     live_brokers,
     next_term,
     read_state,
-    register_topics,
 )
-from metamq.zk.session import Session, State
+from metamq.zk.session import Session
 
 Until = Callable[..., Awaitable[None]]
 
@@ -34,9 +32,15 @@ def test_each_start_raises_the_epoch() -> None:
     assert next_term(first, ME) == replace(first, epoch=2)
 
 
-def test_alone_a_new_incarnation_takes_the_place_of_the_old() -> None:
+def test_alone_a_new_incarnation_takes_the_place_of_the_old_and_says_that_messages_may_be_gone() -> None:
     state = BrokerState(epoch=4, master=0, insync=((0, 1),), generation=2)
-    assert next_term(state, replace(ME, incarnation=2)) == BrokerState(5, 0, ((0, 2),), 2)
+    assert next_term(state, ME) == BrokerState(5, 0, ((0, 1),), 2)
+    assert next_term(state, replace(ME, incarnation=2)) == BrokerState(5, 0, ((0, 2),), 3)
+
+
+def test_replica_0_is_the_first_master() -> None:
+    with pytest.raises(Fenced, match="replica 1 of broker 0 is not the master: replica 0 is to be the first one"):
+        next_term(None, replace(ME, replica=1))
 
 
 def test_another_replica_is_the_master() -> None:
@@ -57,7 +61,7 @@ def test_a_master_is_registered_with_its_epoch(servers: str) -> None:
             mastership = await become_master(session, ME)
             assert mastership.epoch == 1
             assert await read_state(session, 0) == (mastership.state, mastership.version)
-            assert await live_brokers(session) == {0: BrokerAddress(0, 0, "master", "one.example", 8123, "0.1.0")}
+            assert await live_brokers(session) == {0: BrokerAddress(0, 0, "master", "one.example", 8123, "0.1.0", 1)}
             # Again in the same session, as after an answer that was lost.
             again = await become_master(session, ME)
             assert again.epoch == 2
@@ -94,7 +98,7 @@ def test_another_masters_node_is_waited_for(servers: str) -> None:
 def test_two_live_masters_of_one_broker_id_are_an_error_that_names_the_other(
     servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.zk.brokers.EXPIRY_MARGIN_MS", 0)
+    monkeypatch.setattr("metamq.zk.registrations.EXPIRY_MARGIN_MS", 0)
 
     async def scenario() -> None:
         async with await Session.open(servers, timeout_ms=1_000) as other, await Session.open(servers) as session:
@@ -128,47 +132,6 @@ def test_brokers_that_come_and_go_are_seen(servers: str, until: Until) -> None:
             await broker.close()
             await until(lambda: len(changes) > seen)
             assert await live_brokers(session) == {}
-
-    asyncio.run(scenario())
-
-
-async def offered(session: Session) -> dict[str, int]:
-    """ "pub/<topic>/<who>" -> partitions."""
-    found = {}
-    for kind in ("pub", "sub"):
-        for topic in await session.children(session.paths.offered_topics(f"topics-{kind}")):
-            for name in await session.children(session.paths.offers(f"topics-{kind}", topic)):
-                node = await session.get(session.paths.offered_topic(f"topics-{kind}", topic, name))
-                found[f"{kind}/{topic}/{name}"] = json.loads(node.data)["partitions"]
-    return found
-
-
-def test_what_a_broker_offers_is_kept_in_step(servers: str) -> None:
-    async def scenario() -> None:
-        async with await Session.open(servers) as session, await Session.open(servers) as neighbour:
-            await register_topics(neighbour, 1, {"flights": 9})
-            await register_topics(session, 0, {"flights": 4, "rides": 2})
-            await register_topics(session, 0, {"flights": 5, "bids": 1}, {"flights": 5})
-            assert await offered(session) == {
-                "pub/bids/0-m": 1,
-                "pub/flights/0-m": 5,
-                "pub/flights/1-m": 9,
-                "sub/flights/0-m": 5,
-                "sub/flights/1-m": 9,
-            }
-
-    asyncio.run(scenario())
-
-
-def test_offers_of_a_former_session_are_made_our_own(servers: str) -> None:
-    async def scenario() -> None:
-        async with await Session.open(servers) as session:
-            former = await Session.open(servers)
-            await register_topics(former, 0, {"flights": 4, "gone": 1})
-            await register_topics(session, 0, {"flights": 4})
-            await former.close()
-            assert session.state is State.CONNECTED
-            assert await offered(session) == {"pub/flights/0-m": 4, "sub/flights/0-m": 4}
 
     asyncio.run(scenario())
 

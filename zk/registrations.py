@@ -1,0 +1,173 @@
+"""The ephemeral nodes of replicas, "master" and "slave<n>": what stands in them, and whose they are.
+
+A process that was killed leaves its node behind until its session expires. Who holds the lock of the same data folder,
+on the same machine, knows that the former process is gone, and may replace its node at once. A node of anybody else is
+waited for as long as its session may still live; after that two live processes claim one place, which is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from metamq.errors import ConfigError, CorruptData
+from metamq.zk.nodes import Delete, Node, Op
+
+if TYPE_CHECKING:
+    from metamq.zk.session import Session
+
+log = logging.getLogger("metamq.zk")
+
+Member = tuple[int, int]
+"""(replica, incarnation): a replica that may have lost what it acknowledged comes back as another incarnation."""
+Role = Literal["master", "slave"]
+
+EXPIRY_MARGIN_MS = 2_000
+"""ZooKeeper expires sessions by ticks, so a little after their time-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerAddress:
+    """Where one replica of a broker id listens. A `learner` is never in sync."""
+
+    broker_id: int
+    replica: int
+    role: Role
+    host: str
+    port: int
+    version: str
+    incarnation: int = 0
+    learner: bool = False
+
+    @property
+    def address(self) -> str:
+        """ "host:port"."""
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a replica says of itself. `folder` identifies its data folder, and is unchanged by restarts.
+
+    A process that holds the folder's lock and finds a node of the same folder, written on the same machine, knows that
+    the node's writer is dead.
+    """
+
+    broker_id: int
+    replica: int
+    incarnation: int
+    folder: str
+    host: str
+    port: int
+    version: str
+    learner: bool = False
+
+    @property
+    def member(self) -> Member:
+        """As what it is in the in-sync set."""
+        return self.replica, self.incarnation
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} of broker {self.broker_id}"
+
+
+def replica_json(session: Session, registration: Registration) -> bytes:
+    """The data of a master's node, and of a slave's."""
+    document = {
+        "replica": registration.replica,
+        "incarnation": registration.incarnation,
+        "folder": registration.folder,
+        "host": registration.host,
+        "port": registration.port,
+        "version": registration.version,
+        "learner": registration.learner,
+        "machine": socket.gethostname(),
+        "session_timeout_ms": session.negotiated_timeout_ms,
+    }
+    return json.dumps(document).encode()
+
+
+def _document(broker_id: int, node: Node, role: Role = "master") -> dict[str, Any]:
+    what = f"the {role} node of broker {broker_id} in ZooKeeper"
+    try:
+        document: dict[str, Any] = json.loads(node.data)
+        missing = {"replica", "incarnation", "folder", "machine", "host", "port", "version"} - document.keys()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptData(what, f"{error!r}") from error
+    if missing:
+        raise CorruptData(what, f"it lacks {sorted(missing)}")
+    return document
+
+
+def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddress:
+    """What stands in a replica's node. Raises CorruptData."""
+    document = _document(broker_id, node, role)
+    return BrokerAddress(
+        broker_id,
+        document["replica"],
+        role,
+        document["host"],
+        document["port"],
+        document["version"],
+        document["incarnation"],
+        bool(document.get("learner")),
+    )
+
+
+def is_ours(node: Node, session: Session, registration: Registration, role: Role = "master") -> bool:
+    """Whether this process wrote a replica's node, or a former one that is certainly gone. Raises CorruptData."""
+    if node.ephemeral_owner == session.session_id:
+        return True
+    document = _document(registration.broker_id, node, role)
+    former = (document["replica"], document["folder"], document["machine"])
+    return former == (registration.replica, registration.folder, socket.gethostname())
+
+
+async def without_slave_node(session: Session, registration: Registration) -> list[Op]:
+    """What removes the node that this replica had as a slave, if there is one."""
+    path = session.paths.slave(registration.broker_id, registration.replica)
+    there = await session.get_or_none(path)
+    return [Delete(path, there.version)] if there is not None and is_ours(there, session, registration, "slave") else []
+
+
+_HINTS = {
+    "master": "Give each broker its own broker id, or stop the other one.",
+    "slave": "Give each replica of a broker id its own number, or stop the other one.",
+}
+
+
+class Patience:
+    """Waits for nodes of others, in all as long as the session of the first of them may still live."""
+
+    def __init__(self, session: Session, registration: Registration, role: Role) -> None:
+        self._session = session
+        self._broker_id = registration.broker_id
+        self._role: Role = role
+        self._what = role if role == "master" else f"replica {registration.replica}"
+        self._deadline: float | None = None
+
+    async def wait(self, path: str, there: Node) -> None:
+        """Until the node is gone. Raises ConfigError when it is still there after its session's time-out."""
+        other = address_of(self._broker_id, there, self._role)
+        if self._deadline is None:
+            timeout_ms = json.loads(there.data).get("session_timeout_ms", self._session.negotiated_timeout_ms)
+            self._deadline = time.monotonic() + (timeout_ms + EXPIRY_MARGIN_MS) / 1000
+        gone = asyncio.Event()
+        if await self._session.exists(path, watch=gone.set) is None:
+            return
+        log.info(
+            "broker %d: waiting for the session of its %s at %s to end", self._broker_id, self._what, other.address
+        )
+        try:
+            async with asyncio.timeout(max(self._deadline - time.monotonic(), 0)):
+                await gone.wait()
+        except TimeoutError:
+            raise ConfigError(
+                f"broker {self._broker_id} has a live {self._what} already: replica {other.replica} at {other.address}",
+                hint=_HINTS[self._role],
+            ) from None
