@@ -177,7 +177,7 @@ class Session:
                     raise self._unreachable(attempts.reason())
                 if now_s > tell_s:
                     tell_s = now_s + TELL_AGAIN_S
-                    log.warning("waiting for ZooKeeper at %s: %s", self.servers, attempts.reason())
+                    log.warning("waiting for ZooKeeper at %s: %s. %s", self.servers, attempts.reason(), NO_SERVER_HINT)
             await coming
         finally:
             coming.cancel()
