@@ -9,6 +9,7 @@ from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
 
 BROKER_ID_MAX = 65_535
+REPLICA_MAX = 255
 MEBIBYTE = 1024 * 1024
 
 
@@ -18,6 +19,10 @@ class BrokerConfig:
 
     id: int = 0
     """Broker id: the replica group. Unique in a cluster."""
+    replica: int = 0
+    """This replica's number among those of the broker id; kept in its data folder, where another is an error."""
+    learner: bool = False
+    """A slave that never counts as in sync, and is never promoted without loss."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8123
@@ -34,6 +39,10 @@ class BrokerConfig:
     """Writes are refused below this much free disk; reads and retention go on."""
     retention_check_s: float = 30.0
     """How often retention, checkpoints and free disk are looked after."""
+    insync_lag_ms: int = 5_000
+    """A slave that holds a master's writes up for so long leaves the in-sync set."""
+    replication_bytes_per_s: int = 0
+    """A master sends no more to each slave; 0 is no limit."""
     drain_timeout_s: float = 10.0
     """How long a stop waits for requests under way."""
     connections_max: int = 10_000
@@ -46,6 +55,9 @@ class BrokerConfig:
     def __post_init__(self) -> None:
         limits = {
             "id": (0, BROKER_ID_MAX),
+            "replica": (0, REPLICA_MAX),
+            "insync_lag_ms": (100, 600_000),
+            "replication_bytes_per_s": (0, 1 << 50),
             "port": (0, 65535),
             "http_port": (-1, 65535),
             "session_timeout_ms": (1000, 600_000),

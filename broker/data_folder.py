@@ -49,6 +49,7 @@ class _Meta:
     incarnation: int
     clean: bool
     cluster_id: str = ""
+    generation: int = 0
 
 
 class TopicFolder(NamedTuple):
@@ -75,11 +76,11 @@ class DataFolder:
         """Whether others may have been told this incarnation."""
 
     @classmethod
-    def open(cls, path: Path, broker_id: int, *, boot_id: str | None = None) -> DataFolder:
-        """Opens or makes the folder for a broker id, and finishes removals that were broken off.
+    def open(cls, path: Path, broker_id: int, replica: int = 0, *, boot_id: str | None = None) -> DataFolder:
+        """Opens or makes the folder for a replica of a broker id, and finishes removals that were broken off.
 
         The logs in it are opened apart. `boot_id` names the host's boot; None asks the kernel. Raises ConfigError when
-        another process uses the folder, or when it belongs to another broker id or a newer release; StorageError.
+        another process uses the folder, or when it belongs to another replica or a newer release; StorageError.
         """
         path = Path(path).absolute()
         try:
@@ -89,7 +90,8 @@ class DataFolder:
             raise _failure(path, "opening the data folder", error) from error
         try:
             former = _load(path)
-            meta = _started(path, former, broker_id, _current_boot() if boot_id is None else boot_id)
+            boot = _current_boot() if boot_id is None else boot_id
+            meta = _started(path, former, broker_id, replica, boot)
             folder = cls(path, meta, lock)
             folder._store(meta)
             if former is not None and former.incarnation != meta.incarnation:
@@ -106,7 +108,7 @@ class DataFolder:
 
     @property
     def replica(self) -> int:
-        """The replica's number in its broker id: 0 in a new folder, until assign_replica()."""
+        """The replica's number in its broker id: that of the folder's first start."""
         return self._meta.replica
 
     @property
@@ -134,9 +136,15 @@ class DataFolder:
         if not self.cluster_id:
             self._store(replace(self._meta, cluster_id=cluster_id))
 
-    def assign_replica(self, number: int) -> None:
-        """Gives the replica its number, durably. Raises StorageError."""
-        self._store(replace(self._meta, replica=number))
+    @property
+    def generation(self) -> int:
+        """The last generation of the broker id's state that this replica's logs have followed."""
+        return self._meta.generation
+
+    def follow_generation(self, generation: int) -> None:
+        """The logs are what the master of this generation has, durably. Raises StorageError."""
+        if generation != self._meta.generation:
+            self._store(replace(self._meta, generation=generation))
 
     def raise_incarnation(self, reason: str) -> None:
         """A new incarnation, durably: this replica lacks something. Raises StorageError."""
@@ -288,16 +296,21 @@ def _load(path: Path) -> _Meta | None:
         raise ConfigError(f"{path / 'meta.json'} is not complete: {error}", hint=_META_HINT) from error
 
 
-def _started(path: Path, meta: _Meta | None, broker_id: int, boot_id: str) -> _Meta:
+def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_id: str) -> _Meta:
     """The folder's meta data from this start on. Raises ConfigError when the folder is another broker's."""
     if meta is None:
         if any((path / "topics").iterdir()):
             raise ConfigError(f"{path} holds topics, but its meta.json is missing", hint=_META_HINT)
-        return _Meta(broker_id, 0, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False)
+        return _Meta(broker_id, replica, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False)
     if meta.broker_id != broker_id:
         raise ConfigError(
             f"the data folder {path} belongs to broker {meta.broker_id}, not {broker_id}",
             hint="Give this broker a data folder of its own, or the right id.",
+        )
+    if meta.replica != replica:
+        raise ConfigError(
+            f"the data folder {path} belongs to replica {meta.replica} of broker {broker_id}, not {replica}",
+            hint=f"Start it with --replica {meta.replica}, or give replica {replica} a data folder of its own.",
         )
     lost = not meta.clean and (not boot_id or boot_id != meta.boot_id)
     return replace(meta, boot_id=boot_id, clean=False, incarnation=meta.incarnation + lost)

@@ -32,8 +32,14 @@ class Flusher:
     def appended(self, partition: Partition) -> None:
         """Takes note of an append; starts a flush where the topic's policy asks for one now."""
         self._dirty[partition] = None
-        if partition.waiting or partition.flush_due(0):
+        if partition.flush_due(0):
             self.start(partition)
+
+    def replicated(self, partition: Partition, *, must_flush: bool) -> None:
+        """As `appended`, on a slave. `must_flush`: the master waits for the flush, whatever the policy here."""
+        if must_flush:
+            partition.flush_wanted_position = partition.log.end_position
+        self.appended(partition)
 
     def start(self, partition: Partition) -> None:
         """Starts a flush unless one runs, which then starts the next by itself. Raises StorageError."""
@@ -53,7 +59,7 @@ class Flusher:
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, ticket.sync)
             partition.finish_flush(ticket)
-            if partition.waiting or partition.flush_due(0):
+            if partition.flush_due(0):
                 self.start(partition)
         except MetamqError as error:
             self._failed(error)

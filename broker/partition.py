@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from metamq.broker.log import FlushTicket, PartitionLog
+from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.producers import Duplicate
 from metamq.errors import MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
@@ -56,6 +57,8 @@ class Partition:
         "closed_by",
         "dirty_since_ms",
         "flush_began_ms",
+        "flush_wanted_position",
+        "flushed_listener",
         "flushing",
         "index",
         "log",
@@ -65,6 +68,7 @@ class Partition:
         "topic",
         "topic_id",
         "waiting",
+        "waiting_here",
     )
 
     def __init__(self, topic: str, topic_id: str, index: int, log: PartitionLog) -> None:
@@ -76,9 +80,15 @@ class Partition:
         self.readers: set[Reader] = set()
         self.waiting: list[tuple[int, Done]] = []
         """(end offset, callback) of appends that are answered once the stable offset has reached them."""
+        self.waiting_here: list[tuple[int, Done]] = []
+        """(end offset, callback) of appends that are answered once this replica has stored them as the topic asks."""
         self.published_position = log.stable_position
         """Up to here readers and waiting appends have been told."""
         self.flushing = False
+        self.flush_wanted_position = 0
+        """Up to here it is to be flushed whatever the policy: the master waits for it."""
+        self.flushed_listener: Callable[[Partition], None] | None = None
+        """Called after each flush."""
         self.flush_began_ms = 0
         self.dirty_since_ms: int | None = None
         """Since when there is something to flush; None when there is nothing."""
@@ -99,13 +109,65 @@ class Partition:
             return Appended(repeated.base_offset, repeated.append_time_us, end_offset, True)
         now_us = time.time_ns() // 1000
         base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=ids.next(), now_us=now_us)
-        if self.dirty_since_ms is None:
-            self.dirty_since_ms = time.monotonic_ns() // 1_000_000
+        self._is_dirty()
         self.publish()
         return Appended(base_offset, now_us, base_offset + header.count, False)
 
+    def append_replicated(self, batches: memoryview, position: int) -> None:
+        """On a slave: stores what the master sends, which begins at this byte of the log.
+
+        Raises CorruptData when it does not fit or is damaged, StorageError, and what closed the partition.
+        """
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
+        self.log.append_replicated(batches, position)
+        self._is_dirty()
+        self.publish()
+
+    def _is_dirty(self) -> None:
+        if self.dirty_since_ms is None:
+            self.dirty_since_ms = time.monotonic_ns() // 1_000_000
+
+    def cut(self, position: int) -> None:
+        """On a slave: gives up what lies behind this byte of the log. Raises StorageError, CorruptData."""
+        self.log.truncate(position)
+        self.published_position = min(self.published_position, self.log.stable_position)
+
+    def reset_to(self, offset: int, position: int) -> None:
+        """On a slave: gives up all of the log, which begins anew there. Raises StorageError."""
+        unlink_all(self.log.reset_to(offset, position))
+        self.published_position = self.log.stable_position
+
+    def bound(self, offset: int, position: int) -> None:
+        """Lets readers see up to there, as far as it is stored here; never less than they saw."""
+        self.log.set_bound(offset, position)
+        self.publish()
+
+    def freeze(self) -> None:
+        """Lets readers see no more than they do: who may say so is to be found out."""
+        self.log.set_bound(self.log.stable_offset, self.log.stable_position)
+
+    def unbound(self) -> None:
+        """Lets readers see all that is stored here as the topic asks: no other replica counts."""
+        self.log.clear_bound()
+        self.publish()
+
+    @property
+    def flushes_before_ack(self) -> bool:
+        """Whether only what is flushed counts."""
+        return self.log.config.flush.before_ack
+
+    @property
+    def stored_offset(self) -> int:
+        """Up to here this replica has stored the log as the topic asks."""
+        return self.log.flushed_offset if self.flushes_before_ack else self.log.end_offset
+
     def publish(self) -> None:
-        """Wakes those whose data or acknowledgement the stable offset has reached."""
+        """Wakes those whose data or acknowledgement the marks have reached."""
+        if self.waiting_here:
+            reached, self.waiting_here = _split(self.waiting_here, self.stored_offset)
+            for done in reached:
+                done(None)
         added_bytes = self.log.stable_position - self.published_position
         if not added_bytes:
             return
@@ -115,9 +177,7 @@ class Partition:
             for reader in readers:
                 reader.data_ready(added_bytes)
         if self.waiting:
-            stable = self.log.stable_offset
-            reached = [done for end, done in self.waiting if end <= stable]
-            self.waiting = [(end, done) for end, done in self.waiting if end > stable]
+            reached, self.waiting = _split(self.waiting, self.log.stable_offset)
             for done in reached:
                 done(None)
 
@@ -128,9 +188,23 @@ class Partition:
         self.waiting.append((end_offset, done))
         return False
 
+    def when_stored(self, end_offset: int, done: Done) -> bool:
+        """True when this replica has stored up to `end_offset` as the topic asks; else calls `done` later."""
+        if end_offset <= self.stored_offset:
+            return True
+        self.waiting_here.append((end_offset, done))
+        return False
+
+    def fail_waiting(self, error: MetamqError) -> None:
+        """Answers every append that waits with an error."""
+        waiting = self.waiting + self.waiting_here
+        self.waiting, self.waiting_here = [], []
+        for _end, done in waiting:
+            done(error)
+
     def flush_due(self, since_ms: int) -> bool:
-        """Whether the topic's policy asks for a flush, `since_ms` after the first append that is not flushed."""
-        return self.log.flush_due(since_ms)
+        """Whether a flush is wanted, `since_ms` after the first append that is not flushed."""
+        return self.flush_wanted_position > self.log.flushed_position or self.log.flush_due(since_ms)
 
     def start_flush(self, now_ms: int) -> FlushTicket | None:
         """A ticket whose sync() a thread is to call; None when there is nothing to flush, or a flush runs.
@@ -155,14 +229,19 @@ class Partition:
         # What was appended meanwhile waits since then, at most.
         self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
         self.publish()
+        if self.flushed_listener is not None:
+            self.flushed_listener(self)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> None:
         """Ends every wait with `error` and closes the log."""
         self.closed_by = error
-        waiting, self.waiting = self.waiting, []
-        for _end, done in waiting:
-            done(error)
+        self.fail_waiting(error)
         readers, self.readers = self.readers, set()
         for reader in readers:
             reader.data_ready(0)
         self.log.close(clean=clean)
+
+
+def _split(waiting: list[tuple[int, Done]], mark: int) -> tuple[list[Done], list[tuple[int, Done]]]:
+    """Those that a mark has reached, and the others; both in their order."""
+    return [done for end, done in waiting if end <= mark], [(end, done) for end, done in waiting if end > mark]

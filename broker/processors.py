@@ -6,6 +6,8 @@ after an fsync; the other commands answer at once, but for GET, whose long poll 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,10 +16,11 @@ import metamq
 from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
 from metamq.broker.flusher import Flusher
+from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
-from metamq.errors import DiskFull, Fenced, MessageTooLarge, MetamqError, ProtocolError, StorageError
-from metamq.wire import status
+from metamq.errors import ClosedError, DiskFull, Fenced, MessageTooLarge, MetamqError, ProtocolError, StorageError
+from metamq.wire import status, sync
 from metamq.wire.batch import check_from_producer
 from metamq.wire.commands import (
     EARLIEST,
@@ -26,6 +29,8 @@ from metamq.wire.commands import (
     HelloReply,
     OffsetsEntry,
     OffsetsResult,
+    Promote,
+    Promoted,
     PutEntry,
     PutResult,
     Stats,
@@ -36,7 +41,12 @@ from metamq.wire.connection import Request
 from metamq.wire.limits import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX, STATS_PARTITIONS_MAX
 
 if TYPE_CHECKING:
+    from metamq.broker.ha.keeper import RoleKeeper
+    from metamq.broker.ha.service import HAService
     from metamq.broker.protocol import BrokerProtocol
+    from metamq.zk.brokers import Mastership
+
+log = logging.getLogger("metamq.broker")
 
 SINGLE_MESSAGE_OVERHEAD = 64  # offsets and padding of a batch of one message with all columns
 
@@ -65,11 +75,22 @@ class Processors:
         self.find = topics.find
         self.refuse_writes: DiskFull | Fenced | None = None
         """Why PUTs are refused at present, or None."""
+        self.ha: HAService | None = None
+        """Replication, while this is the master."""
+        self.transfer: GroupTransferService | None = None
+        """When PUTs are acknowledged, while this is the master."""
+        self.not_master = Fenced(f"broker {folder.broker_id}", "it is starting")
+        """What PUTs and slaves are told while it is not."""
+        self.keeper: RoleKeeper | None = None
+        """What role this replica plays; set by the server."""
+        self._promotions: set[asyncio.Task[Mastership]] = set()
         self._table: dict[int, Callable[[Request, BrokerProtocol], None]] = {
             Command.PUT: self._put,
             Command.GET: self._get,
             Command.OFFSETS: self._offsets,
             Command.STATS: self._stats,
+            Command.SYNC: self._join,
+            Command.PROMOTE: self._promote,
         }
 
     def greeting(self) -> HelloReply:
@@ -118,17 +139,56 @@ class Processors:
     def _append(self, put: _PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
         if self.refuse_writes is not None:
             raise self.refuse_writes
+        ha, transfer = self.ha, self.transfer
+        if ha is None or transfer is None:
+            raise self.not_master.with_traceback(None)
         partition = self.find(entry.topic, entry.topic_id, entry.partition)
-        limit = self._topics.message_bytes_max(entry.topic)
+        config = self._topics.config(entry.topic)
+        transfer.admit(config)
+        limit = config.max_message_bytes
         header = check_from_producer(batch, 0, len(batch), self._batch_bytes_max)
         if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
             raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
+        position = partition.log.end_position
         appended = partition.append(batch, header, self._ids)
+        if not appended.repeated:
+            ha.appended(partition, batch, position, appended.end_offset)
         self.counters.appended(entry.topic, header, appended.repeated)
         put.stored(number, appended.base_offset, appended.time_us)
-        if partition.when_stable(appended.end_offset, lambda error: put.done(number, error)):
-            put.done(number, None)
+        transfer.when_acknowledged(partition, config, appended.end_offset, lambda error: put.done(number, error))
         self._flusher.appended(partition)
+
+    def _join(self, request: Request, connection: BrokerProtocol) -> None:
+        """A slave's JOIN: makes the connection its link."""
+        if self.ha is None:
+            raise self.not_master.with_traceback(None)
+        join = sync.unpack_from_slave(request.header)
+        if not isinstance(join, sync.Join):
+            raise ProtocolError(f"a SYNC request is a Join, got {type(join).__name__}")
+        connection.become_link(request, *self.ha.join(join, connection), self.ha)
+
+    def _promote(self, request: Request, connection: BrokerProtocol) -> None:
+        """Makes this replica the master; answers when it is, or why it is not."""
+        assert self.keeper is not None
+        accept_loss = unpack(Promote, request.header).accept_loss
+        promotion = asyncio.ensure_future(self.keeper.promote(accept_loss=accept_loss))
+
+        def answer(task: asyncio.Task[Mastership]) -> None:
+            self._promotions.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled():
+                error = ClosedError("broker")
+            if error is None:
+                state = task.result().state
+                connection.answer(request, Promoted(state.epoch, state.generation))
+            elif isinstance(error, MetamqError):
+                connection.answer_error(request, error)
+            else:
+                log.error("a promotion failed", exc_info=error)
+                connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
+
+        self._promotions.add(promotion)
+        promotion.add_done_callback(answer)
 
     def _offsets(self, request: Request, connection: BrokerProtocol) -> None:
         entries = unpack_list(OffsetsEntry, request.header)
@@ -168,6 +228,7 @@ class Processors:
             "version": metamq.__version__,
             "time_ms": time.time_ns() // 1_000_000,
             "writes_refused": str(self.refuse_writes) if self.refuse_writes else None,
+            "replication": self.keeper.statistics() if self.keeper is not None else {},
             "partitions": [_partition_statistics(partition) for partition in partitions],
         }
 

@@ -21,12 +21,14 @@ from collections import deque
 from typing import Any, cast
 
 from metamq.broker.fetch_session import FetchSession
+from metamq.broker.ha.connection import HAConnection
+from metamq.broker.ha.service import HAService
 from metamq.broker.processors import Processors
 from metamq.broker.request_memory import RequestMemory
 from metamq.errors import MetamqError, ProtocolError
-from metamq.wire import status
+from metamq.wire import status, sync
 from metamq.wire.commands import GetResult
-from metamq.wire.connection import Greeted, Request, ServerConnection, State
+from metamq.wire.connection import PUSHED, Greeted, Request, ServerConnection, State
 from metamq.wire.frames import Buffer
 
 log = logging.getLogger("metamq.broker")
@@ -73,6 +75,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._ended = False
         """The end of the stream was sent."""
         self._transport: asyncio.Transport | None = None
+        self._link: tuple[HAConnection, HAService] | None = None
+        """Set once the peer is a slave: the connection is a stream then, and its acknowledgements wait for nothing."""
         self.fetches = FetchSession(processors.find, self._answer_get, lambda: self._writable, loop)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,6 +105,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             for event in self._connection.received(count):
                 if isinstance(event, Request):
                     self._suspect = False
+                    if self._link is not None and event.opaque == PUSHED:
+                        link, service = self._link
+                        service.received(link, event.header)
+                        continue
                     self._waiting.append(event)
                     if event.body:
                         self._memory.take(len(event.body))
@@ -157,7 +165,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._transport is None or self._transport.is_closing():
             return
         inflight_max = INFLIGHT_BYTES_MAX // 2 if self._reading_paused else INFLIGHT_BYTES_MAX
-        pause = (
+        pause = self._link is None and (
             not self._granted
             or bool(self._waiting)
             or not self._writable
@@ -204,6 +212,23 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             if self._reading_paused:
                 self._regulate()
 
+    # -- as a slave's link ------------------------------------------------------------------------------------------
+
+    def become_link(self, request: Request, link: HAConnection, accept: sync.Accept, service: HAService) -> None:
+        """Answers a slave's JOIN; from now on both ends push."""
+        self._link = link, service
+        self._write(self._connection.accept_stream(request, accept))
+
+    @property
+    def writable(self) -> bool:
+        """Whether the write buffer is below its mark."""
+        return self._writable and self._transport is not None
+
+    def push(self, header: Any, bodies: list[Buffer] | None = None) -> None:
+        """Sends a frame of the stream."""
+        if self._transport is not None and not self._ended:
+            self._write(self._connection.push(header, bodies))
+
     def _write(self, buffers: list[Buffer]) -> None:
         if self._transport is not None and not self._ended and not self._transport.is_closing():
             self._transport.writelines(buffers)
@@ -214,6 +239,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._writable = True
+        if self._link is not None:
+            self._link[0].pump()
         self.fetches.serve()
         self._work()
 
@@ -245,6 +272,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)
+        if self._link is not None:
+            link, service = self._link
+            service.leave(link, str(exc) if exc else "it closed the connection")
 
     def close(self) -> None:
         """Closes after what is written has been sent."""

@@ -28,6 +28,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
 from metamq.broker.flusher import Flusher
+from metamq.broker.ha.keeper import RoleKeeper
 from metamq.broker.housekeeping import Housekeeping
 from metamq.broker.http import StatusServer
 from metamq.broker.log import FileCache
@@ -40,8 +41,7 @@ from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
-from metamq.zk.brokers import Mastership, Registration, become_master, cluster_id, read_state
-from metamq.zk.offers import register_topics
+from metamq.zk.brokers import Registration, cluster_id, read_state
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session import Session, State
 from metamq.zk.topics import TopicConfig, TopicStore
@@ -60,25 +60,20 @@ class Broker:
 
     def __init__(self, config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT) -> None:
         self.config = config
-        self.epoch = 0
         self.failure: MetamqError | None = None
         self._zookeeper = zookeeper
         self._root = root
         self._ended = asyncio.Event()
         self._topics_changed = asyncio.Event()
-        self._session_changed = asyncio.Event()
-        self._becoming_master = asyncio.Lock()
         self._connections: set[BrokerProtocol] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._registered: dict[str, int] = {}
         self._ready_reason = "starting"
         self._beat = time.monotonic()
 
     async def start(self) -> None:
         """Brings the broker up, as described above. Raises ConfigError, ConnectError, CorruptData, StorageError."""
         config = self.config
-        loop = asyncio.get_running_loop()
-        self._folder = DataFolder.open(Path(config.data), config.id)
+        self._folder = DataFolder.open(Path(config.data), config.id, config.replica)
         try:
             self._listener = self._bind()
             self.port = self._listener.getsockname()[1]
@@ -100,27 +95,9 @@ class Broker:
             self._store = TopicStore(self._session)
             await self._check_zookeeper()
             await self._read_topics()
-            await self._become_master()
-            self._processors = Processors(
-                self._folder,
-                self._topics,
-                self._flusher,
-                self._ids,
-                Counters(),
-                batch_bytes_max=BATCH_BYTES_MAX,
-                failed=self.fail,
-            )
-            self._housekeeping = Housekeeping(
-                self._topics, self._folder, self._processors, self._flusher, config, self.fail
-            )
-            self._acceptor = Acceptor(
-                self._listener,
-                lambda: BrokerProtocol(
-                    self._processors, self._memory, self._connections, loop, connections_max=connections_max
-                ),
-            )
+            self._make_parts(connections_max)
             self._status = StatusServer(self) if config.http_port >= 0 else None
-            await self._register()
+            await self._keeper.begin()
         except BaseException:
             await self._abandon()
             raise
@@ -130,7 +107,8 @@ class Broker:
             self._housekeeping.run,
             self._topics.run_removals,
             self._follow_topics,
-            self._follow_session,
+            self._keeper.run,
+            self._keeper.tick,
             self._beats,
             self._sweeps,
         )
@@ -140,8 +118,44 @@ class Broker:
         self._ready_reason = ""
         log.info(
             "broker %d is up at %s:%d, epoch %d, %s, data in %s",
-            config.id, self.host, self.port, self.epoch, count(len(self._registered), "topic"), config.data,
+            config.id, self.host, self.port, self.epoch, count(len(self._topics.counts()), "topic"), config.data,
         )  # fmt: skip
+
+    def _make_parts(self, connections_max: int) -> None:
+        """What serves clients, over the topics; the role is still to be taken."""
+        config, loop = self.config, asyncio.get_running_loop()
+        ids = BatchIds(0)
+        self._processors = Processors(
+            self._folder,
+            self._topics,
+            self._flusher,
+            ids,
+            Counters(),
+            batch_bytes_max=BATCH_BYTES_MAX,
+            failed=self.fail,
+        )
+        self._keeper = RoleKeeper(
+            config,
+            self._folder,
+            self._session,
+            self._topics,
+            self._flusher,
+            ids,
+            self._processors,
+            self._registration,
+            check=self._check_zookeeper,
+            failed=self.fail,
+        )
+        self._processors.keeper = self._keeper
+        self._housekeeping = Housekeeping(
+            self._topics, self._folder, self._processors, self._flusher, config, self.fail
+        )
+        self._acceptor = Acceptor(
+            self._listener,
+            lambda: BrokerProtocol(
+                self._processors, self._memory, self._connections, loop, connections_max=connections_max
+            ),
+        )
 
     def _bind(self) -> socket.socket:
         config = self.config
@@ -170,30 +184,22 @@ class Broker:
         """The port of /metrics, -1 when it is not served."""
         return self._status.port if self._status is not None else -1
 
-    async def _become_master(self) -> None:
-        async with self._becoming_master:  # a lost session and a loss that is found may both ask for it
-            await self._raise_epoch()
-
-    async def _raise_epoch(self) -> None:
-        self._folder.incarnation_known()  # from here on, whether or not we hear of it
-        self._registered_incarnation = self._folder.incarnation
-        self.mastership: Mastership = await become_master(
-            self._session,
-            Registration(
-                broker_id=self.config.id,
-                replica=self._folder.replica,
-                incarnation=self._folder.incarnation,
-                folder=self._folder.identity,
-                host=self.host,
-                port=self.port,
-                version=metamq.__version__,
-            ),
+    def _registration(self) -> Registration:
+        return Registration(
+            broker_id=self.config.id,
+            replica=self._folder.replica,
+            incarnation=self._folder.incarnation,
+            folder=self._folder.identity,
+            host=self.host,
+            port=self.port,
+            version=metamq.__version__,
+            learner=self.config.learner,
         )
-        self.epoch = self.mastership.epoch
-        if not hasattr(self, "_ids"):
-            self._ids = BatchIds(self.epoch)
-        else:
-            self._ids.start_epoch(self.epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The term of the master that this replica is, or was last."""
+        return self._keeper.epoch
 
     async def _check_zookeeper(self) -> None:
         """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
@@ -221,21 +227,14 @@ class Broker:
                 configs[topic] = config
         await self._topics.apply(configs, unreadable)
 
-    async def _register(self) -> None:
-        counts = self._topics.counts()
-        await register_topics(self._session, self.mastership, counts)
-        self._registered = counts
-
     async def _follow_topics(self) -> None:
         while True:
             await self._topics_changed.wait()
             self._topics_changed.clear()
             try:
                 await self._read_topics()
-                if self._folder.incarnation != self._registered_incarnation:  # a log that was opened lacks something
-                    await self._become_master()
-                if self._topics.counts() != self._registered:
-                    await self._register()
+                await self._keeper.settle()  # a log that was opened may lack something
+                await self._keeper.offer()
             except ConnectError as error:
                 log.info("topics are not followed at present: %s", error)
                 await asyncio.sleep(RETRY_S)
@@ -244,26 +243,9 @@ class Broker:
     def _session_state(self, state: State) -> None:
         if state is State.LOST:
             log.warning("the ZooKeeper session is lost: registering anew when there is a new one")
-            self._session_changed.set()
-
-    async def _follow_session(self) -> None:
-        while True:
-            await self._session_changed.wait()
-            self._session_changed.clear()
-            self._ready_reason = "not registered in ZooKeeper"
-            while True:
-                try:
-                    await self._session.connected()
-                    await self._check_zookeeper()  # it may be another one at the same address, or have been wiped
-                    await self._become_master()
-                    self._topics_changed.set()  # the watches were those of the lost session
-                    await self._register()
-                    break
-                except ConnectError as error:
-                    log.info("not registered yet: %s", error)
-                    await asyncio.sleep(RETRY_S)
-            self._ready_reason = ""
-            log.info("registered anew, epoch %d", self.epoch)
+            self._topics_changed.set()  # the watches were those of the lost session
+            if hasattr(self, "_keeper"):
+                self._keeper.look_again()
 
     async def _beats(self) -> None:
         """Shows /healthz that the loop turns."""
@@ -314,6 +296,7 @@ class Broker:
         await self._session.close()
         if self.failure is None:
             await self._drain()
+        await self._keeper.close()
         clean = self._topics.close(ClosedError("broker"), clean=self.failure is None)
         for connection in list(self._connections):
             connection.close() if self.failure is None else connection.abort()
@@ -342,6 +325,8 @@ class Broker:
             self._acceptor.close()
         elif hasattr(self, "_listener"):
             self._listener.close()
+        if hasattr(self, "_keeper"):
+            await self._keeper.close()
         if hasattr(self, "_session"):
             await self._session.close()
         if hasattr(self, "_topics"):
@@ -362,13 +347,14 @@ class Broker:
     def readiness(self) -> tuple[bool, str]:
         """Whether clients are served as they should be. Any thread."""
         broken = self._topics.broken()
-        if self._ready_reason:
-            return False, self._ready_reason
+        reason = self._ready_reason or self._keeper.readiness()
+        if reason:
+            return False, reason
         if self._processors.refuse_writes is not None:
             return False, str(self._processors.refuse_writes)
         if broken:
             return False, "; ".join(str(error) for error in broken)
-        return True, f"epoch {self.epoch}, {count(len(self._registered), 'topic')}"
+        return True, f"epoch {self.epoch}, {count(len(self._topics.counts()), 'topic')}"
 
     def statistics(self) -> dict[str, object]:
         """What STATS answers, and what the metrics have besides. Any thread."""

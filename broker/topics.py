@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +58,10 @@ class Topics:
         """Partitions whose logs are damaged: they are not served, the others are."""
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(2, "metamq-topics")
+        self.opened: Callable[[Partition], None] = lambda partition: None
+        """Called with each partition that was opened."""
+        self.closing: Callable[[Partition], None] = lambda partition: None
+        """Called with each partition of a deleted topic, before it is closed."""
         self._unreadable: dict[str, MetamqError] = {}
         """Topics whose configuration in ZooKeeper cannot be read."""
 
@@ -75,9 +79,13 @@ class Topics:
             raise PartitionNotFound(topic, partition_name(self._broker_id, index), tuple(config.partition_names))
         return partition
 
-    def message_bytes_max(self, topic: str) -> int:
-        """The topic's limit on one message."""
-        return self._configs[topic].max_message_bytes
+    def get(self, topic: str, index: int) -> Partition | None:
+        """The partition, if it is open, of whatever id its topic is."""
+        return self.open.get(topic, {}).get(index)
+
+    def config(self, topic: str) -> TopicConfig:
+        """The configuration of a topic that is open."""
+        return self._configs[topic]
 
     def partitions(self) -> Iterator[Partition]:
         """All open partitions."""
@@ -139,8 +147,8 @@ class Topics:
                 log.critical("%s is not served: %s", name, error)
                 self._broken[topic, index] = error
                 continue
-            opened.clear_bound()  # no other replica has a say
             indexed[index] = Partition(topic, config.id, index, opened)
+            self.opened(indexed[index])
             await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
         self._configs[topic] = config
 
@@ -168,6 +176,7 @@ class Topics:
         del self._configs[topic]
         self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
         for partition in self.open.pop(topic).values():
+            self.closing(partition)
             partition.close(TopicNotFound(topic), clean=False)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> bool:

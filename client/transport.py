@@ -11,13 +11,14 @@ import logging
 import os
 import platform
 import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 import metamq
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout
 from metamq.wire import status
-from metamq.wire.commands import HelloReply
-from metamq.wire.connection import ClientConnection, Response
+from metamq.wire.commands import Command, HelloReply
+from metamq.wire.connection import PUSHED, ClientConnection, Response
 from metamq.wire.frames import Buffer
 
 log = logging.getLogger("metamq.client")
@@ -40,6 +41,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._loop = loop
         self._connection = ClientConnection(address, client_name())
         self._waiting: dict[int, asyncio.Future[Response]] = {}
+        self._pushed: Callable[[Any, memoryview], None] | None = None
         self._opened: asyncio.Future[HelloReply] = loop.create_future()
         self._transport: asyncio.Transport | None = None
         self.closed = loop.create_future()
@@ -89,6 +91,9 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, count: int) -> None:
         try:
             for response in self._connection.received(count):
+                if response.opaque == PUSHED:
+                    self._push_received(response)
+                    continue
                 waiting = self._waiting.pop(response.opaque)
                 if not waiting.done():
                     waiting.set_result(response)
@@ -97,6 +102,12 @@ class BrokerConnection(asyncio.BufferedProtocol):
             return
         if not self._opened.done() and self._connection.greeting is not None:
             self._opened.set_result(self._connection.greeting)
+
+    def _push_received(self, response: Response) -> None:
+        if response.status != status.OK:
+            raise status.decode_error(response.status, response.header)
+        assert self._pushed is not None
+        self._pushed(response.header, response.body)
 
     def _fail(self, error: MetamqError) -> None:
         if isinstance(error, ProtocolError):
@@ -148,6 +159,21 @@ class BrokerConnection(asyncio.BufferedProtocol):
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
         return response.header
+
+    async def stream(self, header: Any, pushed: Callable[[Any, memoryview], None], *, timeout_s: float) -> Any:
+        """Makes the connection a stream by a SYNC request; returns the answer to it.
+
+        From then on `pushed(header, body)` is called with each frame that the broker pushes, which may be before this
+        returns. Raises as `request`.
+        """
+        self._pushed = pushed
+        return await self.request(Command.SYNC, header, timeout_s=timeout_s)
+
+    def push(self, header: Any) -> None:
+        """Sends a frame of the stream. Raises ConnectError, ClosedError."""
+        if self._transport is None or not self.alive:
+            raise ConnectError(self.address, "the connection is closed")
+        self._transport.writelines(self._connection.push(header))
 
     def abort(self) -> None:
         """Closes at once."""

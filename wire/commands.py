@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Command(enum.IntEnum):
-    """What a request asks for. The numbers from 8 on are kept for transactions and administration."""
+    """What a request asks for. The numbers from 9 on are kept for transactions and administration."""
 
     HELLO = 1
     AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, brokers of this release refuse it
@@ -29,6 +29,7 @@ class Command(enum.IntEnum):
     SYNC = 5  # replication: metamq.wire.sync
     OFFSETS = 6
     STATS = 7
+    PROMOTE = 8
 
 
 EARLIEST = -2
@@ -53,6 +54,19 @@ class HelloReply(NamedTuple):
     batch_bytes_max: int
     frame_bytes_max: int
     server: str
+
+
+class Promote(NamedTuple):
+    """Asks a slave to become the master. With `accept_loss` also one that is not in sync. Answered by a Promoted."""
+
+    accept_loss: bool
+
+
+class Promoted(NamedTuple):
+    """The slave is the master now."""
+
+    epoch: int
+    generation: int
 
 
 class PutEntry(NamedTuple):

@@ -111,16 +111,22 @@ def test_a_host_that_went_down_and_torn_logs_are_one_loss(tmp_path: Path) -> Non
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
-    folder = DataFolder.open(tmp_path, 7)
+    folder = DataFolder.open(tmp_path, 7, 2)
     identity = folder.identity
-    assert (folder.broker_id, folder.replica) == (7, 0)
-    folder.assign_replica(2)
+    assert (folder.broker_id, folder.replica, folder.generation) == (7, 2, 0)
+    folder.follow_generation(3)
     folder.close(clean=False)
-    folder = DataFolder.open(tmp_path, 7)
-    assert (folder.replica, folder.identity) == (2, identity)
+    folder = DataFolder.open(tmp_path, 7, 2)
+    assert (folder.replica, folder.identity, folder.generation) == (2, identity, 3)
     folder.close(clean=True)
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert (meta["broker_id"], meta["format"], meta["clean"]) == (7, FORMAT, True)
+
+
+def test_another_replicas_folder_is_refused(tmp_path: Path) -> None:
+    DataFolder.open(tmp_path, 7, 1).close(clean=True)
+    with pytest.raises(ConfigError, match=r"belongs to replica 1 of broker 7, not 0\. Start it with --replica 1"):
+        DataFolder.open(tmp_path, 7)
 
 
 def test_another_brokers_folder_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ SAMPLES: list[MetamqError] = [
     errors.UnsupportedVersion("broker:1", (1, 2), (3, 4)),
     errors.ProtocolError("junk"),
     errors.ConfigError("`x` is 1", hint="Make it 2."),
+    errors.WrongType("`x` is '1', not a number"),
     errors.ForkedError("Producer"),
     errors.TopicNotFound("flights"),
     errors.PartitionNotFound("flights", "0-9", ("0-0", "0-1")),
@@ -94,7 +95,7 @@ def test_round_trip(error: MetamqError) -> None:
     got = over_the_wire(error)
     if type(error) in NOT_ON_THE_WIRE:
         assert type(got) is MetamqError
-    elif isinstance(error, errors.ForkedError):
+    elif isinstance(error, errors.ForkedError | errors.WrongType):
         assert type(got) is errors.ConfigError  # the nearest that has a number
     else:
         assert type(got) is type(error)

@@ -126,14 +126,12 @@ def test_a_client_of_a_newer_release_that_still_speaks_ours(front: Any) -> None:
     assert client.answer().header[0] == 1
 
 
-@pytest.mark.parametrize("command", [0, 2, 5, 8, 99, 255, Command.HELLO])
+@pytest.mark.parametrize("command", [0, 2, 9, 99, 255, Command.HELLO])
 def test_an_unknown_command(front: Any, command: int) -> None:
     client = front.connect()
     for body in (None, [bytes(100)]):
         error = front.error_of(client.ask(command, {"what": "ever"}, body))
-        assert (
-            str(error) == f"command {command} is not known to this broker. It knows 3 PUT, 4 GET, 6 OFFSETS, 7 STATS."
-        )
+        assert str(error).startswith(f"command {command} is not known to this broker. It knows 3 PUT, 4 GET, ")
     assert client.ask(Command.STATS, None).status == status.OK
 
 

@@ -1,0 +1,452 @@
+"""HAClient: the slave's side of replication.
+
+    READY       no link: connects to the master as soon as it is known where it is, with growing pauses
+    HANDSHAKE   joined; what each partition's log has is told, and the master says where to go on
+    TRANSFER    applies what comes, acknowledges it
+    SHUTDOWN    stopped for good
+
+Theory of operation
+-------------------
+What comes is applied in the order in which it comes: whole batches, each checked against both of its checksums and
+against the end of its log. After each piece of input one acknowledgement goes out, for all of it: up to which sequence
+number everything is written (held), and up to which everything that is to be flushed has been (flushed). Fsyncs run
+beside the loop, many batches each.
+
+Anything that does not fit (a gap, a wrong epoch, damage) ends the link; the next handshake finds out where it is to
+go on. Nothing is ever skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from metamq.broker.flusher import Flusher
+from metamq.broker.partition import Partition
+from metamq.broker.topics import Topics
+from metamq.client.transport import BrokerConnection
+from metamq.errors import ConnectError, MetamqError, ProtocolError, StorageError, Timeout
+from metamq.wire import sync
+from metamq.wire.limits import ENTRIES_TARGET
+from metamq.zk.brokers import BrokerAddress, Registration
+
+log = logging.getLogger("metamq.broker")
+
+JOIN_TIMEOUT_S = 5.0
+PAUSE_FIRST_S = 0.05
+PAUSE_MAX_S = 1.0
+ATTACH_AGAIN_S = 0.2
+HEARTBEATS_MISSED_MAX = 3
+
+
+class HAState(enum.Enum):
+    """Where the slave's end of the link is in its life."""
+
+    READY = "ready"
+    HANDSHAKE = "handshake"
+    TRANSFER = "transfer"
+    SHUTDOWN = "shutdown"
+
+
+class HAClient:
+    """The link of this replica to its master. Used by the broker's loop only.
+
+    `follow()` says who the master is; `run()` keeps a link to it until `close()`. `failed` is called when the disk
+    fails: the broker has to end.
+    """
+
+    def __init__(
+        self,
+        registration: Callable[[], Registration],
+        topics: Topics,
+        flusher: Flusher,
+        *,
+        learner: bool,
+        generation: Callable[[], int],
+        followed: Callable[[int], None],
+        failed: Callable[[MetamqError], None],
+    ) -> None:
+        self.state = HAState.READY
+        self.epoch = 0
+        self._registration = registration
+        self._topics = topics
+        self._flusher = flusher
+        self._learner = learner
+        self._generation = generation
+        self.followed = followed
+        self._failed = failed
+        self._master: BrokerAddress | None = None
+        self._changed = asyncio.Event()
+        self._link: _Link | None = None
+
+    def follow(self, master: BrokerAddress | None) -> None:
+        """Who the master is now; None: there is none."""
+        if master != self._master:
+            self._master = master
+            self._changed.set()
+            if self._link is not None:
+                self._link.end(ConnectError("the master", "it is another one now"))
+
+    async def run(self) -> None:
+        """Links up, again and again, until cancelled."""
+        pause_s = PAUSE_FIRST_S
+        try:
+            while True:
+                self._changed.clear()
+                master = self._master
+                if master is None or master.replica == self._registration().replica:
+                    await self._changed.wait()
+                    continue
+                try:
+                    error = await self._serve(master)
+                except MetamqError as never_began:
+                    error = never_began
+                else:
+                    pause_s = PAUSE_FIRST_S
+                if isinstance(error, StorageError):
+                    self._failed(error)
+                    return
+                log.info("no link to the master at %s: %s", master.address, error)
+                self.state = HAState.READY
+                try:
+                    async with asyncio.timeout(pause_s):  # wait_for() of Python 3.11 may lose a cancellation
+                        await self._changed.wait()
+                except TimeoutError:
+                    pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        finally:
+            self.state = HAState.SHUTDOWN
+
+    async def _serve(self, master: BrokerAddress) -> MetamqError:
+        """One link, from its making to its end; returns why it ended. Raises what kept it from beginning."""
+        self.state = HAState.HANDSHAKE
+        connection = await BrokerConnection.open(master.host, master.port)
+        link = _Link(self, connection, self._topics, self._flusher)
+        try:
+            registration = self._registration()
+            accept = await connection.stream(
+                sync.Join(
+                    sync.JOIN, self.epoch, sync.MAGIC, registration.broker_id, registration.replica,
+                    registration.incarnation, registration.folder, self._learner, self._generation(),
+                ),
+                link.received,
+                timeout_s=JOIN_TIMEOUT_S,
+            )  # fmt: skip
+            frame = sync.unpack_from_master(accept)
+            if not isinstance(frame, sync.Accept):
+                raise ProtocolError(f"{master.address} answered a Join with {type(frame).__name__}")
+            self.epoch = frame.epoch
+            self._link = link
+            link.begin(frame)
+            self.state = HAState.TRANSFER
+            return await link.ended
+        finally:
+            self._link = None
+            link.close()
+            await connection.close()
+
+    # -- what the broker tells ----------------------------------------------------------------------------------------
+
+    def opened(self, partition: Partition) -> None:
+        """A partition was opened here: its topic was made or enlarged."""
+        if self._link is not None:
+            self._link.attach([partition])
+
+    def closed(self, partition: Partition) -> None:
+        """A partition was closed here: its topic was deleted."""
+        if self._link is not None:
+            self._link.detach(partition)
+
+    @property
+    def linked(self) -> bool:
+        """Whether the master has accepted this replica."""
+        return self._link is not None
+
+    async def hand_over(self, wait_ms: int) -> None:
+        """Asks the master to stop writing, and waits until this replica holds all of it.
+
+        Raises ConnectError without a link, Timeout, NotEnoughReplicas or Fenced with the master's reason.
+        """
+        if self._link is None:
+            raise ConnectError("the master", "there is no link to it")
+        await self._link.hand_over(wait_ms)
+
+
+class _Link:
+    """One link, from ACCEPT to its end."""
+
+    def __init__(self, client: HAClient, connection: BrokerConnection, topics: Topics, flusher: Flusher) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[MetamqError] = self.loop.create_future()
+        self._client = client
+        self._connection = connection
+        self._topics = topics
+        self._flusher = flusher
+        self._epoch = 0
+        self._handles: dict[int, Partition] = {}
+        self._numbers: dict[Partition, int] = {}
+        self._next_handle = 1
+        self._held_seq = 0
+        self._unflushed: deque[tuple[int, Partition, int]] = deque()
+        """(sequence number, partition, end position) of what counts only once it is flushed."""
+        self._generation = 0
+        self._undecided: set[int] = set()
+        """Handles for which the master has not said where to go on."""
+        self._early: list[tuple[Any, memoryview]] = []
+        """What came before the link has begun."""
+        self._copied: dict[int, Partition] = {}
+        """Handles whose copies are to be acknowledged."""
+        self._unflushed_copies: dict[Partition, int] = {}
+        """End positions of copies that count only once they are flushed."""
+        self._ack_soon = False
+        self._handed_over: asyncio.Future[sync.HandedOver] | None = None
+        self._heard_at = self._spoke_at = self.loop.time()
+        self._heartbeat_s = 1.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        connection.closed.add_done_callback(lambda gone: self.end(gone.result()))
+
+    def begin(self, accept: sync.Accept) -> None:
+        """The master has accepted: tells it what there is here."""
+        self._epoch = accept.epoch
+        self._heartbeat_s = accept.heartbeat_ms / 1000
+        self._generation = accept.generation
+        self._beat()
+        self.attach(list(self._topics.partitions()))
+        early, self._early = self._early, []
+        for header, body in early:
+            self.received(header, body)
+        self._all_decided()
+
+    def end(self, error: MetamqError) -> None:
+        """Ends the link, for this reason."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+        if self._handed_over is not None and not self._handed_over.done():
+            self._handed_over.set_exception(error)
+            self._handed_over.exception()
+
+    def close(self) -> None:
+        """Nothing of the link is acted upon any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for partition in self._numbers:
+            partition.flushed_listener = None
+
+    # -- handshake ----------------------------------------------------------------------------------------------------
+
+    def attach(self, partitions: list[Partition]) -> None:
+        """Tells the master what these partitions' logs have."""
+        told = []
+        for partition in partitions:
+            if partition.closed_by is not None:
+                continue
+            handle, self._next_handle = self._next_handle, self._next_handle + 1
+            self._forget(partition)
+            self._handles[handle] = partition
+            self._numbers[partition] = handle
+            self._undecided.add(handle)
+            log_ = partition.log
+            told.append(
+                sync.AttachPartition(
+                    handle,
+                    partition.topic,
+                    partition.topic_id,
+                    partition.index,
+                    log_.start_offset,
+                    log_.start_position,
+                    log_.end_offset,
+                    log_.end_position,
+                    log_.stable_offset,
+                    list(log_.epochs().entries),
+                )
+            )
+        for frame in sync.attach_frames(self._epoch, told):
+            self._push(frame)
+
+    def detach(self, partition: Partition) -> None:
+        """The partition is gone here."""
+        handle = self._forget(partition)
+        if handle is not None:
+            self._push(sync.Detach(sync.DETACH, self._epoch, [handle]))
+
+    def _forget(self, partition: Partition) -> int | None:
+        handle = self._numbers.pop(partition, None)
+        if handle is not None:
+            self._handles.pop(handle, None)
+            self._copied.pop(handle, None)
+            self._undecided.discard(handle)
+            self._unflushed_copies.pop(partition, None)
+        partition.flushed_listener = None
+        return handle
+
+    def _attached(self, result: sync.AttachResult) -> None:
+        partition = self._handles.get(result.handle)
+        if partition is None:
+            return
+        decision = sync.Decision(result.decision)
+        level = logging.WARNING if decision is sync.Decision.REFUSE else logging.INFO
+        log.log(level, "%s: %s", partition.name, result.reason)
+        if decision is sync.Decision.WAIT:
+            self._forget(partition)
+            self.loop.call_later(ATTACH_AGAIN_S, self._attach_again, partition)
+        elif decision is sync.Decision.REFUSE:
+            self._forget(partition)
+        else:
+            if decision is sync.Decision.RESET:
+                partition.reset_to(result.offset, result.position)
+            elif result.position < partition.log.end_position:
+                partition.cut(result.position)
+            partition.flushed_listener = self._flushed
+            self._copied[result.handle] = partition
+            self._acknowledge_soon()
+
+    def _all_decided(self) -> None:
+        """Once every log is what the master says, this replica has followed to the master's generation: not before,
+        since what a newer generation takes back is cut only by a replica that has not followed to it."""
+        if self._generation and not self._undecided:
+            self._client.followed(self._generation)
+            self._generation = 0
+
+    def _attach_again(self, partition: Partition) -> None:
+        if not self._closed and partition.closed_by is None and partition not in self._numbers:
+            self.attach([partition])
+
+    # -- what comes ---------------------------------------------------------------------------------------------------
+
+    def received(self, header: Any, body: memoryview) -> None:
+        """One frame of the master's."""
+        if self._closed or self.ended.done():
+            return
+        if not self._epoch:
+            self._early.append((header, body))
+            return
+        self._heard_at = self.loop.time()
+        try:
+            frame = sync.unpack_from_master(header)
+            if frame.epoch != self._epoch:
+                raise ProtocolError(f"a {type(frame).__name__} of epoch {frame.epoch} on a link of epoch {self._epoch}")
+            if isinstance(frame, sync.Data):
+                self._data(frame, body)
+            elif isinstance(frame, sync.Copy):
+                self._copy(frame, body)
+            elif isinstance(frame, sync.Attached):
+                for result in frame.results:
+                    self._attached(result)
+                    self._undecided.discard(result.handle)
+                self._all_decided()
+            elif isinstance(frame, sync.Beat):
+                self._stable(frame.stable)
+            elif isinstance(frame, sync.HandedOver):
+                if self._handed_over is not None and not self._handed_over.done():
+                    self._handed_over.set_result(frame)
+            else:
+                raise ProtocolError(f"a {type(frame).__name__} in the middle of a link")
+        except MetamqError as error:
+            self.end(error)
+
+    def _data(self, frame: sync.Data, body: memoryview) -> None:
+        if frame.first_seq != self._held_seq + 1:
+            raise ProtocolError(f"sequence number {frame.first_seq} came after {self._held_seq}")
+        for (handle, position, _size, flush), batches in zip(
+            frame.entries, sync.bodies(frame.entries, body), strict=True
+        ):
+            self._held_seq += 1
+            partition = self._handles.get(handle)
+            if partition is None:  # detached: the master does not know it yet
+                continue
+            partition.append_replicated(batches, position)
+            if flush:
+                self._unflushed.append((self._held_seq, partition, partition.log.end_position))
+            self._flusher.replicated(partition, must_flush=bool(flush))
+        self._stable(frame.stable)
+        self._acknowledge_soon()
+
+    def _copy(self, frame: sync.Copy, body: memoryview) -> None:
+        for (handle, position, _size, flush), batches in zip(
+            frame.entries, sync.bodies(frame.entries, body), strict=True
+        ):
+            partition = self._handles.get(handle)
+            if partition is not None:
+                partition.append_replicated(batches, position)
+                self._copied[handle] = partition
+                if flush:
+                    self._unflushed_copies[partition] = partition.log.end_position
+                self._flusher.replicated(partition, must_flush=bool(flush))
+        self._stable(frame.stable)
+        self._acknowledge_soon()
+
+    def _stable(self, marks: list[tuple[int, int, int]]) -> None:
+        for handle, offset, position in marks:
+            partition = self._handles.get(handle)
+            if partition is not None:
+                partition.bound(offset, position)
+
+    # -- acknowledgements ---------------------------------------------------------------------------------------------
+
+    def _flushed(self, partition: Partition) -> None:
+        """An fsync of the partition's log has ended."""
+        handle = self._numbers.get(partition)
+        end_position = self._unflushed_copies.get(partition)
+        if handle is not None and end_position is not None:
+            self._copied[handle] = partition
+            if partition.log.flushed_position >= end_position:
+                del self._unflushed_copies[partition]
+        self._acknowledge_soon()
+
+    def _acknowledge_soon(self) -> None:
+        if not self._ack_soon and not self._closed:
+            self._ack_soon = True
+            self.loop.call_soon(self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        self._ack_soon = False
+        if self._closed or self.ended.done():
+            return
+        unflushed = self._unflushed
+        while unflushed and unflushed[0][1].log.flushed_position >= unflushed[0][2]:
+            unflushed.popleft()
+        flushed_seq = unflushed[0][0] - 1 if unflushed else self._held_seq
+        copied, self._copied = self._copied, {}
+        marks = [(handle, p.log.end_position, p.log.flushed_position) for handle, p in copied.items()]
+        for start in range(0, max(len(marks), 1), ENTRIES_TARGET):
+            part = marks[start : start + ENTRIES_TARGET]
+            self._push(sync.Ack(sync.ACK, self._epoch, self._held_seq, flushed_seq, part))
+
+    def _push(self, frame: tuple[Any, ...]) -> None:
+        self._spoke_at = self.loop.time()
+        try:
+            self._connection.push(frame)
+        except MetamqError as error:
+            self.end(error)
+
+    def _beat(self) -> None:
+        """Speaks when nothing was said for a heartbeat; ends the link when nothing was heard for three."""
+        now = self.loop.time()
+        silent_s = now - self._heard_at
+        if silent_s > HEARTBEATS_MISSED_MAX * self._heartbeat_s:
+            self.end(Timeout(f"a sign of life of the master at {self._connection.address}", silent_s))
+            return
+        if now - self._spoke_at >= self._heartbeat_s / 2:
+            self._acknowledge()
+        self._timer = self.loop.call_later(self._heartbeat_s / 4, self._beat)
+
+    async def hand_over(self, wait_ms: int) -> None:
+        """See HAClient.hand_over."""
+        self._handed_over = self.loop.create_future()
+        self._push(sync.HandOver(sync.HANDOVER, self._epoch, wait_ms))
+        try:
+            async with asyncio.timeout(wait_ms / 1000 + self._heartbeat_s):
+                answer = await self._handed_over
+        except TimeoutError:
+            raise Timeout("the hand-over by the master", wait_ms / 1000) from None
+        finally:
+            self._handed_over = None
+        if answer.reason:
+            raise MetamqError(f"the master does not hand over: {answer.reason}")
+        if answer.end_seq != self._held_seq:
+            raise ProtocolError(f"handed over at {answer.end_seq}, but held is {self._held_seq}")

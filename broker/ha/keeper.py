@@ -1,0 +1,370 @@
+"""RoleKeeper: follows the state in ZooKeeper, and makes this replica what it is to be: master, slave, or waiting.
+
+    any  ──▶ MASTER    the epoch is raised; logs are bound by the in-sync set; PUTs and slaves are taken
+    any  ──▶ SLAVE     PUTs that wait are answered as unknown, others refused; linked to the master, readers served
+    any  ──▶ WAITING   as SLAVE, without a master to link to
+
+Everything that may change a role ends in `settle()`, one at a time: a watch on the state or on the master's node, a
+lost session, a promotion. It reads what stands in ZooKeeper and asks metamq.broker.ha.role.cast what that means. So a
+missed or doubled event does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.data_folder import DataFolder
+from metamq.broker.flusher import Flusher
+from metamq.broker.ha.client import HAClient
+from metamq.broker.ha.group_transfer import GroupTransferService
+from metamq.broker.ha.insync import Change
+from metamq.broker.ha.role import Role, cast
+from metamq.broker.ha.service import TICK_S, HAService, HASettings
+from metamq.broker.partition import BatchIds, Partition
+from metamq.broker.processors import Processors
+from metamq.broker.topics import Topics
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeout
+from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
+from metamq.zk.lease import Lease
+from metamq.zk.offers import register_slave_topics, register_topics
+from metamq.zk.replicas import Refused, Unknown, change_insync, register_slave, slaves_of, take_over
+from metamq.zk.session import Session
+
+log = logging.getLogger("metamq.broker")
+
+RETRY_S = 0.5
+HAND_OVER_MS = 3000
+
+
+class RoleKeeper:
+    """The role of one replica. Used by the broker's loop only."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        folder: DataFolder,
+        session: Session,
+        topics: Topics,
+        flusher: Flusher,
+        ids: BatchIds,
+        processors: Processors,
+        registration: Callable[[], Registration],
+        *,
+        check: Callable[[], Awaitable[None]],
+        failed: Callable[[MetamqError], None],
+    ) -> None:
+        """`check` is called in each new session, before anything is registered: whether it is the right ZooKeeper."""
+        self.role = Role.STARTING
+        self.reason = ""
+        self.epoch = 0
+        self.ha: HAService | None = None
+        self.client: HAClient | None = None
+        self._config = config
+        self._folder = folder
+        self._session = session
+        self._topics = topics
+        self._flusher = flusher
+        self._ids = ids
+        self._processors = processors
+        self._register_as = registration
+        self._check = check
+        self._failed = failed
+        self._what = f"replica {folder.replica} of broker {folder.broker_id}"
+        self._changed = asyncio.Event()
+        self._settling = asyncio.Lock()
+        self._registered = (-1, -1)
+        """The session, by its generation, and the incarnation that this replica is registered with."""
+        self._lease = Lease(session)
+        self._has_others = False
+        self._mastership: Mastership | None = None
+        self._offered: tuple[int, Role, dict[str, int]] | None = None
+        self._following: asyncio.Task[None] | None = None
+        topics.opened = self._opened
+        topics.closing = self._closing
+
+    @property
+    def _registration(self) -> Registration:
+        """What this replica says of itself now."""
+        return self._register_as()
+
+    # -- following ----------------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Takes the first role. Raises ConfigError, Fenced, ConnectError."""
+        await self._lease.start()
+        await self.settle()
+
+    async def run(self) -> None:
+        """Follows, for ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._session.connected()
+                await self.settle()
+            except ConnectError as error:
+                log.info("the role is not followed at present: %s", error)
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()
+
+    async def tick(self) -> None:
+        """Lets time pass for the master's service, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.ha is not None:
+                self.ha.tick(loop.time())
+
+    def look_again(self) -> None:
+        """Something may have changed."""
+        self._changed.set()
+
+    async def settle(self) -> None:
+        """Makes this replica what it is to be. Raises ConnectError; to be called again then."""
+        async with self._settling:
+            registration = self._registration
+            if self._registered[0] != self._session.generation:
+                await self._check()
+            stored = await read_state(self._session, registration.broker_id, self.look_again)
+            slaves = await slaves_of(self._session, registration.broker_id, self.look_again)
+            state = stored[0] if stored is not None else None
+            self._has_others = self._has_others or bool(slaves) or (state is not None and len(state.insync) > 1)
+            part = cast(state, registration, learner=self._config.learner, playing=self.role, epoch=self.epoch)
+            if part.role is not Role.MASTER:
+                await self._be_slave(part.role, part.reason)
+            elif self.role is not Role.MASTER or self._registered != self._to_register():
+                await self._be_master()
+            elif self.ha is not None and stored is not None:
+                self._hold(*stored)
+                self.ha.state_read(*stored)
+
+    def _to_register(self) -> tuple[int, int]:
+        return self._session.generation, self._registration.incarnation
+
+    # -- the roles ----------------------------------------------------------------------------------------------------
+
+    async def _be_master(self) -> None:
+        self._folder.incarnation_known()  # from here on, whether or not we hear of it
+        try:
+            mastership = await become_master(self._session, self._registration)
+        except Fenced:
+            self.look_again()  # somebody was faster
+            return
+        await self._begin_term(mastership)
+
+    async def _begin_term(self, mastership: Mastership) -> None:
+        self._end_term("a new term begins")
+        await self._stop_following()
+        self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
+        self._ids.start_epoch(mastership.epoch)
+        registration, state = self._registration, mastership.state
+        settings = HASettings(
+            broker_id=registration.broker_id,
+            member=registration.member,
+            epoch=state.epoch,
+            generation=state.generation,
+            heartbeat_ms=max(min(self._session.negotiated_timeout_ms // 6, 1000), 50),
+            insync_lag_ms=self._config.insync_lag_ms,
+            link_bytes_per_s=self._config.replication_bytes_per_s,
+        )
+        self._folder.follow_generation(state.generation)
+        self.ha = HAService(
+            settings,
+            self._topics,
+            (state, mastership.version),
+            change=self._change,
+            read=self._read,
+            deposed=self.look_again,
+            refuse_writes=self._refuse_writes,
+            failed=self._log_failed,
+        )
+        self._processors.ha = self.ha
+        self._processors.transfer = GroupTransferService(registration.broker_id, self.ha, self._may_believe)
+        self._refuse_writes(None)
+        log.info("%s is the master, epoch %d", self._what, self.epoch)
+        self._mastership = mastership
+        await self.offer()
+        self._registered = self._to_register()
+
+    def _end_term(self, reason: str) -> None:
+        """What this replica did as a master, it does no more."""
+        ha, self.ha = self.ha, None
+        self._processors.ha = self._processors.transfer = None
+        if ha is not None:
+            ha.close(reason)
+            unknown = Fenced(self._what, reason)
+            unknown.outcome = "unknown"
+            for partition in self._topics.partitions():
+                partition.fail_waiting(unknown)
+                partition.freeze()
+
+    async def _be_slave(self, role: Role, reason: str) -> None:
+        if self.role is not role or self.reason != reason:
+            log.log(logging.WARNING if role is Role.WAITING else logging.INFO, "%s: %s", self._what, reason)
+        self._processors.not_master = Fenced(self._what, reason)
+        self._end_term(reason)
+        self.role, self.reason = role, reason
+        registration = self._registration
+        for partition in self._topics.partitions():
+            partition.freeze()
+        self._folder.incarnation_known()
+        if self.client is None:
+            self.client = HAClient(
+                self._register_as,
+                self._topics,
+                self._flusher,
+                learner=self._config.learner,
+                generation=lambda: self._folder.generation,
+                followed=self._folder.follow_generation,
+                failed=self._failed,
+            )
+            self._following = asyncio.ensure_future(self.client.run())
+        await register_slave(self._session, registration)
+        await self.offer()
+        master = await master_of(self._session, registration.broker_id, self.look_again)
+        self.client.follow(master if role is Role.SLAVE else None)
+        self._registered = self._to_register()
+
+    async def _stop_following(self) -> None:
+        client, self.client = self.client, None
+        task, self._following = self._following, None
+        if client is not None and task is not None:
+            client.follow(None)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def offer(self) -> None:
+        """Offers the topics to clients: to producers and readers as the master, to readers as a slave."""
+        broker_id, replica, counts = self._registration.broker_id, self._registration.replica, self._topics.counts()
+        offered = self._session.generation, self.role, counts
+        if offered == self._offered:
+            return
+        if self.role is Role.MASTER and self._mastership is not None:
+            await register_slave_topics(self._session, broker_id, replica, {})
+            try:
+                await register_topics(self._session, self._mastership, counts)
+            except Fenced:
+                self.look_again()
+                return
+        else:
+            await register_slave_topics(self._session, broker_id, replica, counts)
+        self._offered = offered
+
+    # -- promotion ----------------------------------------------------------------------------------------------------
+
+    async def promote(self, *, accept_loss: bool) -> Mastership:
+        """Makes this replica the master: the one place where that is decided, by a person or by what watches brokers.
+
+        From a living master it takes over when it holds everything; a dead one is not waited for, nor one that hangs.
+        Raises Fenced when it is not in the in-sync set, unless loss is accepted; what the living master refuses with;
+        ConnectError when ZooKeeper is away.
+        """
+        async with self._settling:
+            registration = self._registration
+            if self.role is Role.MASTER:
+                raise Fenced(self._what, "it is the master already")
+            stored = await read_state(self._session, registration.broker_id)
+            if stored is None:
+                raise Fenced(self._what, "the broker id has had no master yet: start replica 0")
+            state, version = stored
+            in_sync = registration.member in state.insync
+            handed_over = False
+            if not in_sync and not accept_loss:
+                raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
+            if in_sync and self.client is not None and self.client.linked:
+                try:
+                    await self.client.hand_over(HAND_OVER_MS)
+                    handed_over = True
+                except (ConnectError, Timeout) as error:  # it died just now, or hangs
+                    log.warning("%s: the master does not hand over: %s", self._what, error)
+            mastership = await take_over(
+                self._session, registration, state, version, accept_loss=accept_loss, handed_over=handed_over
+            )
+            if isinstance(mastership, Refused):
+                raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
+            log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
+            await self._begin_term(mastership)
+            return mastership
+
+    # -- what the parts ask for ---------------------------------------------------------------------------------------
+
+    def _may_believe(self) -> bool:
+        """Whether nobody can have become master meanwhile, as far as clocks tell; true where there is nobody else."""
+        return not self._has_others or self._lease.valid()
+
+    def _refuse_writes(self, error: Fenced | None) -> None:
+        if error is not None or isinstance(self._processors.refuse_writes, Fenced):
+            self._processors.refuse_writes = error
+
+    async def _change(self, change: Change) -> int | None:
+        held = self._mastership
+        if held is None or held.version != change.version:
+            return None
+        outcome = await change_insync(self._session, held, change.members)
+        if isinstance(outcome, Unknown):
+            raise ConnectError("ZooKeeper", outcome.reason, outcome="unknown")
+        if isinstance(outcome, Refused):
+            return None
+        self._mastership = outcome.held
+        return outcome.held.version
+
+    async def _read(self) -> tuple[BrokerState, int]:
+        stored = await read_state(self._session, self._registration.broker_id)
+        if stored is None:
+            raise ConnectError("ZooKeeper", f"the state of broker {self._registration.broker_id} is gone")
+        self._hold(*stored)
+        return stored
+
+    def _hold(self, state: BrokerState, version: int) -> None:
+        """The term as it stands in ZooKeeper, if it is this one's still."""
+        if state.epoch == self.epoch:
+            self._mastership = Mastership(self._registration.broker_id, state, version)
+
+    def _log_failed(self, partition: Partition, error: MetamqError) -> None:
+        if isinstance(error, CorruptData):
+            log.critical("%s is not served any more: %s", partition.name, error)
+            partition.close(error, clean=False)
+        else:
+            self._failed(error)
+
+    def _opened(self, partition: Partition) -> None:
+        if self.ha is not None:
+            self.ha.opened(partition)
+        elif self.client is not None:
+            partition.freeze()
+            self.client.opened(partition)
+
+    def _closing(self, partition: Partition) -> None:
+        if self.ha is not None:
+            self.ha.closed_partition(partition)
+        elif self.client is not None:
+            self.client.closed(partition)
+
+    def readiness(self) -> str:
+        """Why clients are not served as they should be; empty when they are."""
+        if self._registered[0] != self._session.generation:
+            return "not registered in ZooKeeper"
+        if self.role is Role.WAITING:
+            return self.reason
+        if self.client is not None and not self.client.linked:
+            return "not linked to its master"
+        return ""
+
+    async def close(self) -> None:
+        """The broker ends."""
+        self._end_term("it is stopping")
+        await self._stop_following()
+        await self._lease.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """For `ha status` and STATS."""
+        found: dict[str, Any] = {"replica": self._registration.replica, "role": self.role.value, "reason": self.reason}
+        if self.ha is not None:
+            found |= self.ha.statistics()
+        elif self.client is not None:
+            found["link"] = self.client.state.value
+        return found
