@@ -138,14 +138,16 @@ class EmbeddedZooKeeper:
 
     def stop(self) -> None:
         """End the server and remove temporary data. May be repeated; does not mind a server that is gone already."""
-        # What is thrown away needs no orderly end.
-        self._end(signal.SIGTERM if self._given_dir is not None else signal.SIGKILL)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-        if self._given_dir is None and self._data_dir is not None:
-            shutil.rmtree(self._data_dir, ignore_errors=True)
-            self._data_dir = None
+        try:
+            # What is thrown away needs no orderly end.
+            self._end(signal.SIGTERM if self._given_dir is not None else signal.SIGKILL)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+            if self._given_dir is None and self._data_dir is not None:
+                shutil.rmtree(self._data_dir, ignore_errors=True)
+                self._data_dir = None
 
     def check_running(self) -> None:
         """Raise MetamqError, saying how, when the server has ended by itself since it was started."""
@@ -292,9 +294,10 @@ class EmbeddedZooKeeper:
         try:
             process.wait(timeout=3.0)
         except subprocess.TimeoutExpired:
+            pass
+        finally:  # also after a second Ctrl-C
             process.kill()
             process.wait()
-        finally:
             process.stdin.close()
 
     def _forget_in_child(self) -> None:

@@ -81,6 +81,17 @@ def test_up(process: Start, tmp_path: Path, temporary: Path, until: Until, stage
     until(lambda: not starting.left(), "the end of all children")
 
 
+def test_up_and_an_impatient_second_ctrl_c(process: Start, tmp_path: Path, until: Until) -> None:
+    """It may come at any step of the stop: no child is left in any case."""
+    starting = Starting(process("up", cwd=tmp_path))
+    until(lambda: starting.has_child("--with-parent"))
+    starting.process.send_signal(signal.SIGINT)
+    status, talk = starting.stop(signal.SIGINT)
+    assert status in (0, 130)
+    assert "Traceback" not in talk
+    until(lambda: not starting.left(), "the end of all children")
+
+
 def test_zookeeper(process: Start, tmp_path: Path, until: Until) -> None:
     starting = Starting(process("zookeeper", "--port", free_port(), cwd=tmp_path))
     until(lambda: starting.has_child("QuorumPeerMain"))
