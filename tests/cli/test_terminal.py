@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from metamq.cli.app import run
 from metamq.cli.output import table_lines
 from metamq.testing import Cluster, cluster
 from tests.cli.test_app import all_commands
@@ -112,14 +114,17 @@ def busy() -> Iterator[Cluster]:
     ],
 )
 def test_lines_fit_into_a_terminal_of_80_columns(
-    process: Start, terminal: Terminal, busy: Cluster, command: str
+    offline: Metamq, terminal: Terminal, busy: Cluster, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     arguments = command.replace("DATA", str(busy.broker.data)).split()
-    streams = {"stdin": subprocess.DEVNULL, "stdout": terminal.end, "stderr": terminal.end}
-    child = process(*arguments, env={"METAMQ_ZOOKEEPER": busy.zookeeper}, **streams)
+    with os.fdopen(os.dup(terminal.end), "w") as screen, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO())
+        patch.setattr("sys.stdout", screen)
+        patch.setattr("sys.stderr", screen)
+        run([*arguments, "--zookeeper", busy.zookeeper])
     terminal.hand_over()
     lines = STYLE.sub("", terminal.rest().decode()).splitlines()
-    child.wait(20)
+    assert lines
     assert not [line for line in lines if "Traceback" in line]
     assert [line for line in lines if len(line) > WIDTH and " " in line.strip()] == []
 
