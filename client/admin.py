@@ -10,11 +10,13 @@ from typing import Any, Self, TypeVar, Unpack
 from metamq.client.admin_core import AdminCore
 from metamq.client.admin_model import (
     BrokerDescription,
+    BrokerReplicas,
     BrokerStatistics,
     GroupDescription,
     GroupExplanation,
     GroupSummary,
     OffsetReset,
+    PromotionPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
@@ -162,6 +164,23 @@ class Admin:
         return self._run(self._core.statistics(broker_id))
 
     # The end
+
+    def replicas(self) -> dict[int, BrokerReplicas]:
+        """Every broker id's replicas: roles, addresses, who is in sync, and how far slaves are behind."""
+        return self._run(self._core.replicas())
+
+    def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
+        """What promote() would do, and lose. Raises ConfigError when there is no such slave, ConnectError."""
+        return self._run(self._core.plan_promotion(broker_id, replica))
+
+    def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
+        """Makes a slave the master of its broker id, without a restart; returns the new epoch.
+
+        A living master hands over: nothing is lost, and it becomes a slave. A dead one is not waited for, and becomes
+        one when it comes back. A slave that is not in sync is refused with Fenced, unless `accept_loss`: what it lacks,
+        see plan_promotion(), is lost then. Raises ConfigError when there is no such slave, ConnectError, Timeout.
+        """
+        return self._run(self._core.promote(broker_id, replica, accept_loss))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run there

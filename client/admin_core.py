@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from metamq.client import admin_brokers, admin_groups, admin_topics
+from metamq.client import admin_brokers, admin_groups, admin_replicas, admin_topics
 from metamq.client.admin_model import (
     BrokerDescription,
+    BrokerReplicas,
     BrokerStatistics,
     GroupDescription,
     GroupExplanation,
     GroupSummary,
     OffsetReset,
+    PromotionPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
@@ -114,3 +116,12 @@ class AdminCore:
 
     async def statistics(self, broker_id: int) -> BrokerStatistics:
         return await admin_brokers.broker_statistics(await self._cluster(), broker_id)
+
+    async def replicas(self) -> dict[int, BrokerReplicas]:
+        return await admin_replicas.describe_replicas(await self._cluster())
+
+    async def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
+        return await admin_replicas.plan_promotion(await self._cluster(), broker_id, replica)
+
+    async def promote(self, broker_id: int, replica: int, accept_loss: bool) -> int:
+        return await admin_replicas.promote(await self._cluster(), broker_id, replica, accept_loss)

@@ -194,6 +194,49 @@ class BrokerDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaDescription:
+    """One replica of a broker id. `role` is "master" or "slave"; `address` is None while it is not registered.
+
+    `stage`: what it is to the in-sync set at its master. The lags, behind the master, are None for the master itself
+    and for a slave without a link to it. `problem`: why the master does not answer.
+    """
+
+    broker_id: int
+    replica: int
+    role: str
+    address: str | None
+    in_sync: bool
+    version: str | None
+    stage: str
+    lag_messages: int | None
+    lag_bytes: int | None
+    lag_ms: int | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerReplicas:
+    """A broker id and its replicas. `generation` rises when messages that readers saw may have been given up."""
+
+    broker_id: int
+    epoch: int
+    generation: int
+    replicas: tuple[ReplicaDescription, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionPlan:
+    """What a promotion would do. `lost`: messages by topic that the slave lacks; None when nobody can tell."""
+
+    broker_id: int
+    replica: int
+    master: int
+    master_lives: bool
+    in_sync: bool
+    lost: Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class PartitionStatistics:
     """One partition of a broker. `last_append_us`: microseconds since 1970, 0 when nothing was ever appended."""
 

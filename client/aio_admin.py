@@ -10,11 +10,13 @@ from metamq.client.admin import WAIT_S
 from metamq.client.admin_core import AdminCore
 from metamq.client.admin_model import (
     BrokerDescription,
+    BrokerReplicas,
     BrokerStatistics,
     GroupDescription,
     GroupExplanation,
     GroupSummary,
     OffsetReset,
+    PromotionPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
@@ -112,6 +114,18 @@ class Admin:
     async def statistics(self, broker_id: int) -> BrokerStatistics:
         """See metamq.Admin.statistics."""
         return await self._core.statistics(broker_id)
+
+    async def replicas(self) -> dict[int, BrokerReplicas]:
+        """See metamq.Admin.replicas."""
+        return await self._core.replicas()
+
+    async def plan_promotion(self, broker_id: int, replica: int) -> PromotionPlan:
+        """See metamq.Admin.plan_promotion."""
+        return await self._core.plan_promotion(broker_id, replica)
+
+    async def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
+        """See metamq.Admin.promote."""
+        return await self._core.promote(broker_id, replica, accept_loss)
 
     async def close(self) -> None:
         """Disconnects; further calls do nothing."""

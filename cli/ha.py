@@ -1,0 +1,108 @@
+"""`metamq ha`: status, promote."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.units import show_bytes
+from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
+
+
+@click.group(cls=Group)
+def ha() -> None:
+    """Look at masters and slaves, and promote a slave."""
+
+
+@ha.command()
+@TABLE_OR_JSON
+def status(output: str) -> None:
+    """Show each broker's replicas: roles, who is in sync, how far slaves are behind their master.
+
+    \b
+    metamq ha status
+    metamq ha status -o json | jq '.[].replicas[] | select(.in_sync | not)'
+    """
+    current().log()
+    with current().admin() as admin:
+        found = list(admin.replicas().values())
+    if output == "json":
+        print_json([asdict(one) for one in found])
+        return
+    print_table(
+        ["BROKER", "REPLICA", "ROLE", "ADDRESS", "IN SYNC", "BEHIND", "BYTES", "SECONDS", "EPOCH"],
+        [_row(broker, replica) for broker in found for replica in broker.replicas],
+    )
+    for broker in found:
+        for replica in broker.replicas:
+            if replica.problem:
+                say(f"broker {broker.broker_id}: {replica.problem}")
+
+
+def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
+    return [
+        str(broker.broker_id),
+        str(replica.replica),
+        replica.role,
+        replica.address or "down",
+        "yes" if replica.in_sync else replica.stage or "no",
+        replica.lag_messages,
+        None if replica.lag_bytes is None else show_bytes(replica.lag_bytes),
+        None if replica.lag_ms is None else f"{replica.lag_ms / 1000:.1f}",
+        str(broker.epoch),
+    ]
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--slave", "replica", type=int, required=True, help="The number of the slave that is to be the master.")
+@click.option("--accept-loss", is_flag=True, help="Also when it is not in sync: what it lacks is lost.")
+@YES
+@TEXT_OR_JSON
+def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
+    """Make a slave the master of its broker id, without a restart.
+
+    A living master hands over and becomes a slave; a dead one becomes a slave when it comes back. Producers and
+    consumers find the new master by themselves.
+
+    \b
+    metamq ha promote --broker 0 --slave 1
+    metamq ha promote --broker 0 --slave 1 --accept-loss
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = admin.plan_promotion(broker_id, replica)
+        confirm(_plan_lines(plan, accept_loss), yes=yes)
+        epoch = admin.promote(broker_id, replica, accept_loss=accept_loss)
+    if output == "json":
+        print_json({"broker_id": broker_id, "master": replica, "epoch": epoch})
+        return
+    say(f"Replica {replica} is the master of broker {broker_id}, epoch {epoch}.")
+
+
+def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
+    lives = "which lives and hands over" if plan.master_lives else "which is down"
+    former = f"replica {plan.master}, {lives}"
+    lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} in place of {former}."]
+    if plan.in_sync:
+        lines.append("It is in sync: nothing that was acknowledged on topics with replication sync is lost.")
+    elif not accept_loss:
+        lines.append("It is not in sync: it will refuse, unless you give --accept-loss.")
+    if plan.lost is None:
+        lines.append("What it lacks nobody can tell: no other replica answers.")
+    for topic, messages in (plan.lost or {}).items():
+        lines.append(f"LOST: {count(messages, 'message')} of topic {topic}.")
+    return lines

@@ -1,0 +1,75 @@
+"""`metamq ha` against a real master and its slave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from metamq.testing import BrokerProcess, Cluster, cluster
+from tests.cli.conftest import Metamq
+from tests.parts import wait_until
+
+Pair = tuple[Cluster, BrokerProcess]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    settings: dict[str, Any] = {"session_timeout_ms": 3000, "insync_lag_ms": 1000}
+    with cluster(**settings) as running:
+        slave = BrokerProcess(running.zookeeper, running.folder / "replica-1", 0, replica=1, **settings)
+        slave.start()
+        running.create_topic("t", partitions=1, replication="sync")
+        with running.admin() as admin:
+            wait_until(lambda: all(one.in_sync for one in admin.replicas()[0].replicas), what="the slave in sync")
+        yield running, slave
+        if slave.running:
+            slave.kill()
+
+
+@pytest.fixture
+def ha(offline: Metamq, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Metamq:
+    monkeypatch.setenv("METAMQ_ZOOKEEPER", pair[0].zookeeper)
+    return lambda *arguments, **more: offline("ha", *arguments, **more)
+
+
+def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None:
+    running, slave = pair
+    with running.producer() as producer:
+        producer.send("t", b"both").result(10)
+    lines = [line.split() for line in ha("status").text.splitlines()]
+    assert lines[0][:3] == ["BROKER", "REPLICA", "ROLE"]
+    assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
+
+    refused = ha("promote", "--slave", 7, "--yes")
+    assert refused.status == 1
+    assert "broker 0 has no slave 7" in refused.talk
+    assert "Its slaves are: 1." in refused.talk
+    unconfirmed = ha("promote", "--slave", 1)
+    assert unconfirmed.status == 1
+    assert "in place of replica 0, which lives and hands over" in unconfirmed.talk
+    assert "Give --yes to do it" in unconfirmed.talk
+
+    promoted = ha("promote", "--slave", 1, "--yes", "-o", "json")
+    assert promoted.json == {"broker_id": 0, "master": 1, "epoch": 2}
+    with running.admin() as admin:
+        wait_until(lambda: all(one.in_sync for one in admin.replicas()[0].replicas), what="the former master in sync")
+
+        # Now replica 0 is away while something is written, and comes back after the master is gone.
+        running.broker.kill()
+        with running.producer() as producer:
+            producer.send("t", b"one").result(20)
+            producer.send("t", b"two").result(20)
+        slave.kill()
+        running.broker.start()
+        wait_until(lambda: any(one.address for one in admin.replicas()[0].replicas), what="replica 0 registered")
+    status = {one["replica"]: one for one in ha("status", "-o", "json").json[0]["replicas"]}
+    assert (status[1]["role"], status[1]["address"], status[0]["in_sync"]) == ("master", None, False)
+    refused = ha("promote", "--slave", 0, "--yes")
+    assert refused.status == 1
+    assert "It is not in sync: it will refuse, unless you give --accept-loss." in refused.talk
+    accepted = ha("promote", "--slave", 0, "--accept-loss", "--yes")
+    assert accepted.status == 0
+    assert "What it lacks nobody can tell: no other replica answers." in accepted.talk
+    assert "Replica 0 is the master of broker 0, epoch 3." in accepted.talk
