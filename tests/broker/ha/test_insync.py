@@ -1,13 +1,9 @@
-"""Whose acknowledgement counts: by value, and against a ZooKeeper that loses answers and carries requests out late."""
+"""Whose acknowledgement counts, by value. Against a ZooKeeper that loses answers: test_insync_model.py.
+
+Numbers like 2.10-5 and 9.2-1 are those of the faults in RocketMQ's in-sync sets that a test shows not to be here.
+"""
 
 from __future__ import annotations
-
-from typing import Any
-
-import pytest
-from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
 
@@ -87,6 +83,7 @@ def test_who_was_being_taken_out_may_join_again() -> None:
     membership.ask()
     membership.confirmed(1)
     assert membership.stage(ONE) is None
+    membership.behind(ONE, 99.0, 100.0)
     joined(membership, ONE)
     assert membership.ask() == Change(frozenset({MASTER, ONE}), 1)
 
@@ -110,125 +107,128 @@ def test_a_slave_that_goes_while_it_joins_does_not_count() -> None:
     assert membership.ask() is None
 
 
-class Keeper:
-    """ZooKeeper's node: requests are carried out when their time comes, if the version still is theirs."""
-
-    def __init__(self, members: frozenset[Member]) -> None:
-        self.members, self.version = members, 0
-
-    def carry_out(self, change: Change) -> bool:
-        if change.version != self.version:
-            return False
-        self.members, self.version = change.members, self.version + 1
-        return True
-
-
-class Model(RuleBasedStateMachine):
-    """Slaves come, go, fall behind; requests are answered, refused, lost, and carried out late or never."""
-
-    membership_class: type[Membership] = Membership
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.keeper = Keeper(frozenset({MASTER, ONE}))
-        self.membership = self.membership_class(MASTER, [MASTER, ONE], 0, lag_s=LAG_S)
-        self.asked: Change | None = None
-        self.late: list[Change] = []
-        self.must_read = False
-
-    members = st.sampled_from([ONE, TWO, (1, 2)])
-
-    @rule(member=members)
-    def live(self, member: Member) -> None:
-        self.membership.live(member)
-
-    @rule(member=members)
-    def caught_up(self, member: Member) -> None:
-        self.membership.caught_up(member)
-
-    @rule(member=members)
-    def gone(self, member: Member) -> None:
-        self.membership.gone(member)
-
-    @rule(member=members, long=st.booleans())
-    def behind(self, member: Member, long: bool) -> None:
-        self.membership.behind(member, 0.0 if long else None, 100.0)
-
-    @precondition(lambda self: self.asked is None and not self.must_read)
-    @rule()
-    def ask(self) -> None:
-        self.asked = self.membership.ask()
-
-    @precondition(lambda self: self.asked is not None)
-    @rule()
-    def answered(self) -> None:
-        assert self.asked is not None
-        if self.keeper.carry_out(self.asked):
-            self.membership.confirmed(self.keeper.version)
-        else:
-            self.membership.lost()
-            self.must_read = True
-        self.asked = None
-
-    @precondition(lambda self: self.asked is not None)
-    @rule(carried_out=st.booleans())
-    def answer_lost(self, carried_out: bool) -> None:
-        assert self.asked is not None
-        if not carried_out or not self.keeper.carry_out(self.asked):
-            self.late.append(self.asked)
-        self.membership.lost()
-        self.asked, self.must_read = None, True
-
-    @precondition(lambda self: self.late)
-    @rule(which=st.integers(0, 10))
-    def carried_out_late(self, which: int) -> None:
-        self.keeper.carry_out(self.late.pop(which % len(self.late)))
-
-    @precondition(lambda self: self.asked is None)
-    @rule()
-    def read(self) -> None:
-        self.membership.read(self.keeper.members, self.keeper.version)
-        self.must_read = False
-
-    @invariant()
-    def whoever_may_be_promoted_is_required(self) -> None:
-        assert self.keeper.members <= self.membership.required | {MASTER}
+def test_an_answer_that_was_lost_while_the_set_grew_loses_no_message() -> None:
+    """9.2-1: the set had grown, its master did not know it, and acknowledged without the new member."""
+    membership = a_membership()
+    joined(membership, ONE)
+    assert membership.ask() is not None
+    membership.lost()
+    assert membership.required == {ONE}
+    membership.gone(ONE)
+    assert membership.required == {ONE}, "it may have been let in, and be promoted"
+    assert membership.stage(ONE) is Stage.DROPPING
 
 
-FEW = settings(max_examples=150, stateful_step_count=40, deadline=None)
+def test_a_member_without_a_link_still_counts() -> None:
+    """9.2-3: the mark was that of the members that happened to be connected."""
+    membership = a_membership(ONE, TWO)
+    membership.gone(ONE)
+    assert membership.required == {ONE, TWO}
+    membership.behind(ONE, 10.0, 11.0)
+    assert membership.ask() is None
+    assert membership.required == {ONE, TWO}
 
 
-def test_whoever_stands_in_zookeeper_is_required_here_whatever_happens() -> None:
-    run_state_machine_as_test(Model, settings=FEW)
+def test_a_slave_joins_under_constant_load() -> None:
+    """2.10-5: whoever had to equal the log's end at the instant of its acknowledgement starved."""
+    membership = a_membership()
+    end = stable = held = 0
+    for _step in range(100):
+        end += 10
+        acknowledged = max(end - 25, held)  # it is never less than two appends behind
+        held = acknowledged
+        membership.live(ONE)
+        stable = max(stable, min(end, held) if membership.required else end)
+        if held >= stable:
+            membership.caught_up(ONE)
+        if membership.ask() is not None:
+            return
+    raise AssertionError("it starves")
 
 
-class GrowsFromTheAnswer(Membership):
-    @property
-    def required(self) -> frozenset[Member]:
-        return frozenset(m for m, stage in self._stages.items() if stage in (Stage.IN, Stage.REMOVING))
+def test_a_slave_that_joins_and_stops_to_acknowledge_is_let_go_until_it_keeps_up() -> None:
+    """Writes wait for it from the moment it joins."""
+    membership = a_membership()
+    membership.live(ONE)
+    membership.behind(ONE, 10.0, 10.0 + LAG_S)
+    assert membership.required == {ONE}
+    membership.behind(ONE, 10.0, 10.1 + LAG_S)
+    assert membership.required == frozenset()
+    membership.live(ONE)
+    assert membership.required == frozenset(), "its link lives, and so would the others wait again"
+    membership.behind(ONE, None, 20.0)
+    membership.live(ONE)
+    assert membership.required == {ONE}
 
 
-class ShrinksFromTheRequest(Membership):
-    @property
-    def required(self) -> frozenset[Member]:
-        return frozenset(m for m, stage in self._stages.items() if stage is not Stage.REMOVING)
+def test_a_slave_that_was_let_go_begins_anew_with_a_new_link_or_once_it_holds_everything() -> None:
+    for happens in (Membership.gone, Membership.caught_up):
+        membership = a_membership()
+        membership.live(ONE)
+        membership.behind(ONE, 0.0, 100.0)
+        happens(membership, ONE)
+        membership.live(ONE)
+        assert membership.required == {ONE}
 
 
-class ForgetsWhatIsInLimbo(Membership):
-    def read(self, members: Any, version: int) -> None:
-        super().read(members, version)
-        self._in_limbo = False
-        for member, stage in list(self._stages.items()):
-            if stage is Stage.ADDING:
-                del self._stages[member]
+def test_a_set_that_shrinks_while_a_write_waits_is_small_before_the_write_is_answered() -> None:
+    """2.10-7: the least number was looked at before the append alone, and a set of one acknowledged for two."""
+    membership = a_membership(ONE)
+    membership.behind(ONE, 0.0, 100.0)
+    assert membership.ask() == Change(frozenset({MASTER}), 0)
+    assert (membership.required, membership.insync) == ({ONE}, {MASTER, ONE}), "it waits"
+    membership.confirmed(1)
+    assert (membership.required, membership.insync) == (frozenset(), {MASTER}), "both at once"
 
 
-@pytest.mark.parametrize("mutant", [GrowsFromTheAnswer, ShrinksFromTheRequest, ForgetsWhatIsInLimbo])
-def test_the_model_bites(mutant: type[Membership]) -> None:
-    class Mutated(Model):
-        membership_class = mutant
+def test_who_is_not_in_the_set_acknowledges_for_nobody() -> None:
+    """2.10-8: any so and so many acknowledgements counted, and then a member without the message was elected."""
+    membership = a_membership(ONE)
+    membership.caught_up(TWO)  # a learner, or one that is being copied to, however much it holds
+    membership.behind(TWO, None, 0.0)
+    assert membership.required == {ONE}
+    membership.live(TWO)
+    assert membership.required == {ONE, TWO}, "one more that is waited for, none less"
 
-    many = settings(max_examples=2000, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate])
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(Mutated, settings=many)
+
+def test_the_set_never_has_one_replica_twice() -> None:
+    """The two would count as two copies."""
+    membership = a_membership(ONE)
+    again: Member = (1, 2)
+    joined(membership, again)
+    assert membership.ask() == Change(frozenset({MASTER, again}), 0)
+    assert membership.required == {ONE, again}
+    membership.lost()
+    membership.read([MASTER, again], 1)
+    assert membership.required == {again}
+    joined(membership, ONE)  # a clean restart of an older copy of its folder, say
+    assert membership.ask() == Change(frozenset({MASTER, ONE}), 1)
+
+
+def test_a_refused_change_is_begun_anew_from_what_stands_there() -> None:
+    membership = a_membership(ONE)
+    joined(membership, TWO)
+    membership.ask()
+    membership.refused([MASTER], 5)
+    assert (membership.version, membership.insync, membership.required) == (5, {MASTER}, {TWO})
+    assert membership.ask() == Change(frozenset({MASTER, TWO}), 5)
+
+
+def test_an_older_state_tells_nothing() -> None:
+    membership = Membership(MASTER, [MASTER, ONE], 7, lag_s=LAG_S)
+    for version in (6, 7):
+        membership.read([MASTER], version)
+        assert membership.insync == {MASTER, ONE}
+
+
+def test_a_deposed_master_concludes_nothing() -> None:
+    """The slave that was promoted goes on being waited for, so that nothing is acknowledged without it."""
+    membership = a_membership(ONE)
+    membership.behind(ONE, 0.0, 100.0)
+    assert membership.ask() is not None
+    membership.deposed()
+    membership.read([ONE, TWO], 1)
+    membership.gone(ONE)
+    membership.live(TWO)
+    assert (membership.required, membership.insync, membership.version) == ({ONE}, {MASTER, ONE}, 0)
+    assert membership.ask() is None
