@@ -24,7 +24,12 @@ from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDesc
 
 @click.group(cls=Group)
 def ha() -> None:
-    """Look at masters and slaves, and promote a slave."""
+    """Look at masters and slaves, and promote a slave.
+
+    \b
+    metamq ha status
+    metamq ha promote --broker 0 --slave 1
+    """
 
 
 @ha.command()

@@ -24,6 +24,8 @@ POLL_S = 0.2
 
 @click.command(cls=Command)
 @click.option("--id", type=int, help="Broker id, unique in a cluster.  [0]")
+@click.option("--replica", type=int, help="Number of this replica of the broker id; 0 is the first master.  [0]")
+@click.option("--learner", is_flag=True, default=None, help="A slave that never counts as in sync.")
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.  [8123]")
 @click.option("--advertise", help="Host that clients connect to, where it is not --host (containers, NAT).")
@@ -51,6 +53,18 @@ POLL_S = 0.2
 @click.option(
     "--drain-timeout", "drain_timeout_ms", type=DURATION, help="How long a stop waits for requests under way.  [10s]"
 )
+@click.option(
+    "--insync-lag",
+    "insync_lag_ms",
+    type=DURATION,
+    help="A slave that holds writes up for so long leaves the in-sync set.  [5s]",
+)
+@click.option(
+    "--replication-rate",
+    "replication_bytes_per_s",
+    type=SIZE,
+    help="Send no more a second to each slave; 0 is no limit.  [0]",
+)
 @click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
 @click.option(
     "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"
@@ -69,6 +83,7 @@ def broker(
     \b
     metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
     metamq broker --id 1 --port 8124 --http-port 8121 --data ./broker-1
+    metamq broker --id 0 --replica 1 --port 8125 --http-port 8122 --data ./broker-0-slave
     metamq broker --host 0.0.0.0 --advertise broker-0.example.org
     metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip
