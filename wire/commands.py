@@ -11,7 +11,7 @@ import enum
 import functools
 import reprlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from metamq.errors import ProtocolError
 from metamq.wire.limits import ENTRIES_MAX
@@ -161,31 +161,23 @@ class OffsetsResult(NamedTuple):
     error: Any
 
 
-def _check_of(kind: Any) -> Callable[[Any], bool]:
-    """Whether a value is of a declared kind. The entries of a list of named tuples are looked at one by one later."""
-    if kind is Any:
-        return lambda value: True
-    if get_origin(kind) is list:
-        (inner,) = get_args(kind)
-        if inner is int:
-            return lambda value: isinstance(value, list) and all(type(v) is int for v in value)
-        if get_origin(inner) is tuple:
-            return _is_list_of_ints(len(get_args(inner)))
-        return lambda value: isinstance(value, list)
+def _is(kind: type) -> Callable[[Any], bool]:
     if kind is int:
         return lambda value: type(value) is int
     return lambda value: isinstance(value, kind)
 
 
-def _is_list_of_ints(count: int) -> Callable[[Any], bool]:
-    """Whether a value is a list of so many integers each."""
-
-    def check(value: Any) -> bool:
-        return isinstance(value, list) and all(
-            isinstance(row, list) and len(row) == count and all(type(v) is int for v in row) for row in value
-        )
-
-    return check
+_CHECKS: dict[Any, Callable[[Any], bool]] = {
+    int: _is(int),
+    str: _is(str),
+    Any: lambda value: True,
+    list[int]: lambda value: isinstance(value, list) and all(type(v) is int for v in value),
+    list[tuple[int, int]]: lambda value: (
+        isinstance(value, list)
+        and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)
+    ),
+    list[GetPartition]: _is(list),
+}
 
 
 def fields_of(cls: type[Any]) -> list[tuple[str, Any]]:
@@ -195,7 +187,7 @@ def fields_of(cls: type[Any]) -> list[tuple[str, Any]]:
 
 @functools.cache
 def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
-    return tuple((name, kind, _check_of(kind)) for name, kind in fields_of(cls))
+    return tuple((name, kind, _CHECKS[kind]) for name, kind in fields_of(cls))
 
 
 def unpack(cls: type[T], header: Any) -> T:

@@ -19,6 +19,7 @@ import enum
 import functools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from metamq.errors import ProtocolError
@@ -225,7 +226,7 @@ def unpack_from_slave(header: Any) -> FromSlave:
     """The frame that a slave sent. Raises ProtocolError."""
     frame = _unpack(FROM_SLAVE, header)
     if isinstance(frame, Attach):
-        partitions = [_unsigned(entry) for entry in commands.unpack_list(AttachPartition, frame.partitions)]
+        partitions = [_checked(AttachPartition, entry) for entry in frame.partitions]
         if any(len(entry.epochs) > ATTACH_EPOCHS_MAX for entry in partitions):
             raise ProtocolError(f"a partition has more than {ATTACH_EPOCHS_MAX:,} epochs in an Attach")
         return frame._replace(partitions=partitions)
@@ -238,7 +239,7 @@ def unpack_from_master(header: Any) -> FromMaster:
     """The frame that a master sent. Raises ProtocolError."""
     frame = _unpack(FROM_MASTER, header)
     if isinstance(frame, Attached):
-        results = [_unsigned(entry) for entry in commands.unpack_list(AttachResult, frame.results)]
+        results = [_checked(AttachResult, entry) for entry in frame.results]
         unknown = [entry.decision for entry in results if entry.decision not in _DECISIONS]
         if unknown:
             raise ProtocolError(f"an Attached has the decision {unknown[0]}, which is none")
@@ -252,40 +253,68 @@ def _unpack(kinds: dict[int, type[F]], header: Any) -> F:
     if cls is None:
         names = ", ".join(f"{number} {cls.__name__}" for number, cls in kinds.items())
         raise ProtocolError(f"a SYNC frame begins with its kind ({names}), got {reprlib.repr(header)}")
-    return _unsigned(commands.unpack(cls, header))
+    return _checked(cls, header)
 
+
+# Not commands.unpack: a frame goes each way for every few batches, and numbers are checked for their range as well.
 
 T = TypeVar("T", bound=tuple[Any, ...])
-
-
-def _unsigned(frame: T) -> T:
-    """The frame itself. Raises ProtocolError for a number that is none of a log's, and for a list that is too long."""
-    for name, bounds in _numbers(type(frame)):
-        value = getattr(frame, name)
-        if isinstance(value, list) and len(value) > ENTRIES_MAX:
-            what = f"{type(frame).__name__}.{name}"
-            raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {ENTRIES_MAX:,}")
-        least, most = bounds(value)
-        if least < 0 or most > _NUMBER_MAX:
-            raise ProtocolError(f"{type(frame).__name__}.{name} is out of range: {reprlib.repr(value)}")
-    return frame
-
-
 _NUMBER_MAX = (1 << 63) - 1
+_INT, _LIST = {int}, {list}
+
+
+def _checked(cls: type[T], header: Any) -> T:
+    """A header, or an entry of one, as its named tuple. Raises ProtocolError."""
+    checks = _checks(cls)
+    if type(header) is not list or len(header) < len(checks):
+        raise ProtocolError(f"{cls.__name__} has {len(checks)} fields, got {reprlib.repr(header)}")
+    for value, (name, kind, check) in zip(header, checks, strict=False):
+        if not check(value):
+            what = f"{cls.__name__}.{name}"
+            if isinstance(value, list) and len(value) > ENTRIES_MAX:
+                raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {ENTRIES_MAX:,}")
+            raise ProtocolError(f"{what} is to be {kind}, of numbers from 0 to 2^63-1, got {reprlib.repr(value)}")
+    made: T = cls._make(header[: len(checks)])  # type: ignore[attr-defined]
+    return made
 
 
 @functools.cache
-def _numbers(cls: type[Any]) -> tuple[tuple[str, Callable[[Any], tuple[int, int]]], ...]:
-    """The fields that hold numbers, each with what finds the least and the greatest of them."""
-    found: list[tuple[str, Callable[[Any], tuple[int, int]]]] = []
-    for name, kind in commands.fields_of(cls):
-        if kind is int:
-            found.append((name, lambda value: (value, value)))
-        elif kind == list[int]:
-            found.append((name, lambda value: (min(value, default=0), max(value, default=0))))
-        elif get_origin(kind) is list and get_origin(get_args(kind)[0]) is tuple:
-            found.append((name, lambda value: (min(map(min, value), default=0), max(map(max, value), default=0))))
-    return tuple(found)
+def _checks(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
+    return tuple((name, kind, _check_of(kind)) for name, kind in commands.fields_of(cls))
+
+
+def _check_of(kind: Any) -> Callable[[Any], bool]:
+    if kind is int:
+        return lambda value: type(value) is int and 0 <= value <= _NUMBER_MAX
+    if kind is str or kind is bool:
+        return lambda value: type(value) is kind
+    (inner,) = get_args(kind)
+    if inner is int:
+        return lambda value: _is_short_list(value) and (not value or _are_numbers(value))
+    if get_origin(inner) is tuple:
+        return _is_list_of_rows(len(get_args(inner)))
+    return _is_short_list  # of named tuples, which are looked at one by one
+
+
+def _is_short_list(value: Any) -> bool:
+    return type(value) is list and len(value) <= ENTRIES_MAX
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return set(map(type, values)) == _INT and min(values) >= 0 and max(values) <= _NUMBER_MAX
+
+
+def _is_list_of_rows(count: int) -> Callable[[Any], bool]:
+    lengths = {count}
+
+    def check(value: Any) -> bool:
+        if not value or not _is_short_list(value):
+            return type(value) is list and not value
+        if set(map(type, value)) != _LIST or set(map(len, value)) != lengths:
+            return False
+        return _are_numbers(list(chain.from_iterable(value)))
+
+    return check
 
 
 def bodies(entries: Iterable[Sequence[int]], body: memoryview) -> list[memoryview]:
