@@ -170,6 +170,7 @@ def _is(kind: type) -> Callable[[Any], bool]:
 _CHECKS: dict[Any, Callable[[Any], bool]] = {
     int: _is(int),
     str: _is(str),
+    bool: _is(bool),
     Any: lambda value: True,
     list[int]: lambda value: isinstance(value, list) and all(type(v) is int for v in value),
     list[tuple[int, int]]: lambda value: (
