@@ -74,6 +74,15 @@ class Parts:
                 producer.send(self.name, b"x" * 400).result(20)
         return topic.id
 
+    def begin(self, admin: Admin, held: str) -> None:
+        """Lets retention go on until it waits for what is held."""
+        partition = f"/{self.name}@"
+        self.disk.hold(lambda path: HELD[held](path) and (partition in path or held == "archive"))
+        with self.zookeeper.producer() as producer:
+            producer.send(self.name, b"so that a checkpoint is due").result(20)
+        admin.alter(self.name, retention_bytes=4000)
+        wait_until(lambda: self.disk.waiting, what=f"an fsync of the {held}")
+
     def serves(self, admin: Admin) -> None:
         """Everything that does not wait for the held file is answered."""
         name = self.name
@@ -110,12 +119,10 @@ HELD: dict[str, Callable[[str], bool]] = {
 
 @pytest.mark.parametrize("held", HELD)
 def test_requests_are_answered_while_the_disk_is_slow(parts: Parts, held: str) -> None:
-    disk, partition = parts.disk, f"/{parts.name}@"
+    disk = parts.disk
     with parts.zookeeper.admin() as admin:
         topic_id = parts.create(admin, cleanup="archive" if held == "archive" else "delete")
-        disk.hold(lambda path: HELD[held](path) and (partition in path or held == "archive"))
-        admin.alter(parts.name, retention_bytes=4000)
-        wait_until(lambda: disk.waiting, what=f"an fsync of the {held}")
+        parts.begin(admin, held)
         before = admin.statistics(parts.broker_id)
         parts.serves(admin)
         found = parts.broker._topics.find(parts.name, topic_id, 0)
@@ -124,20 +131,18 @@ def test_requests_are_answered_while_the_disk_is_slow(parts: Parts, held: str) -
         wait_until(lambda: found.log.size_bytes <= 6000, what="the end of retention")
         after = admin.statistics(parts.broker_id)
     assert _of(after, parts.name).start_offset > _of(before, parts.name).start_offset
-    assert _of(after, parts.name).end_offset == 28
-    wanted = range(found.log.start_offset, 28)
+    assert _of(after, parts.name).end_offset == 29
+    wanted = range(found.log.start_offset, 29)
     with parts.zookeeper.consumer(topics=[parts.name], group="end", start="earliest") as consumer:
         assert [message.offset for _, message in zip(wanted, consumer, strict=False)] == list(wanted)
 
 
 @pytest.mark.parametrize("held", ["archive"])
 def test_a_disk_that_fills_up_meanwhile_is_noticed(parts: Parts, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, processors = parts.disk, parts.broker._processors
+    processors = parts.broker._processors
     with parts.zookeeper.admin() as admin:
         parts.create(admin, cleanup="archive")
-        disk.hold(HELD[held])
-        admin.alter(parts.name, retention_bytes=4000)
-        wait_until(lambda: disk.waiting, what="an fsync of the archive")
+        parts.begin(admin, held)
         monkeypatch.setattr(parts.broker._folder, "free_bytes", lambda: 0)
         wait_until(lambda: isinstance(processors.refuse_writes, DiskFull))
         monkeypatch.undo()
@@ -146,12 +151,10 @@ def test_a_disk_that_fills_up_meanwhile_is_noticed(parts: Parts, held: str, monk
 
 @pytest.mark.parametrize("held", HELD)
 def test_a_topic_that_is_deleted_meanwhile_is_let_go(parts: Parts, held: str) -> None:
-    disk, partition = parts.disk, f"/{parts.name}@"
+    disk = parts.disk
     with parts.zookeeper.admin() as admin:
         topic_id = parts.create(admin, cleanup="archive" if held == "archive" else "delete")
-        disk.hold(lambda path: HELD[held](path) and (partition in path or held == "archive"))
-        admin.alter(parts.name, retention_bytes=4000)
-        wait_until(lambda: disk.waiting, what=f"an fsync of the {held}")
+        parts.begin(admin, held)
         folder = parts.broker._folder.path / "topics" / f"{parts.name}@{topic_id}"
         assert folder.exists()
         admin.delete(parts.name)

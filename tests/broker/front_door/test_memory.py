@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,30 @@ def impatient(small: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(server, "STALL_S", 0.2)
     with LocalBroker(small.zookeeper, tmp_path / "b", id=1, request_memory_bytes=FRAME_BYTES_MAX) as local:
         yield local
+
+
+@pytest.fixture
+def swept(small: Cluster, tmp_path: Path) -> Iterator[LocalBroker]:
+    """One that looks at its clients when the test says so: sweep()."""
+    with LocalBroker(small.zookeeper, tmp_path / "b", id=2, request_memory_bytes=FRAME_BYTES_MAX) as local:
+        yield local
+
+
+def sweep(local: LocalBroker) -> None:
+    done = threading.Event()
+
+    def run() -> None:
+        for connection in list(local.broker._connections):
+            connection.sweep()
+        done.set()
+
+    local.loop.call_soon_threadsafe(run)
+    assert done.wait(20)
+
+
+def received_bytes(local: LocalBroker) -> int:
+    """Since the last sweep."""
+    return sum(connection._received_bytes for connection in list(local.broker._connections))
 
 
 def put(size: int, opaque: int = 1) -> bytes:
@@ -126,17 +149,18 @@ def test_half_a_frame_and_then_nothing(impatient: LocalBroker, connect_to: Conne
 
 
 def test_a_slow_frame_that_goes_on_is_waited_for(
-    impatient: LocalBroker, connect_to: Connect, monkeypatch: pytest.MonkeyPatch
+    swept: LocalBroker, connect_to: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "STALL_BYTES", 10)
-    client = connect_to(impatient.broker.port)
+    monkeypatch.setattr(protocol, "STALL_BYTES", 20)
+    client = connect_to(swept.broker.port)
     data = put(100)
-    begun = time.monotonic()
     for at in range(0, len(data), 20):
-        client.send(data[at : at + 20])
-        time.sleep(0.2)  # the pace of a slow line
+        sweep(swept)
+        piece = data[at : at + 20]
+        client.send(piece)
+        wait_until(lambda piece=piece: received_bytes(swept) == len(piece))  # type: ignore[misc]
+    sweep(swept)
     assert client.answer().status == status.OK
-    assert time.monotonic() - begun > 5 * 0.2
 
 
 def test_a_trickle_is_not_progress(impatient: LocalBroker, connect_to: Connect) -> None:
@@ -157,14 +181,20 @@ def test_a_trickle_is_not_progress(impatient: LocalBroker, connect_to: Connect) 
     watching.join(10)
 
 
-def test_who_stalls_does_not_keep_the_others_in_line(impatient: LocalBroker, connect_to: Connect) -> None:
+def test_who_stalls_does_not_keep_the_others_in_line(swept: LocalBroker, connect_to: Connect) -> None:
     """Nor does anybody in line count as stalled, however long it takes."""
-    port = impatient.broker.port
+    broker = swept.broker
     data = put(FRAME_BYTES_MAX - MEBIBYTE)
-    for _ in range(3):
-        connect_to(port).send(data[:100_000])
-    client = connect_to(port)
+    for waiting in range(3):
+        connect_to(broker.port).send(data[:100_000])
+        wait_until(lambda n=waiting: broker._memory.waiting == n)  # type: ignore[misc]
+    client = connect_to(broker.port)
     sender = Sender(client, data)
+    wait_until(lambda: broker._memory.waiting == 3)
+    for left in (3, 2, 1):
+        while len(broker._connections) > left:
+            sweep(swept)
+        wait_until(lambda n=left: broker._memory.waiting == n - 1)  # type: ignore[misc]
     assert client.answer().status == status.OK
     sender.join(10)
 
