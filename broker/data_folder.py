@@ -74,6 +74,8 @@ class DataFolder:
         self._lock = lock
         self._is_known = True
         """Whether others may have been told this incarnation."""
+        self._synced: set[Path] = set()
+        """Topics' folders whose names are durable."""
 
     @classmethod
     def open(cls, path: Path, broker_id: int, replica: int = 0, *, boot_id: str | None = None) -> DataFolder:
@@ -128,13 +130,19 @@ class DataFolder:
 
     def join_cluster(self, cluster_id: str) -> None:
         """Binds the folder to a cluster, durably. Raises ConfigError when it belongs to another one, StorageError."""
-        if self.cluster_id and self.cluster_id != cluster_id:
+        if self.cluster_id:
+            self.check_cluster(cluster_id)
+        else:
+            self._store(replace(self._meta, cluster_id=cluster_id))
+
+    def check_cluster(self, cluster_id: str | None) -> None:
+        """Whether this ZooKeeper has the cluster that the folder belongs to; None: it has none. Raises ConfigError."""
+        if self.cluster_id != cluster_id:
             raise ConfigError(
-                f"the data folder {self.path} belongs to cluster {self.cluster_id}, this ZooKeeper to {cluster_id}",
+                f"the data folder {self.path} belongs to cluster {self.cluster_id}, this ZooKeeper to "
+                f"{cluster_id or 'none'}",
                 hint="Give the ZooKeeper, chroot and --root that the folder was used with.",
             )
-        if not self.cluster_id:
-            self._store(replace(self._meta, cluster_id=cluster_id))
 
     @property
     def generation(self) -> int:
@@ -179,9 +187,10 @@ class DataFolder:
             raise ConfigError(f"topic {topic!r} with id {topic_id!r} cannot be the name of a folder")
         folder = self.path / "topics" / name
         try:
-            if not folder.exists():
-                folder.mkdir()
+            if folder not in self._synced:  # one that is there may come from a start that was killed before the sync
+                folder.mkdir(exist_ok=True)
                 _sync(folder.parent)
+                self._synced.add(folder)
         except OSError as error:
             raise _failure(folder, "making a topic's folder", error) from error
         return folder / str(index)
@@ -192,6 +201,7 @@ class DataFolder:
         The files may be many: what a crash leaves of them is removed at the next open. Raises StorageError.
         """
         folder = self.path / "topics" / f"{topic}@{topic_id}"
+        self._synced.discard(folder)
         if not folder.exists():
             return
         doomed = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{folder.name}")

@@ -41,7 +41,8 @@ from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
-from metamq.zk.brokers import Registration, cluster_id, read_state
+from metamq.zk.brokers import Registration, cluster_id, known_cluster_id, read_state
+from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import DEFAULT_ROOT
 from metamq.zk.session import Session, State
 from metamq.zk.topics import TopicConfig, TopicStore
@@ -211,10 +212,23 @@ class Broker:
                 hint="Give the ZooKeeper, chroot and --root that the folder was used with. Without them, its topics "
                 "would count as deleted.",
             )
-        self._folder.join_cluster(await cluster_id(self._session))
+        await self._check_cluster()
+
+    async def _check_cluster(self) -> None:
+        """Refuses a ZooKeeper of another cluster, and an empty one. Only a new folder makes anything there."""
+        if self._folder.cluster_id:
+            self._folder.check_cluster(await known_cluster_id(self._session))
+        else:
+            self._folder.join_cluster(await cluster_id(self._session))
 
     async def _read_topics(self) -> None:
-        """Applies every topic's configuration, and watches all of them."""
+        """Applies every topic's configuration, and watches all of them.
+
+        A topic that is not listed is removed from the disk. So a list counts only where it comes from the ZooKeeper
+        whose cluster was looked at: a replaced one does not know the session, which has another generation then.
+        """
+        generation = self._session.generation
+        await self._check_cluster()
         configs: dict[str, TopicConfig] = {}
         unreadable: dict[str, MetamqError] = {}
         for topic in await self._store.names(self._topics_changed.set):
@@ -225,6 +239,8 @@ class Broker:
                 continue
             if config is not None and config.partitions.get(self.config.id):
                 configs[topic] = config
+        if self._session.generation != generation:
+            raise ConnectionLost("the list of topics", "the session ended meanwhile")
         await self._topics.apply(configs, unreadable)
 
     async def _follow_topics(self) -> None:

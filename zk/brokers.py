@@ -42,6 +42,7 @@ __all__ = [
     "Registration",
     "become_master",
     "cluster_id",
+    "known_cluster_id",
     "live_brokers",
     "master_of",
     "next_term",
@@ -140,13 +141,18 @@ async def cluster_id(session: Session) -> str:
 
     A data folder remembers it, so that a broker pointed at another cluster does not take its topics for deleted.
     """
-    path = session.paths.cluster()
     while True:
-        node = await session.get_or_none(path)
-        if node is not None:
-            return node.data.decode()
+        known = await known_cluster_id(session)
+        if known is not None:
+            return known
         with contextlib.suppress(NodeExists):
-            await session.create(path, secrets.token_hex(8).encode(), makepath=True)
+            await session.create(session.paths.cluster(), secrets.token_hex(8).encode(), makepath=True)
+
+
+async def known_cluster_id(session: Session) -> str | None:
+    """The id of the cluster below this root; None where there is no cluster yet, and nothing is made."""
+    node = await session.get_or_none(session.paths.cluster())
+    return None if node is None else node.data.decode()
 
 
 async def read_state(session: Session, broker_id: int, watch: Watcher | None = None) -> tuple[BrokerState, int] | None:

@@ -207,6 +207,31 @@ def test_names_that_are_no_folders(tmp_path: Path, topic: str) -> None:
     folder.close(clean=True)
 
 
+def test_a_topics_folder_that_is_there_already_becomes_durable_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It may come from a process that was killed between making it and syncing the folder above.
+    made = DataFolder.open(tmp_path, 0)
+    made.partition_folder("t", "1", 0)
+    made.close(clean=False)
+    synced: list[str] = []
+    os_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        os_fsync(fd)
+
+    folder = DataFolder.open(tmp_path, 0)
+    monkeypatch.setattr(os, "fsync", fsync)
+    for index in range(3):
+        folder.partition_folder("t", "1", index)
+    assert synced == [str(tmp_path / "topics")], "once is enough"
+    folder.remove_topic("t", "1")
+    folder.partition_folder("t", "1", 0)
+    assert synced == [str(tmp_path / "topics")] * 3
+    folder.close(clean=True)
+
+
 def test_free_bytes(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, 0)
     assert 0 < folder.free_bytes() < 1 << 60
