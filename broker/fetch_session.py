@@ -22,7 +22,13 @@ from metamq.wire import status
 from metamq.wire.commands import Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
-from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_PARTITIONS_MAX, FETCH_RESULTS_MAX, FETCH_WAIT_MS_MAX
+from metamq.wire.limits import (
+    ENTRIES_MAX,
+    FETCH_BYTES_MAX,
+    FETCH_PARTITIONS_MAX,
+    FETCH_RESULTS_MAX,
+    FETCH_WAIT_MS_MAX,
+)
 from metamq.zk.names import MAX_NAME_CHARS
 
 Find = Callable[[str, str, int], Partition]
@@ -113,6 +119,8 @@ class FetchSession:
     def _checked(self, poll: Get) -> tuple[Get, list[GetPartition]]:
         """The poll within the limits, and what it opens. Raises ProtocolError."""
         places, closed = self._places, set(poll.closed)
+        if max(len(poll.opened), len(poll.armed), len(poll.closed)) > ENTRIES_MAX:
+            raise ProtocolError(f"a GET has at most {ENTRIES_MAX:,} entries of a kind")
         opened = [unpack(GetPartition, entry) for entry in poll.opened]
         new: set[int] = set()
         for entry in opened:
@@ -123,9 +131,13 @@ class FetchSession:
             new.add(entry.handle)
         if len(places) - len(closed & places.keys()) + len(new) > FETCH_PARTITIONS_MAX:
             raise ProtocolError(f"a fetch session has at most {FETCH_PARTITIONS_MAX:,} partitions")
+        armed: set[int] = set()
         for handle, _offset in poll.armed:
             if handle not in new and (handle not in places or handle in closed):
                 raise ProtocolError(f"fetch handle {handle} is not open")
+            if handle in armed:
+                raise ProtocolError(f"fetch handle {handle} is armed twice in one GET")
+            armed.add(handle)
         bytes_max = min(max(poll.bytes_max, 1), FETCH_BYTES_MAX)
         return poll._replace(bytes_max=bytes_max, partition_bytes_max=max(poll.partition_bytes_max, 1)), opened
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from metamq.broker.data_folder import DataFolder, TopicFolder
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
 from metamq.broker.partition import Partition
-from metamq.errors import CorruptData, MetamqError, PartitionNotFound, TopicNotFound
+from metamq.errors import ConfigError, CorruptData, MetamqError, PartitionNotFound, TopicNotFound
 from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.words import count
 from metamq.zk.names import partition_name
 from metamq.zk.topics import FlushEvery, TopicConfig
 
@@ -63,7 +64,7 @@ class Topics:
         self.closing: Callable[[Partition], None] = lambda partition: None
         """Called with each partition of a deleted topic, before it is closed."""
         self._unreadable: dict[str, MetamqError] = {}
-        """Topics whose configuration in ZooKeeper cannot be read."""
+        """Topics whose configuration in ZooKeeper cannot be read or used."""
 
     def find(self, topic: str, topic_id: str, index: int) -> Partition:
         """The partition. Raises TopicNotFound (also when the topic was made anew), PartitionNotFound."""
@@ -76,7 +77,9 @@ class Topics:
         if partition is None and (topic, index) in self._broken:
             raise self._broken[topic, index]
         if partition is None:
-            raise PartitionNotFound(topic, partition_name(self._broker_id, index), tuple(config.partition_names))
+            known = count(config.partitions[self._broker_id], "partition")  # no names: there may be 10,000
+            hint = f"It has {known} at broker {self._broker_id}."
+            raise PartitionNotFound(topic, partition_name(self._broker_id, index), hint=hint)
         return partition
 
     def get(self, topic: str, index: int) -> Partition | None:
@@ -105,18 +108,23 @@ class Topics:
         """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
 
         To be called by one task. A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged
-        log stops its partition, loudly, and no other. Raises StorageError when the disk fails.
+        log stops its partition, loudly, and no other; so does a configuration that cannot be used, its topic. Raises
+        StorageError when the disk fails.
         """
-        for topic, error in unreadable.items():
-            if str(self._unreadable.get(topic)) != str(error):
-                log.error("topic %s is left as it is: %s", topic, error)
-        self._unreadable = dict(unreadable)
+        unreadable = dict(unreadable)
         for topic, old in list(self._configs.items()):
             if topic not in unreadable and (topic not in configs or configs[topic].id != old.id):
                 self._remove(topic)
         for topic, config in configs.items():
             if self._configs.get(topic) != config:
-                await self._apply_one(topic, config)
+                try:
+                    await self._apply_one(topic, config)
+                except ConfigError as error:
+                    unreadable[topic] = error
+        for topic, problem in unreadable.items():
+            if str(self._unreadable.get(topic)) != str(problem):
+                log.error("topic %s is left as it is: %s", topic, problem)
+        self._unreadable = unreadable
         wanted = {(config.topic, config.id) for config in self._configs.values()}
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
         for folder in self._folder.topics():
@@ -128,8 +136,8 @@ class Topics:
         settings = log_config(config, self._folder.path / "archive")
         for partition in indexed.values():
             partition.log.reconfigure(settings)
-        count = config.partitions[self._broker_id]
-        missing = [index for index in range(count) if index not in indexed and (topic, index) not in self._broken]
+        wanted = config.partitions[self._broker_id]
+        missing = [index for index in range(wanted) if index not in indexed and (topic, index) not in self._broken]
         await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, missing)
         for index in missing:
             name = self._name(topic, index)

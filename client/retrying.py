@@ -8,8 +8,8 @@ from typing import Any
 from metamq.client.checks import check_seconds, check_whole, is_number
 from metamq.client.model import Message
 from metamq.errors import ConfigError
+from metamq.zk.names import DEAD_LETTER_SUFFIX
 
-DEAD_LETTER_SUFFIX = ".dead-letter"
 RETRY_DELAY_MAX_S = 30.0
 ROLLBACK_DELAY_S = 0.1
 

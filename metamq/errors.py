@@ -130,14 +130,16 @@ class TopicNotFound(MetamqError):
 class PartitionNotFound(TopicNotFound):
     """The topic exists, the partition does not."""
 
-    def __init__(self, topic: str, partition: str, partitions: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, topic: str, partition: str, partitions: tuple[str, ...] = (), *, hint: str | None = None
+    ) -> None:
         known = f"It has: {', '.join(partitions)}." if partitions else ""
         if len(partitions) > PARTITIONS_NAMED_MAX:
             known = f"It has {count(len(partitions), 'partition')}, {partitions[0]} to {partitions[-1]}."
         MetamqError.__init__(
             self,
             f"topic {topic!r} has no partition {partition!r}",
-            hint=known or f"`metamq topic describe {topic}` lists its partitions.",
+            hint=hint or known or f"`metamq topic describe {topic}` lists its partitions.",
         )
         self.topic = topic
         self.partition = partition

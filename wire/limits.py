@@ -18,8 +18,8 @@ ANSWER_HEADER_BYTES_MAX = 8 * 1024 * 1024
 """A response's; an error has sentences where its entry in the request had a name."""
 
 ENTRIES_MAX = 20_000
-"""Entries of one PUT or OFFSETS, of their answers, and of each list in a SYNC frame: twice the partitions that a topic
-may have."""
+"""Entries of one PUT or OFFSETS, of their answers, and of each list in a GET or a SYNC frame: twice the partitions that
+a topic may have."""
 
 ENTRIES_TARGET = 1000
 """Entries that our clients put into one request: with the longest names it fits, and so do an error for each."""

@@ -8,6 +8,11 @@ from metamq.errors import ConfigError, WrongType
 
 MAX_NAME_CHARS = 200
 
+DEAD_LETTER_SUFFIX = ".dead-letter"
+"""What a group's name gets to name the topic of the messages that it gave up."""
+
+MAX_GROUP_CHARS = MAX_NAME_CHARS - len(DEAD_LETTER_SUFFIX)
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 _OUTSIDE = re.compile(r"[^A-Za-z0-9._-]")
 _PARTITION = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
@@ -36,13 +41,28 @@ def check_name(kind: str, name: str) -> str:
 
 
 def check_topic(name: str) -> str:
-    """`name` itself. Raises ConfigError when it cannot name a topic."""
-    return check_name("topic", name)
+    """`name` itself. Raises ConfigError when it cannot name a topic, nor a folder of a broker's."""
+    check_name("topic", name)
+    return _without_dot("topic", name)
 
 
 def check_group(name: str) -> str:
-    """`name` itself. Raises ConfigError when it cannot name a consumer group."""
-    return check_name("group", name)
+    """`name` itself. Raises ConfigError when it cannot name a consumer group, nor its dead-letter topic."""
+    check_name("group", name)
+    if len(name) > MAX_GROUP_CHARS:
+        raise ConfigError(
+            f"group {name[:30]!r}... has {len(name)} characters",
+            hint=f"A group has at most {MAX_GROUP_CHARS}, so that {DEAD_LETTER_SUFFIX!r} fits behind it.",
+        )
+    return _without_dot("group", name)
+
+
+def _without_dot(kind: str, name: str) -> str:
+    if name.startswith("."):
+        raise ConfigError(
+            f"{kind} {name!r} begins with a dot", hint="It, or its dead-letter topic, could not be a folder."
+        )
+    return name
 
 
 def check_consumer(name: str) -> str:

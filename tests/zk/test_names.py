@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metamq.client.retrying import dead_letter_topic
 from metamq.errors import ConfigError
 from metamq.zk.names import (
+    MAX_GROUP_CHARS,
     check_consumer,
     check_group,
     check_name,
@@ -56,7 +59,21 @@ def test_each_kind_is_named() -> None:
         check_group("a b")
     with pytest.raises(ConfigError, match=r"^consumer id 'a b'"):
         check_consumer("a b")
-    assert check_group("...") == "..."
+    assert check_consumer("...") == "..."
+    assert check_group("g...") == "g..."
+
+
+@pytest.mark.parametrize(("check", "kind"), [(check_topic, "topic"), (check_group, "group")])
+def test_what_becomes_a_folder_does_not_begin_with_a_dot(check: Callable[[str], str], kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind} '.hidden' begins with a dot"):
+        check(".hidden")
+
+
+def test_a_group_leaves_room_for_its_dead_letter_topic() -> None:
+    longest = check_group("g" * MAX_GROUP_CHARS)
+    assert check_topic(dead_letter_topic(longest)).startswith(longest)
+    with pytest.raises(ConfigError, match="has 189 characters"):
+        check_group(longest + "g")
 
 
 @given(numbers, numbers)

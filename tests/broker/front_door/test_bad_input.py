@@ -236,6 +236,8 @@ def test_places_that_are_not_there(front: Any) -> None:
         assert type(status.decode_error(header[0][0], header[0][3])) is kind
         header = client.ask(Command.OFFSETS, [OffsetsEntry(topic, an_id, index, LATEST)]).header
         assert type(status.decode_error(header[0][0], header[0][6])) is kind
+    header = client.ask(Command.OFFSETS, [OffsetsEntry("there", topic_id, 1, LATEST)]).header
+    assert status.decode_error(header[0][0], header[0][6]).hint == "It has 1 partition at broker 0."
     for time_us in (-(2**63), -3, 0, 2**63, 2**64 - 1):
         header = client.ask(Command.OFFSETS, [OffsetsEntry("there", topic_id, 0, time_us)]).header
         assert unpack_list(OffsetsResult, header)[0].offset == 0

@@ -11,7 +11,7 @@ import pytest
 from metamq.errors import OffsetOutOfRange, ProtocolError, TopicNotFound
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, GetResult, unpack_list
-from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_RESULTS_MAX
+from metamq.wire.limits import ENTRIES_MAX, FETCH_BYTES_MAX, FETCH_RESULTS_MAX
 
 KIB = 1024
 names = (f"fetch-{n}" for n in itertools.count())
@@ -231,6 +231,9 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
         ({"opened": [three, one._replace(partition=2)], "armed": [(3, 0)]}, "fetch handle 1 is in use"),
         ({"armed": [(1, 0), (99, 0)]}, "fetch handle 99 is not open"),
         ({"armed": [(1, 0)], "closed": [1]}, "fetch handle 1 is not open"),
+        ({"armed": [(1, 0), (2, 0), (1, 0)]}, "fetch handle 1 is armed twice in one GET"),
+        ({"armed": [(1, 0)] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
+        ({"closed": [1] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
         ({"opened": [three._replace(topic="x" * 1000)]}, "fetch handle 3: a name has at most"),
         ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 4 fields"),
         ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle is to be"),  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""What a broker's topics do by themselves: look-ups that miss, and configurations that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from metamq.broker.data_folder import DataFolder
+from metamq.broker.log import FileCache
+from metamq.broker.topics import Topics
+from metamq.errors import ClosedError, PartitionNotFound
+from metamq.zk.topics import TopicConfig
+
+
+class NoNames(TopicConfig):
+    """Thousands of partitions, whose names nobody may ask for."""
+
+    @property
+    def partition_names(self) -> list[str]:
+        raise AssertionError("names were built for somebody who asked for a partition that is not there")
+
+
+def test_a_partition_that_is_not_there_costs_no_list_of_those_that_are(tmp_path: Path) -> None:
+    async def run() -> None:
+        topics = Topics(0, DataFolder.open(tmp_path, 0), FileCache())
+        config = NoNames("t", {0: 1, 1: 9_999})
+        await topics.apply({"t": config}, {})
+        with pytest.raises(PartitionNotFound) as caught:
+            topics.find("t", config.id, 1)
+        assert str(caught.value).endswith("It has 1 partition at broker 0.")
+        topics.close(ClosedError("broker"))
+
+    asyncio.run(run())
+
+
+def test_a_topic_that_cannot_be_a_folder_is_refused_and_named_and_the_others_are_served(tmp_path: Path) -> None:
+    async def run() -> None:
+        topics = Topics(0, DataFolder.open(tmp_path, 0), FileCache())
+        hidden, seen = TopicConfig(".hidden", {0: 1}), TopicConfig("seen", {0: 1})
+        await topics.apply({".hidden": hidden, "seen": seen}, {})
+        assert ["'.hidden'" in str(error) for error in topics.broken()] == [True]
+        assert topics.counts() == {"seen": 1}
+        assert topics.find("seen", seen.id, 0).index == 0
+        await topics.apply({"seen": seen}, {})
+        assert topics.broken() == []
+        topics.close(ClosedError("broker"))
+
+    asyncio.run(run())
