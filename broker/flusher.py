@@ -7,6 +7,7 @@ takes all of them. So the slower the disk, the larger the groups, and nobody wai
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from metamq.broker.log import FlushTicket
 from metamq.broker.partition import Partition
 from metamq.errors import MetamqError
+
+log = logging.getLogger("metamq.broker")
 
 TICK_S = 0.1
 
@@ -63,6 +66,9 @@ class Flusher:
                 self.start(partition)
         except MetamqError as error:
             self._failed(error)
+        except Exception as error:  # nobody waits for this task: those who wait for the flush would wait for ever
+            log.critical("%s: a flush ended by an error", partition.name, exc_info=error)
+            self._failed(MetamqError(f"internal error: {error!r}"))
 
     async def run(self) -> None:
         """Flushes by time, for ever."""

@@ -100,7 +100,10 @@ class Housekeeping:
 
     async def _look_after(self, partition: Partition) -> None:
         for segment in await self._carry_out(partition, partition.log.retain(time.time_ns() // 1000)):
-            log.info("%s: retention removed %s", partition.name, segment)
+            log.info(
+                "%s: retention removed offsets %d to %d, %s bytes: %s",
+                partition.name, segment.base_offset, segment.end_offset - 1, f"{segment.size_bytes:,}", segment.path,
+            )  # fmt: skip
         await self._carry_out(partition, partition.log.checkpoint())
 
     async def _carry_out(self, partition: Partition, steps: Steps[T]) -> T:

@@ -264,23 +264,25 @@ def _partition_statistics(partition: Partition) -> dict[str, Any]:
 
 
 class _PendingPut:
-    """A PUT's results as they come in; answers when the last is there."""
+    """A PUT's results as they come in; answers when the last is there. The first result of an entry counts."""
 
     __slots__ = ("_connection", "_left", "_request", "_results")
 
     def __init__(self, request: Request, connection: BrokerProtocol, count: int) -> None:
         self._request = request
         self._connection = connection
-        self._left = count
+        self._left = set(range(count))
         self._results: list[PutResult] = [PutResult(status.OK, -1, -1, None)] * count
 
     def stored(self, number: int, base_offset: int, append_time_us: int) -> None:
         self._results[number] = PutResult(status.OK, base_offset, append_time_us, None)
 
     def done(self, number: int, error: MetamqError | None) -> None:
+        if number not in self._left:  # a flush that cannot begin fails an entry that waits for it, or was answered
+            return
+        self._left.discard(number)
         if error is not None:
             code, fields = status.encode_error(error)
             self._results[number] = PutResult(code, -1, -1, fields)
-        self._left -= 1
-        if self._left == 0:
+        if not self._left:
             self._connection.answer(self._request, self._results)

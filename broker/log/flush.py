@@ -65,20 +65,30 @@ class FlushTicket:
                 raise self.error
 
     def _run(self) -> None:
+        failure: OSError | None = None
         try:
             for fd in self._descriptors:
                 self._sync(fd)
         except OSError as error:
-            self.error = storage_error(self._name, "fsync", error)
-            self._failed(self.error)
+            failure = error
         finally:
+            of_close = self._close()  # which may tell of failed writes as well, over NFS for one
+            failure = failure or of_close
+            if failure is not None:
+                self.error = storage_error(self._name, "fsync", failure)
+                self._failed(self.error)
             self._done = True
-            self._close()
 
-    def _close(self) -> None:
-        for fd in self._descriptors:
-            os.close(fd)
-        self._descriptors = []
+    def _close(self) -> OSError | None:
+        """Closes every descriptor, also after one that failed. Returns the first failure."""
+        failure: OSError | None = None
+        descriptors, self._descriptors = self._descriptors, []
+        for fd in descriptors:
+            try:
+                os.close(fd)
+            except OSError as error:
+                failure = failure or error
+        return failure
 
     @property
     def done(self) -> bool:

@@ -79,7 +79,7 @@ def archive(files: FileCache, path: str, archive_dir: Path) -> None:
         _copy(files, source, temporary)
     temporary.rename(target)
     temporary.unlink(missing_ok=True)  # renaming one link of a file onto another does nothing
-    for changed in (folder, folder.parent, archive_dir):
+    for changed in (folder, folder.parent, archive_dir, archive_dir.parent):
         files.sync_folder(str(changed))
 
 

@@ -30,7 +30,7 @@ class Disk:
         self.free = threading.Event()
         self.free.set()
         self.begun = 0
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def sync(self, fd: int) -> None:
         self.begun += 1
@@ -265,6 +265,18 @@ def test_the_first_failed_fsync_is_told_and_nobody_is_answered(bench: Callable[.
 
 
 # -- the whole broker -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("a mistake of ours")])
+def test_a_flush_that_ends_by_whatever_error_is_told(bench: Callable[..., None], error: Exception) -> None:
+    async def test(on: Bench) -> None:
+        on.disk.error = error
+        on.put(b"a")
+        await until(lambda: on.failures)
+        assert str(error.args[-1]) in str(on.failures[0])
+        assert on.acknowledged == []
+
+    bench(ACK, test)
 
 
 @pytest.fixture(scope="module")

@@ -142,6 +142,32 @@ def test_a_failed_fsync_is_never_tried_again(shelf: Any, disk: Any, before_ack: 
     log.close()
 
 
+def test_a_close_that_fails_after_the_fsync_is_a_failed_flush(
+    shelf: Any, before_ack: LogConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Over NFS, close() is where a failed write may be told.
+    log = shelf.open(before_ack)
+    shelf.append(log, [b"a"])
+    ticket = log.start_flush()
+    closed: list[int] = []
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        os_close(fd)
+        raise OSError(errno.EIO, f"close {len(closed)} failed")
+
+    os_close = os.close
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(StorageError, match="fsync failed: close 1 failed"):
+        ticket.sync()
+    monkeypatch.undo()
+    assert ticket.done
+    assert len(closed) > 1, "one that fails leaves no other open"
+    with pytest.raises(StorageError, match="takes no writes since its disk failed"):
+        shelf.append(log, [b"b"])
+    log.close()
+
+
 def test_the_tail_is_written_again_before_it_counts_as_flushed(shelf: Any, disk: Any) -> None:
     """After a failed fsync the kernel may hold unwritten pages as clean: an fsync alone would prove nothing."""
     log = shelf.open(ONE_SEGMENT)

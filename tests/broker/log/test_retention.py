@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import FLUSH, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog
 from metamq.errors import ClosedError, OffsetOutOfRange, StorageError
 
 SECOND_US = 1_000_000
@@ -110,12 +110,16 @@ def test_never_past_the_stable_mark(shelf: Any) -> None:
     log.close()
 
 
-def test_archive_keeps_what_goes(shelf: Any, tmp_path: Path) -> None:
+def test_archive_keeps_what_goes(shelf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "archive"
     log = shelf.open(config(retention_bytes=0, cleanup="archive", archive_dir=archive))
     fill(shelf, log)
     bytes_before = {Path(s.path).name: Path(s.path).read_bytes() for s in log.segments()}
+    synced: set[str] = set()
+    sync_folder = FileCache.sync_folder
+    monkeypatch.setattr(FileCache, "sync_folder", lambda self, path: (synced.add(path), sync_folder(self, path)))
     removed = shelf.retain(log, 0)
+    assert synced >= {str(tmp_path), str(archive), str(archive / "flights@t1")}, "folders made just now are durable"
     assert len(removed) == 5
     for segment in removed:
         assert not Path(segment.path).exists()
