@@ -160,6 +160,11 @@ class DataFolder:
             self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
             self._raised(reason)
 
+    def begin_after(self, incarnation: int) -> None:
+        """A new incarnation, durably, above that of a folder that this one is in the place of. Raises StorageError."""
+        self._store(replace(self._meta, incarnation=max(incarnation, self.incarnation) + 1))
+        self._raised(f"the data folder {self.path} is new, and what the replica had in another one is gone")
+
     def _raised(self, reason: str) -> None:
         self._is_known = False
         log.warning(

@@ -219,7 +219,16 @@ class Broker:
         if self._folder.cluster_id:
             self._folder.check_cluster(await known_cluster_id(self._session))
         else:
+            await self._check_not_replaced()
             self._folder.join_cluster(await cluster_id(self._session))
+
+    async def _check_not_replaced(self) -> None:
+        """A new folder in the place of one that is lost is no member of the in-sync set, whatever stands there."""
+        stored = await read_state(self._session, self.config.id)
+        if stored is not None:
+            former = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
+            if former or stored[0].master == self._folder.replica:
+                self._folder.begin_after(max(former, default=self._folder.incarnation))
 
     async def _read_topics(self) -> None:
         """Applies every topic's configuration, and watches all of them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -148,3 +149,11 @@ def test_a_stop_with_a_damaged_partition_is_no_clean_one(parts: Cluster, tmp_pat
     wait_until(lambda: "is not served any more" in broker.log_path.read_text())
     assert broker.stop() == 0
     assert json.loads((broker.data / "meta.json").read_text())["clean"] is False
+
+
+def test_an_empty_folder_in_the_place_of_a_lost_one(broker: BrokerProcess, parts: Cluster) -> None:
+    broker.kill()
+    shutil.rmtree(broker.data)
+    broker.start()
+    assert incarnations(parts, broker) == {2}
+    assert "is new, and what the replica had in another one is gone" in broker.log_path.read_text()
