@@ -49,6 +49,7 @@ FREE_BYTES_MIN = 1024**3
 SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
 OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
+DAMAGE_HINT = "`metamq log verify` on the broker's data folder shows every damaged place. It changes nothing."
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -273,7 +274,8 @@ async def _look_at_topics(cluster: Cluster, tell: Callable[[Finding], None]) -> 
         found = await describe_topic(cluster, name)
         dark = not_served(found)
         if dark:
-            return Finding(f"topic {name}", "problem", f"{size_in_words(found)}; not served: {'; '.join(dark)}")
+            hint = DAMAGE_HINT if any(" is damaged" in problem for problem in dark) else ""
+            return Finding(f"topic {name}", "problem", f"{size_in_words(found)}; not served: {'; '.join(dark)}", hint)
         return Finding(f"topic {name}", "ok", size_in_words(found))
 
     names = await cluster.topics.names()

@@ -15,7 +15,7 @@ from metamq.client.assignment import AssignedPartition, not_assigned
 from metamq.client.cluster import Cluster
 from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
-from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
+from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.health import ConsumerHealth, PartitionHealth
 from metamq.client.inbox import Inbox, PartitionState
@@ -46,6 +46,8 @@ log = logging.getLogger("metamq.client")
 
 LEASE_CHECK_S = 0.1
 PROGRESS_CHECK_S = 1.0
+DAMAGED_FETCHES_MAX = 5
+"""So often the same bytes come damaged before that is raised."""
 
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
@@ -75,7 +77,7 @@ class ConsumerCore:
         self._requests: dict[TopicPartition, FetchRequest] = {}
         self._stalled: dict[FetchRequest, None] = {}
         self._errors: dict[TopicPartition, str] = {}
-        self._data_loss: dict[TopicPartition, OffsetOutOfRange] = {}
+        self._stuck: dict[TopicPartition, MetamqError] = {}
         self._lost_messages = 0
         self._delivering = True
         self._closing = False
@@ -299,10 +301,12 @@ class ConsumerCore:
         except CorruptData as error:
             damage = error
         if batches:
+            request.damaged_fetches = 0
             self.inbox.put(state, batches)
         if damage is not None:
-            self.fetch_failed(request, damage)
+            self._damaged(request, damage)
             return
+        request.damaged_fetches = 0
         request.delay_s = 0.0
         self._errors.pop(request.tp, None)
         if self._has_room(state):
@@ -314,9 +318,16 @@ class ConsumerCore:
     def consumed(self) -> None:
         """A handler made room: fetch on for those that waited for it. In the loop."""
         now = self.loop.time()
-        for request in [request for request in self._stalled if self._has_room(self.inbox.states[request.tp])]:
+        for request in [request for request in self._stalled if self._may_go_on(request)]:
             del self._stalled[request]
-            self._queue.put(request, now)
+            if request.damage is None:
+                self._queue.put(request, now)
+            else:
+                self._fail(request.tp, request.damage)
+
+    def _may_go_on(self, request: FetchRequest) -> bool:
+        state = self.inbox.states[request.tp]
+        return self._has_room(state) if request.damage is None else not state.buffered_bytes
 
     def refetch(self, state: PartitionState) -> None:
         """A handler let go of messages that are not done: they are to come again. In the loop."""
@@ -335,6 +346,28 @@ class ConsumerCore:
         self._note_error(request.tp, error)
         self._queue.put(request, self.loop.time() + request.grow_delay())
 
+    def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
+        """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
+        request.damaged_fetches += 1
+        self._note_error(request.tp, damage)
+        if request.damaged_fetches < DAMAGED_FETCHES_MAX:
+            self._queue.put(request, self.loop.time() + DELAY_FIRST_S)
+            return
+        request.damage = CorruptData(
+            f"{request.tp} at offset {request.offset}",
+            damage.reason,
+            hint=f"`metamq log verify` on the data folder of broker {request.broker_id} shows every damaged place; to "
+            "go on behind it, seek to a later offset.",
+        )
+        self._stalled[request] = None
+        self.consumed()
+
+    def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
+        """Handlers get the error, until a seek leads away from it."""
+        self._errors[tp] = str(error)
+        self._stuck[tp] = error
+        self.inbox.fail(error)
+
     def _note_error(self, tp: TopicPartition, error: MetamqError) -> None:
         """For health(), and for the log: what is wrong with many partitions at once is said there once."""
         text = str(error)
@@ -347,9 +380,7 @@ class ConsumerCore:
         state = self.inbox.states[request.tp]
         policy = self.plan.on_data_loss
         if policy == "fail":
-            self._errors[request.tp] = str(error)
-            self._data_loss[request.tp] = error
-            self.inbox.fail(error)
+            self._fail(request.tp, error)
             return
         # Above the end the log was cut: what was read before is not to be read again.
         place = error.start if policy == "earliest" and request.offset < error.start else error.end
@@ -421,9 +452,9 @@ class ConsumerCore:
         state = self._state(tp)
         if state.closing:
             raise OwnershipLost(tp.topic, tp.partition, "it is being given to another consumer")
-        loss = self._data_loss.pop(tp, None)
-        if loss is not None and loss is self.inbox.error:
-            self.inbox.error = next(iter(self._data_loss.values()), None)
+        stuck = self._stuck.pop(tp, None)
+        if stuck is not None and stuck is self.inbox.error:
+            self.inbox.error = next(iter(self._stuck.values()), None)
         state.sought_offset, state.assumed_offset = offset, None
         self.inbox.rewind(state, offset)
         self._fetch_from(state, offset)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 
+from metamq.errors import MetamqError
 from metamq.zk.partitions import TopicPartition
 
 DELAY_FIRST_S = 0.05
@@ -22,7 +23,19 @@ DELAY_MAX_S = 5.0
 class FetchRequest:
     """The next fetch of one partition. Replaced by a new one when the partition is rewound."""
 
-    __slots__ = ("broker_id", "cancelled", "delay_s", "due", "index", "offset", "opened", "topic_id", "tp")
+    __slots__ = (
+        "broker_id",
+        "cancelled",
+        "damage",
+        "damaged_fetches",
+        "delay_s",
+        "due",
+        "index",
+        "offset",
+        "opened",
+        "topic_id",
+        "tp",
+    )
 
     def __init__(self, tp: TopicPartition, topic_id: str, broker_id: int, index: int, offset: int) -> None:
         self.tp = tp
@@ -33,6 +46,10 @@ class FetchRequest:
         self.due = 0.0
         self.delay_s = 0.0
         """The delay after the last error, 0 after data."""
+        self.damaged_fetches = 0
+        """How many answers in a row were damaged at `offset`."""
+        self.damage: MetamqError | None = None
+        """What is to be raised once all messages before `offset` are done."""
         self.cancelled = False
         """Nobody wants the answer any more."""
         self.opened: tuple[object, int] | None = None

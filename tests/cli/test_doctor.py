@@ -42,6 +42,22 @@ WAITING = {
 }
 
 
+def test_damage_on_a_brokers_disk(offline: Metamq) -> None:
+    with cluster() as running:
+        here = ("--zookeeper", running.zookeeper)
+        running.create_topic("rotten", 1, flush="ack")
+        with running.producer() as producer:
+            producer.send("rotten", b"value").result(20)
+        running.broker.kill()
+        (segment,) = (running.broker.data / "topics").glob("rotten@*/0/*.log")
+        segment.write_bytes(segment.read_bytes().replace(b"value", b"VALUE"))
+        running.broker.start()
+        finding = by_name(offline("doctor", "-o", "json", *here).json)["topic rotten"]
+        assert finding["status"] == "problem"
+        assert "not served: 0-0: " in finding["detail"]
+        assert "`metamq log verify`" in finding["hint"]
+
+
 def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, process: Start) -> None:
     with cluster(session_timeout_ms=2000) as running:
         here = ("--zookeeper", running.zookeeper)

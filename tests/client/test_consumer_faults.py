@@ -15,6 +15,7 @@ import pytest
 
 from metamq import TopicPartition
 from metamq.client import fetch_runner
+from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.embedded import free_port
 from tests.parts import Line, wait_until
@@ -83,6 +84,32 @@ def test_damage_on_the_way_is_asked_for_again_and_nothing_comes_twice(parts: Clu
         assert line.left == 0
         assert [message.offset for message in messages] == list(range(15))
         assert {message.value for message in messages[1::3]} == {MARK}
+
+
+def test_damage_on_the_brokers_disk_is_raised_after_what_is_before_it_and_a_seek_leads_past_it(
+    parts: Cluster, far: Far
+) -> None:
+    _, broker = far
+    parts.create_topic("rotten", 1)
+    with parts.producer() as producer:
+        for value in (b"before", MARK, b"behind"):
+            producer.send("rotten", value).result(10)
+    assert broker.stop() == 0
+    (segment,) = (broker.data / "topics").glob("rotten@*/0/*.log")
+    stored = segment.read_bytes()
+    segment.write_bytes(stored.replace(MARK, MARK.upper()))
+    assert segment.read_bytes() != stored
+    broker.start()
+    with parts.consumer(topics="rotten", group="rotten", idle_timeout_s=10) as consumer:
+        messages = iter(consumer)
+        assert next(messages).value == b"before"
+        with pytest.raises(CorruptData, match="rotten/0-0 at offset 1 is damaged") as caught:
+            next(messages)
+        assert "`metamq log verify`" in str(caught.value)
+        assert "seek to a later offset" in str(caught.value)
+        assert "rotten/0-0 at offset 1" in consumer.health().partitions[tp("rotten")].last_error
+        consumer.seek(tp("rotten"), 2)
+        assert next(iter(consumer)).value == b"behind"
 
 
 def test_fetches_without_an_answer_recover(
