@@ -283,8 +283,11 @@ class HAService:
                 self.leave(link, f"nothing was heard of it for {now - link.heard_at:.1f} s")
             elif now - link.spoke_at >= heartbeat_s / 2:
                 link.beat()
-        for member in self.membership.required:
+        slaves = {link.member for link in self.links.values() if not link.learner}
+        for member in slaves | self.membership.required:
             self.membership.behind(member, self._behind_since(member, now), now)
+        if self.membership.required != frozenset(self._required):  # one that was joining is let go
+            self._members_changed()
         self._change_soon()
 
     def fell_back(self, link: HAConnection) -> None:
