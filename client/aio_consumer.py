@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -172,14 +172,17 @@ class Consumer(OpenedLater, ConsumerFace[T]):
 
     async def run(
         self,
-        listener: Callable[[Message[T]], Awaitable[object]],
+        listener: Callable[[Message[T]], object],
         *,
         concurrency: int = 4,
         max_attempts: int = 5,
         retry_delay_s: float = 0.1,
         dead_letter: bool = True,
     ) -> None:
-        """Awaits `listener(message)` for each message; as metamq.Consumer.run, with tasks in place of threads."""
+        """Awaits `listener(message)` for each message; as metamq.Consumer.run, with tasks in place of threads.
+
+        A plain function will do where it does not block: it is called in the loop, which does nothing else meanwhile.
+        """
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)

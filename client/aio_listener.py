@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from metamq.client.aio_admin import Admin
 from metamq.client.aio_producer import Producer
-from metamq.client.checks import check_whole, listener_of
+from metamq.client.checks import check_listener, check_whole
 from metamq.client.hands import TaskHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
@@ -24,7 +25,8 @@ log = logging.getLogger("metamq.client")
 POLL_S = 0.5
 """How often a message that waits for its next attempt looks whether it is still ours."""
 
-Listener = Callable[[Message[Any]], Awaitable[object]]
+Listener = Callable[[Message[Any]], object]
+"""Called with each message; what it returns is awaited where it can be. It blocks the loop while it runs."""
 
 
 class DeadLetters:
@@ -72,8 +74,9 @@ class ListenerTasks:
         concurrency: int,
     ) -> None:
         check_whole("concurrency", concurrency, 1)
+        check_listener(listener)
         self._hands = hands
-        self._listener = listener_of(listener)
+        self._listener = listener
         self._filter = filter
         self._dead_letters = dead_letters
         self._policy = policy
@@ -136,7 +139,9 @@ class ListenerTasks:
         failed = 0
         while True:
             try:
-                await self._listener(message)
+                outcome = self._listener(message)
+                if inspect.isawaitable(outcome):
+                    await outcome
                 return True
             except Exception as error:
                 failed += not isinstance(error, Rollback)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from metamq.errors import ConfigError, WrongType
@@ -69,8 +70,23 @@ def partition_of(value: Any) -> TopicPartition:
     return TopicPartition(*value)
 
 
-def listener_of(value: Callable[..., Any]) -> Callable[..., Any]:
-    """What run() was given to call. Raises WrongType."""
+def check_listener(value: object) -> None:
+    """Raises WrongType unless run() can call it with a message."""
     if not callable(value):
         raise wrong_type("`listener`", "a callable that takes a message", value)
-    return value
+
+
+def check_plain_listener(value: object) -> None:
+    """As check_listener, and it must be one that has done its work when it returns."""
+    check_listener(value)
+    if any(map(inspect.iscoroutinefunction, (value, type(value).__call__))):
+        raise awaitable_listener(value)
+
+
+def awaitable_listener(value: object) -> WrongType:
+    """The error for a listener of the blocking run() that would have to be awaited."""
+    name = getattr(value, "__qualname__", None) or reprlib.repr(value)
+    return WrongType(
+        f"`listener` must be a plain function: nobody awaits what {name} returns",
+        hint="metamq.aio.Consumer awaits its listener, or make it a function without `async`.",
+    )

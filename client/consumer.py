@@ -99,7 +99,7 @@ class Consumer(ConsumerFace[T]):
         options = load(ConsumerOptions, "consumer", file=config, arguments=settings)
         self._filter = filter
         self._hand: Hand | None = None
-        self._fields: Iterator[tuple[Any, ...]] | None = None
+        self._slices: Iterator[Iterator[tuple[Any, ...]]] | None = None
         self._closed = True
         self._close_ended = threading.Event()
         self._background = background()
@@ -123,17 +123,22 @@ class Consumer(ConsumerFace[T]):
         return chain.from_iterable(self._runs())
 
     def _runs(self) -> Iterator[Iterator[Message[T]]]:
-        """The messages of one batch after the other; no Python runs between two messages of a batch."""
+        """The messages of one slice of a batch after the other; no Python runs between two messages of a slice."""
         while True:
-            if self._fields is None:
+            if self._slices is None:
                 self._finish()
                 hand = self._hands.take()
                 if hand is None:
                     return
-                self._fields = self._iterate(hand)
-                self._hand = hand
-            messages: Iterator[Message[T]] = map(message_of, self._fields)
-            yield messages if self._filter is None else filter(self._filter, messages)
+                self._hand = hand  # before anything is called, where a Ctrl-C may come
+                try:
+                    self._slices = hand.slices()
+                except BaseException:
+                    self._finish()
+                    raise
+            for fields in self._slices:
+                messages: Iterator[Message[T]] = map(message_of, fields)
+                yield messages if self._filter is None else filter(self._filter, messages)
             self._finish()
 
     def batches(self) -> Iterator[MessageBatch[T]]:
@@ -149,18 +154,12 @@ class Consumer(ConsumerFace[T]):
             self._hand = hand
             yield hand.batch
 
-    def _iterate(self, hand: Hand) -> Iterator[tuple[Any, ...]]:
-        try:
-            return hand.iterate()
-        except BaseException:
-            self._hands.release(hand, in_hand=False)
-            raise
-
     def _finish(self) -> None:
         """What is in hand is done: the next is asked for."""
-        hand, self._hand, self._fields = self._hand, None, None
-        if hand is not None:
-            self._hands.release(hand, in_hand=True)
+        self._slices = None
+        if self._hand is not None:
+            self._hands.release(self._hand, in_hand=True)
+            self._hand = None  # afterwards: a Ctrl-C in release() leaves it to the next call
 
     def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
         """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
@@ -233,6 +232,9 @@ class Consumer(ConsumerFace[T]):
         message whose listener raises is given to it again after `retry_delay_s`, doubled each time; after
         `max_attempts` it goes to the group's dead-letter topic, or with dead_letter=False the error ends run().
         A listener that raises metamq.Rollback gets the message again, as often as it likes.
+
+        Raises WrongType for a coroutine function, and when the listener returns something to be awaited: nobody would,
+        and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None

@@ -49,6 +49,15 @@ PROGRESS_CHECK_S = 1.0
 DAMAGED_FETCHES_MAX = 5
 """So often the same bytes come damaged before that is raised."""
 
+
+def own_part(data: memoryview) -> memoryview:
+    """`data`, copied where it is less than half of an answer: a small batch would keep all of it, which nobody counts.
+
+    The answer of one busy partition, which is nearly all of it, is not copied.
+    """
+    return memoryview(bytes(data)) if 2 * len(data) < memoryview(data.obj).nbytes else data
+
+
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
 
@@ -292,6 +301,7 @@ class ConsumerCore:
         state.start_offset, state.stable_offset = result.start_offset, result.stable_offset
         batches: list[MessageBatch[Any]] = []
         damage: CorruptData | None = None
+        data = own_part(data)
         try:
             for position, header in walk(data):
                 if header.end_offset > request.offset:

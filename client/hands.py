@@ -37,11 +37,20 @@ class ThreadHands:
 
     def take(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
         """Waits for a batch; None when it was closed or idle, or when `stop` is set and poke() was called."""
+        taken: list[Hand] = []
+        try:
+            return self._take(stop, whole, taken)
+        except BaseException:  # a Ctrl-C, perhaps after it was taken: the caller does not have it
+            for hand in taken:
+                self.release(hand, in_hand=False)
+            raise
+
+    def _take(self, stop: threading.Event | None, whole: bool, taken: list[Hand]) -> Hand | None:
         inbox = self._core.inbox
         began_at = time.monotonic()
         with inbox.lock:
             while not inbox.closed and not (stop is not None and stop.is_set()):
-                hand = inbox.take(whole=whole)
+                hand = inbox.take(whole=whole, taken=taken)
                 if hand is not None:
                     return hand
                 wait_s = left_s(self._idle_timeout_s, began_at, self._core.fetching_since)

@@ -9,7 +9,8 @@ in order, whoever handles them. Partitions take turns.
 A message is done when the next one is asked for. Nothing may be done per message, so nobody counts: a Hand holds the
 C iterator of its batch's offsets, whose length hint tells how many were handed out. And to take a batch back in the
 middle (a revoked partition, a seek, an ended lease) the Hand's gate is emptied, a list that the iterator asks first:
-the message in hand stays, the next is not handed out.
+the message in hand stays, the next is not handed out. The loop may be late to do that, as in a process that was frozen,
+so the iterator itself looks at the lease, once for each slice of a batch.
 
     in the log   ...│ done          │ in hand │ buffered, or being fetched │ not fetched
                     ^ committed     ^ done_offset                          ^ request.offset
@@ -29,12 +30,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from metamq.client.message_batch import MessageBatch
 from metamq.errors import MetamqError
 from metamq.zk.ownership import Claim
 from metamq.zk.partitions import TopicPartition
+
+SLICE_MESSAGES = 256
+"""So many are handed out without a look at the lease; a look costs as much as two or three messages."""
 
 
 class PartitionState:
@@ -112,28 +117,41 @@ class PartitionState:
 class Hand:
     """A batch that a handler has: `whole`, or message by message through `iterate()`."""
 
-    __slots__ = ("_gate", "_offsets", "batch", "state", "taken_back", "whole")
+    __slots__ = ("_gate", "_may_deliver", "_offsets", "batch", "state", "taken_back", "whole")
 
-    def __init__(self, state: PartitionState, batch: MessageBatch[Any], *, whole: bool) -> None:
+    def __init__(
+        self, state: PartitionState, batch: MessageBatch[Any], may_deliver: Callable[[], bool], *, whole: bool
+    ) -> None:
         self.state = state
         self.batch = batch
         self.whole = whole
+        self._may_deliver = may_deliver
         self._offsets: Iterator[int] | None = None
         self._gate: list[str] = []
         self.taken_back = False
         """The rest is not to be handed out: it goes to another owner, or comes again."""
 
     def iterate(self) -> Iterator[tuple[Any, ...]]:
-        """The messages' fields; ends early when the rest is taken back. Raises what decoding the batch raises."""
-        batch = self.batch
-        gate = [batch.topic] * len(batch)
-        offsets = iter(batch.offsets)
-        fields = batch._fields(offsets, gate)
-        self._gate = gate
+        """The messages' fields; ends early when the rest is taken back, or at a slice's end when the lease is over.
+
+        Raises what decoding the batch raises.
+        """
+        return chain.from_iterable(self.slices())
+
+    def slices(self) -> Iterator[Iterator[tuple[Any, ...]]]:
+        """The same in slices; the next one goes on where this one was left."""
+        offsets = iter(self.batch.offsets)
+        columns = self.batch._after_topic(offsets)
         self._offsets = offsets
-        if self.taken_back:  # since it was taken: the gate that take_back() emptied was not this one
-            gate.clear()
-        return fields
+        return self._slices(columns)
+
+    def _slices(self, columns: tuple[Iterator[Any], ...]) -> Iterator[Iterator[tuple[Any, ...]]]:
+        while self.handed_out() < self.batch.end_offset and self._may_deliver():
+            self._gate.clear()
+            self._gate = [self.batch.topic] * SLICE_MESSAGES
+            if self.taken_back:  # perhaps before this gate was there to be emptied
+                return
+            yield zip(self._gate, *columns)  # noqa: B905, the gate may be shorter by then
 
     def take_back(self) -> None:
         """No further message of this batch is handed out."""
@@ -165,8 +183,8 @@ class Hand:
 class Inbox:
     """The fetched batches of all partitions. Thread-safe.
 
-    `may_deliver` is asked before a batch is given out: it is False while the lease is over. `notify` is called, under
-    the lock, when there may be something to take.
+    `may_deliver` is asked before a batch is given out, and once a slice: it is False while the lease is over. `notify`
+    is called, under the lock, when there may be something to take.
     """
 
     def __init__(self, may_deliver: Callable[[], bool]) -> None:
@@ -195,41 +213,53 @@ class Inbox:
             self._count(state, sum(batch.size_bytes for batch in batches))
             self._offer(state)
 
-    def take(self, *, whole: bool) -> Hand | None:
-        """A batch of the partition whose turn it is, or None. Under the lock. Raises the error set by fail()."""
+    def take(self, *, whole: bool, taken: list[Hand] | None = None) -> Hand | None:
+        """A batch of the partition whose turn it is, or None. Under the lock. Raises the error set by fail().
+
+        It is put into `taken` before it counts as taken: a Ctrl-C in here leaves nothing that finish() cannot mend.
+        """
         if self.error is not None:
             raise self.error
         if not self._ready or not self._may_deliver():
             return None
         state = next(iter(self._ready))
-        del self._ready[state]
-        hand = Hand(state, state.buffered.popleft(), whole=whole)
+        hand = Hand(state, state.buffered[0], self._may_deliver, whole=whole)
+        if taken is not None:
+            taken.append(hand)
         state.hand = hand
+        state.buffered.popleft()
+        del self._ready[state]
         return hand
 
     def finish(self, hand: Hand, *, in_hand: bool = True) -> bool:
         """The handler lets go of its batch. True when some of it is to come again: the loop is to call `rewind`.
 
-        `in_hand`: whether the last message handed out counts as done.
+        `in_hand`: whether the last message handed out counts as done. May be called again, as after a Ctrl-C.
         """
         state = hand.state
+        released: Callable[[], None] | None = None
         with self.lock:
-            if state.hand is not hand:
+            if state.hand is hand:
+                self._let_go(hand, in_hand)
+            else:
                 self._let_go_of_detached(hand)
-                return False
-            state.next_offset = hand.done_offset(in_hand=in_hand)
-            state.rewinding = state.next_offset != hand.goes_on_at()
-            if state.next_offset > hand.batch.offset:
-                state.epoch = hand.batch.epoch
-            state.hand = None
-            self._count(state, -hand.batch.size_bytes)
-            if state.rewinding:
-                self._drop_buffered(state)
             self._offer(state)
-            released, state.released = state.released, None
+            if state.hand is None and state.tp not in self._detached:
+                released, state.released = state.released, None
         if released is not None:
             released()
-        return state.rewinding
+        return state.rewinding and not self.closed
+
+    def _let_go(self, hand: Hand, in_hand: bool) -> None:
+        state = hand.state
+        state.next_offset = hand.done_offset(in_hand=in_hand)
+        state.rewinding = state.next_offset != hand.goes_on_at()
+        if state.next_offset > hand.batch.offset:
+            state.epoch = hand.batch.epoch
+        if state.rewinding:
+            self._drop_buffered(state)
+        state.hand = None
+        self._count(state, -hand.batch.size_bytes)
 
     def _let_go_of_detached(self, hand: Hand) -> None:
         tp = hand.state.tp

@@ -8,12 +8,13 @@ revoked: then the next owner gets it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from metamq.client.checks import check_whole, listener_of
+from metamq.client.checks import awaitable_listener, check_plain_listener, check_whole
 from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
@@ -30,7 +31,7 @@ log = logging.getLogger("metamq.client")
 T = TypeVar("T")
 
 Listener = Callable[[Message[T]], object]
-"""Called with each message; returns when the message is done, raises when it failed."""
+"""Called with each message; returns when the message is done, raises when it failed. No coroutine function."""
 
 INTERRUPT_PATIENCE_S = 0.1
 POLL_S = 0.5
@@ -83,8 +84,9 @@ class ListenerPool:
         concurrency: int,
     ) -> None:
         check_whole("concurrency", concurrency, 1)
+        check_plain_listener(listener)
         self._hands = hands
-        self._listener = listener_of(listener)
+        self._listener = listener
         self._filter = filter
         self._dead_letters = dead_letters
         self._policy = policy
@@ -161,8 +163,7 @@ class ListenerPool:
         failed = 0
         while True:
             try:
-                self._listener(message)
-                return True
+                outcome = self._listener(message)
             except Exception as error:
                 failed += not isinstance(error, Rollback)
                 pause_s = self._policy.pause_after(error, failed)
@@ -172,8 +173,18 @@ class ListenerPool:
                     self._dead_letters.send(message, hand.batch.plain_value(message.offset), error, failed)
                     return True
                 log.info("%s/%s offset %d failed: %r; again in %g s", *message[:3], error, pause_s)
+            else:
+                self._check_done(outcome)
+                return True
             if not self._pause(hand, pause_s):
                 return False
+
+    def _check_done(self, outcome: object) -> None:
+        """Ends run() where the work is still to be awaited: trying again would not help, and nothing was done."""
+        if inspect.isawaitable(outcome):
+            if inspect.iscoroutine(outcome):
+                outcome.close()  # without a warning of Python's beside the error
+            raise awaitable_listener(self._listener)
 
     def _pause(self, hand: Hand, pause_s: float) -> bool:
         """Waits for the next attempt; False when the message is not ours to try any more."""

@@ -102,28 +102,28 @@ class MessageBatch(Generic[T]):
             return [_NO_HEADERS] * len(self)
         return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
 
-    def _fields(self, offsets: Iterator[int], gate: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Tuples in the order of Message's fields, made at C speed.
+    def _after_topic(self, offsets: Iterator[int]) -> tuple[Iterator[Any], ...]:
+        """Message's fields after the topic, a column each, to be zipped at C speed.
 
-        `gate` has the topic once a message, and is asked first: emptying it ends the iteration before `offsets`
-        moves, from whatever thread. So `offsets` always tells how many messages were handed out. An error of
-        `decode=` comes at its message, which counts as handed out.
+        What comes first in the zip bounds it, and may be emptied from whatever thread: `offsets` does not move then, so
+        it always tells how many messages were handed out. An error of `decode=` comes at its message, which counts as
+        handed out.
         """
         has_keys = self._columns.keys is not None
         has_headers = self._columns.headers is not None
         has_timestamps = self._columns.timestamps is not None
-        return zip(  # the gate may be shorter by then
-            gate,
+        return (
             repeat(self.partition),
             offsets,
-            self.keys if has_keys else repeat(None),
-            self._plain if self._decode is None else map(self._decode, self._plain),
-            self.headers if has_headers else repeat(_NO_HEADERS),
-            self.timestamps if has_timestamps else repeat(self._header.base_timestamp_us),
+            iter(self.keys) if has_keys else repeat(None),
+            iter(self._plain) if self._decode is None else map(self._decode, self._plain),
+            iter(self.headers) if has_headers else repeat(_NO_HEADERS),
+            iter(self.timestamps) if has_timestamps else repeat(self._header.base_timestamp_us),
         )
 
     def __iter__(self) -> Iterator[Message[T]]:
-        return map(message_of, self._fields(iter(self.offsets), [self.topic] * len(self)))
+        columns = self._after_topic(iter(self.offsets))
+        return map(message_of, zip(repeat(self.topic, len(self)), *columns))  # noqa: B905, endless ones among them
 
     def to_arrow(self) -> Any:
         """A pyarrow.RecordBatch: offset, key, value, timestamp, headers; topic and partition in the schema's metadata.

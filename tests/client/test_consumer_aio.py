@@ -274,6 +274,20 @@ def test_run_retries_rolls_back_and_gives_up(shop: Shop, group: str) -> None:
     assert sum(offset or 0 for offset in shop.committed(group).values()) == 30
 
 
+def test_a_plain_function_will_do_as_a_listener(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    handled: list[int] = []
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group, idle_timeout_s=1) as consumer:
+            await consumer.run(lambda message: handled.append(int(message.value)))
+        assert shop.committed(group)[tp(topic)] == 5
+
+    asyncio.run(scenario())
+    assert handled == list(range(5))
+
+
 def test_dead_letters_share_one_admin_and_one_producer(
     shop: Shop, group: str, caplog: pytest.LogCaptureFixture
 ) -> None:

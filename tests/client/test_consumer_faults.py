@@ -133,6 +133,21 @@ def test_fetches_without_an_answer_recover(
 # On the shared cluster
 
 
+def test_a_small_batch_does_not_keep_the_answer_it_came_in_and_a_large_one_is_not_copied(shop: Shop) -> None:
+    topic = shop.topic(2)
+    shop.send(topic, [b"small"], "0-0")
+    shop.send(topic, [b"x" * 300_000], "0-1")
+    with shop.consumer(topic, idle_timeout_s=5) as consumer:
+        shop.until(lambda: len(consumer.health().partitions) == 2 and consumer.health().buffered_bytes > 300_000)
+        consumer.pause()
+        consumer.resume()  # now both are asked for at once
+        kept = {}
+        for batch in islice(consumer.batches(), 2):
+            kept[batch.partition] = len(memoryview(batch._data.obj)) - batch.size_bytes
+    assert kept["0-0"] == 0
+    assert kept["0-1"] > 0, "the answer's own memory, with its header"
+
+
 def test_a_consumer_at_the_end_of_a_log_is_silent(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="metamq.client")
     topic = shop.topic(flush="ack")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,6 +122,48 @@ def test_ctrl_c_in_the_middle_of_a_message_leaves_it_to_come_again(shop: Shop, g
         process.send_signal(signal.SIGINT)
         process.wait(10)
     assert shop.committed(group)[tp(topic)] == 2
+
+
+@pytest.mark.parametrize("way", ["iterating", "batches"])
+def test_ctrl_c_wherever_it_comes_leaves_no_batch_stuck(shop: Shop, group: str, way: str) -> None:
+    topic, files = shop.topic(), ("client/consumer.py", "client/hands.py", "client/inbox.py")
+    total = 150
+    for number in range(total):  # a batch each
+        shop.numbers(topic, 1, number)
+    left = 0
+
+    def interrupt(frame: FrameType, event: str, _argument: object) -> None:
+        """Python looks for signals where a function of Python begins, and after one of C."""
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(files):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    with shop.consumer(topic, group, idle_timeout_s=10) as consumer:
+        seen: list[int] = []
+        kept: list[object] = []
+        """Python swallows a Ctrl-C that comes while a generator is thrown away."""
+
+        def read_one() -> None:
+            loop: Iterator[Any] = iter(consumer) if way == "iterating" else consumer.batches()
+            kept.append(loop)
+            seen.append(next(loop).offset)
+
+        for number in range(1, total):
+            left = number
+            sys.setprofile(interrupt)
+            try:
+                read_one()
+            except KeyboardInterrupt:
+                sys.setprofile(None)
+                read_one()
+                continue
+            finally:
+                sys.setprofile(None)
+            break  # it has fewer such places
+        assert seen == list(range(number))
+        assert number > 15
 
 
 def test_ctrl_c_in_a_call_that_waits(shop: Shop, group: str) -> None:

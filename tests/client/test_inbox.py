@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from metamq.client.inbox import Hand, Inbox, PartitionState
+from metamq.client.inbox import SLICE_MESSAGES, Hand, Inbox, PartitionState
 from metamq.errors import ConfigError, ForkedError
 from tests.client.inbox_parts import OTHER, TP, batch, inbox_with, nothing_to_take, offset_of, take
 
@@ -269,6 +269,22 @@ def test_nothing_is_handed_out_while_the_lease_is_over() -> None:
     assert nothing_to_take(inbox)
     valid = True
     assert take(inbox).batch.offset == 0
+
+
+def test_a_lease_that_ends_while_a_batch_is_in_hand_ends_it_at_its_slice() -> None:
+    # As in a process that was frozen: its loop is late to take the batch back.
+    valid = True
+    state = PartitionState(TP, None, 0)
+    inbox = Inbox(lambda: valid)
+    inbox.add(state)
+    inbox.put(state, [batch(TP, 0, 10 * SLICE_MESSAGES)])
+    hand = take(inbox)
+    fields = hand.iterate()
+    assert offset_of(next(fields)) == 0
+    valid = False
+    assert [offset_of(each) for each in fields] == list(range(1, SLICE_MESSAGES))
+    assert inbox.finish(hand) is True, "the rest is to come again"
+    assert inbox.rewind(state) == SLICE_MESSAGES
 
 
 def test_bytes_are_counted_until_the_handler_lets_go() -> None:

@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from metamq import Message, Rollback, TopicPartition
 from metamq.client.retrying import RETRY_DELAY_MAX_S, RetryPolicy, dead_letter_headers, dead_letter_topic
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, WrongType
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -61,6 +62,34 @@ def test_dead_letters_say_where_they_come_from() -> None:
     assert dead_letter_topic("etl") == "etl.dead-letter"
     with pytest.raises(ConfigError, match="belongs to a group"):
         dead_letter_topic(None)
+
+
+async def awaits(_message: Message[Any]) -> None:
+    raise AssertionError("nobody is to await it")
+
+
+class AwaitsWhenCalled:
+    async def __call__(self, message: Message[Any]) -> None:
+        await awaits(message)
+
+
+@pytest.mark.parametrize("listener", [awaits, partial(awaits), AwaitsWhenCalled(), AwaitsWhenCalled().__call__])
+def test_a_coroutine_function_is_refused(shop: Shop, group: str, listener: Any) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 1)
+    with shop.consumer(topic, group, idle_timeout_s=5) as consumer, pytest.raises(WrongType, match=r"metamq\.aio"):
+        consumer.run(listener)
+    assert shop.committed(group)[tp(topic)] is None
+
+
+def test_a_message_whose_listener_returns_something_to_be_awaited_is_not_done(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 3)
+    with shop.consumer(topic, group, idle_timeout_s=5) as consumer:
+        with pytest.raises(WrongType, match=r"plain function"):
+            consumer.run(lambda message: awaits(message) if message.offset == 1 else None)
+        assert next(iter(consumer)).offset == 1
+    assert dead_letter_topic(group) not in shop.admin.topics()
 
 
 # On a cluster
