@@ -17,25 +17,48 @@ deliveries point at a placeholder batch and are moved when the partitions are kn
 The buffer's bound is checked when a batch is begun, not for every message, and once for a send_many: it may be exceeded
 by one batch a partition, and by one send_many. Waiting for room lets go of the lock, after which nothing that was
 looked at before holds: so `send` starts again from the top.
+
+*Ctrl-C and whatever else runs in between.* CPython runs signal handlers, and `__del__`, between two bytecodes of a
+thread, also while it is in here: they may raise, and they may send. So nothing is published before it is whole: a
+message is put into a new batch first, then the batch into its slot and `outstanding`, and only then the sender is
+woken; a closed batch is in `sealed` before it leaves its slot. What has to hold together is written as plain statements
+side by side: CPython looks for signals only at calls, jumps backwards and the begin of functions. And for a `send`
+inside of a `send`, the lock is a re-entrant one which its thread already has: the inner message is handed to the loop,
+which accepts it a moment later, see _send_later. It so may also come from a partitioner.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from threading import get_ident
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, ManyDelivery, OutgoingBatch, Owner, QuickBatch
 from metamq.client.partitioner import Partitioner
-from metamq.client.topic_buffer import Headers, TopicBuffer, add_message, chunk_bounds, failed_batch, size_of
-from metamq.errors import BufferFull, ConfigError, MessageTooLarge, MetamqError, closed_client
+from metamq.client.topic_buffer import (
+    Headers,
+    TopicBuffer,
+    add_message,
+    align_columns,
+    chunk_bounds,
+    failed_batch,
+    refuse_large,
+    size_of,
+    too_large,
+)
+from metamq.errors import BufferFull, ConfigError, MetamqError, closed_client
 from metamq.zk.names import check_topic
 from metamq.zk.topics import TopicConfig
 
 Keys = Sequence[bytes | None]
+D = TypeVar("D", Delivery, ManyDelivery)
+
+log = logging.getLogger("metamq.client")
 
 TIMESTAMP_US_MAX = (1 << 63) - 1
 
@@ -70,8 +93,7 @@ class Accumulator:
         wait_s: float | None,
         owner: Owner,
     ) -> None:
-        self.lock = threading.Lock()
-        self.room = threading.Condition(self.lock)
+        self._make_lock()
         self.buffers: dict[str, TopicBuffer] = {}
         self.outstanding: dict[OutgoingBatch, None] = {}
         self.buffered_bytes = 0
@@ -87,10 +109,21 @@ class Accumulator:
         """How long `send` may block for room: None for ever, 0 not at all."""
         self._owner = owner
 
+    def _make_lock(self) -> None:
+        self.lock = threading.RLock()
+        self.room = threading.Condition(self.lock)
+        self._is_inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # as Condition does
+        """Whether this thread has the lock: it is in here, and was interrupted by itself."""
+
     # -- accepting ------------------------------------------------------------------------------------------------
 
     def send(self, topic: str, value: bytes) -> Delivery:
-        """Accepts a message that has nothing but a value. The hot path."""
+        """Accepts a message that has nothing but a value. The hot path.
+
+        A signal handler that sends between `len` and `append` would give two deliveries one index: both messages are
+        stored, but one receipt has the other's offset. CPython looks for signals behind neither call once it has
+        specialized them, after a few runs; so this is left to those, and to debuggers. To check would cost 3 %.
+        """
         size = len(value) + MESSAGE_OVERHEAD_BYTES
         buffer = self._fast.get(topic)
         if buffer is not None and size <= buffer.limit_bytes:
@@ -110,10 +143,39 @@ class Accumulator:
 
     def _is_in(self, buffer: TopicBuffer, batch: QuickBatch, index: int) -> bool:
         """Whether a value is in a quick batch that is full, or that somebody has closed meanwhile."""
-        with self.lock:
+        if self._is_inside():
             if batch.limit_bytes:
+                return True  # it is sealed by the next one
+            del batch.pending[index:]  # this thread is about to close it: with or without the value, nobody knows
+            return False
+        with self.lock:
+            if buffer.quick is batch:
                 self._seal_quick(buffer)
             return index < batch.accepted
+
+    def _send_later(self, topic: str, send: Callable[[], D], handle: Callable[[OutgoingBatch], D]) -> D:
+        """Has the loop call `send`: this thread is in the middle of another one. Such a message may be out of order."""
+        self.check_open()
+        waiting = OutgoingBatch(topic)
+        delivery = handle(waiting)
+        self.outstanding[waiting] = None  # for flush()
+
+        def accept() -> None:
+            try:
+                accepted = send()
+            except Exception as error:
+                log.error("what was sent within a send() for topic %r is not accepted: %s", topic, error)
+                end(handle(failed_batch(topic, error)))
+            else:
+                accepted._notify(end)
+
+        def end(accepted: D) -> None:
+            delivery._become(accepted)
+            self.finished(waiting)
+            waiting.complete(-1, None)
+
+        self._owner.in_loop(accept)
+        return delivery
 
     def send_full(
         self,
@@ -123,8 +185,13 @@ class Accumulator:
         headers: Headers | None,
         partition: str | None,
         timestamp_us: int | None,
+        *,
+        bounded: bool = True,
     ) -> Delivery:
         """Accepts any message. Raises MessageTooLarge, BufferFull, ConfigError, PartitionNotFound, ClosedError."""
+        if self._is_inside():
+            send = partial(self.send_full, topic, value, key, headers, partition, timestamp_us, bounded=False)
+            return self._send_later(topic, send, lambda batch: Delivery(self._owner, batch, 0))
         size = size_of(value, key, headers)
         if timestamp_us is not None and abs(timestamp_us) > TIMESTAMP_US_MAX:
             raise ConfigError(f"timestamp {timestamp_us} is not microseconds since 1970", hint="It has 63 bits.")
@@ -133,7 +200,7 @@ class Accumulator:
             while True:
                 buffer = self._buffer(topic)
                 if size > buffer.limit_bytes:
-                    raise MessageTooLarge(f"the message for topic {topic!r}", size, buffer.limit_bytes)
+                    raise too_large(buffer, size)
                 unplaced = buffer.config is None and (key is not None or partition is not None)
                 if not unplaced:
                     number = buffer.number_of(key, partition, self._partitioner)
@@ -142,24 +209,24 @@ class Accumulator:
                     batch = buffer.floating if number is None else buffer.open.get(number)
                     if batch is not None:
                         break
-                if self.buffered_bytes < self._buffer_bytes:
+                if self.buffered_bytes < self._buffer_bytes or not bounded:
                     if unplaced:
                         return self._send_unplaced(buffer, value, key, headers, partition, timestamp_us, size)
                     if number is None and headers is None and timestamp_us is None and buffer.quick is None and QUICK:
                         return self._begin_quick(buffer, value, size)
-                    batch = self._open(buffer, number)
                     break
                 waiting_since = self._wait_for_room(waiting_since)
-            index = self._append(buffer, number, batch, value, key, headers, timestamp_us, size)
+            batch, index = self._append(buffer, number, batch, value, key, headers, timestamp_us, size)
         return Delivery(self._owner, batch, index)
 
     def _begin_quick(self, buffer: TopicBuffer, value: bytes, size: int) -> Delivery:
-        batch = buffer.quick = QuickBatch(buffer.topic, self._batch_bytes)
+        batch = QuickBatch(buffer.topic, self._batch_bytes)
         batch.pending.append(value)
         batch.filled_bytes = size
+        buffer.quick = batch
+        self.outstanding[batch] = None
         if size >= self._batch_bytes:
             self._seal_quick(buffer)
-        self.outstanding[batch] = None
         self._wake()
         return Delivery(self._owner, batch, 0)
 
@@ -167,18 +234,29 @@ class Accumulator:
         self,
         buffer: TopicBuffer,
         number: int | None,
-        batch: OutgoingBatch,
+        batch: OutgoingBatch | None,
         value: bytes,
         key: bytes | None,
         headers: Headers | None,
         timestamp_us: int | None,
         size: int,
-    ) -> int:
-        index = add_message(batch, value, key, headers, timestamp_us)
-        batch.size += size
+        begun_ns: int | None = None,
+    ) -> tuple[OutgoingBatch, int]:
+        """Puts a message into an open batch, or into a new one."""
+        if batch is not None:
+            index = add_message(batch, value, key, headers, timestamp_us, size)
+        else:
+            batch = self._new_batch(buffer, None if number is None else buffer.places[number], begun_ns)
+            index = add_message(batch, value, key, headers, timestamp_us, size)
+            if number is None:
+                buffer.floating = batch
+            else:
+                buffer.open[number] = batch
+            self.outstanding[batch] = None
+            self._wake()
         if batch.size >= self._batch_bytes:
             self._seal(buffer, number)
-        return index
+        return batch, index
 
     def _buffer(self, topic: str) -> TopicBuffer:
         self.check_open()
@@ -189,40 +267,38 @@ class Accumulator:
             self.buffers[topic] = self._fast[topic] = buffer
         return buffer
 
-    def _open(self, buffer: TopicBuffer, number: int | None, begun_ns: int | None = None) -> OutgoingBatch:
-        batch = self._begin(buffer, begun_ns)
-        if number is None:
-            buffer.floating = batch
-        else:
-            batch.broker_id, batch.partition = buffer.places[number]
-            buffer.open[number] = batch
-        return batch
-
-    def _begin(self, buffer: TopicBuffer, begun_ns: int | None = None) -> OutgoingBatch:
+    def _new_batch(
+        self, buffer: TopicBuffer, place: tuple[int, int] | None, begun_ns: int | None = None
+    ) -> OutgoingBatch:
+        """One that nobody knows of yet."""
         batch = OutgoingBatch(buffer.topic)
+        if place is not None:
+            batch.broker_id, batch.partition = place
         if begun_ns is not None:
             batch.created_ns = begun_ns
-        self.outstanding[batch] = None
-        self._wake()
         return batch
 
     def _seal(self, buffer: TopicBuffer, number: int | None) -> None:
         """Closes the floating batch, or the open one of a place, if there is one."""
+        batch = buffer.floating if number is None else buffer.open.get(number)
+        if batch is None:
+            return
+        align_columns(batch)
+        buffer.sealed += (batch,)
+        self.buffered_bytes += batch.size
         if number is None:
-            batch, buffer.floating = buffer.floating, None
+            buffer.floating = None
         else:
-            batch = buffer.open.pop(number, None)
-        if batch is not None:
-            self.buffered_bytes += batch.size
-            buffer.sealed.append(batch)
+            del buffer.open[number]
 
     def _seal_quick(self, buffer: TopicBuffer) -> None:
         """Closes the quick batch, if there is one."""
-        batch, buffer.quick = buffer.quick, None
+        batch = buffer.quick
         if batch is not None:
             batch.close()
+            buffer.sealed += (batch,)
             self.buffered_bytes += batch.size
-            buffer.sealed.append(batch)
+            buffer.quick = None
 
     def _seal_all(self, buffer: TopicBuffer) -> None:
         self._seal_quick(buffer)
@@ -260,15 +336,17 @@ class Accumulator:
 
         def place(begun_ns: int) -> OutgoingBatch | None:
             try:
+                if size > buffer.limit_bytes:
+                    raise too_large(buffer, size)
                 number = buffer.number_of(key, partition, self._partitioner)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
                 delivery._move(failed, 0)
                 return failed
             batch = buffer.open.get(number) if number is not None else None
-            if batch is None:
-                batch = self._open(buffer, number, begun_ns)
-            delivery._move(batch, self._append(buffer, number, batch, value, key, headers, timestamp_us, size))
+            delivery._move(
+                *self._append(buffer, number, batch, value, key, headers, timestamp_us, size, begun_ns),
+            )
             return None
 
         buffer.unplaced.append(place)
@@ -282,6 +360,9 @@ class Accumulator:
 
         def place(begun_ns: int) -> OutgoingBatch | None:
             try:
+                largest = max(sizes) + MESSAGE_OVERHEAD_BYTES
+                if largest > buffer.limit_bytes:
+                    raise too_large(buffer, largest)
                 parts[:] = self._add_keyed(buffer, values, keys, sizes, begun_ns)
             except Exception as error:
                 failed = failed_batch(buffer.topic, error)
@@ -294,16 +375,25 @@ class Accumulator:
 
     def _placeholder(self, buffer: TopicBuffer, size: int) -> OutgoingBatch:
         """The batch that stands for what is unplaced, larger by `size`."""
-        if buffer.placeholder is None:
-            buffer.placeholder = self._begin(buffer)
-        buffer.placeholder.size += size
+        batch = buffer.placeholder
+        if batch is None:
+            batch = self._new_batch(buffer, None)
+            buffer.placeholder = batch
+            self.outstanding[batch] = None
+            self._wake()
+        batch.size += size
         self.buffered_bytes += size
-        return buffer.placeholder
+        return batch
 
     # -- many at once -----------------------------------------------------------------------------------------------
 
-    def send_many(self, topic: str, values: Sequence[bytes], keys: Keys | None) -> ManyDelivery:
+    def send_many(
+        self, topic: str, values: Sequence[bytes], keys: Keys | None, *, bounded: bool = True
+    ) -> ManyDelivery:
         """Accepts a list of messages as whole batches, all or none: no work a message but what C does."""
+        if self._is_inside():
+            send = partial(self.send_many, topic, values, keys, bounded=False)
+            return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
         sizes = [*map(len, values)]
         if keys is not None:
             sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
@@ -313,14 +403,16 @@ class Accumulator:
             while True:
                 buffer = self._buffer(topic)
                 if largest > buffer.limit_bytes:
-                    raise MessageTooLarge(f"a message for topic {topic!r}", largest, buffer.limit_bytes)
-                if self.buffered_bytes < self._buffer_bytes:
+                    raise too_large(buffer, largest)
+                if self.buffered_bytes < self._buffer_bytes or not bounded:
                     break
                 waiting_since = self._wait_for_room(waiting_since)
             if keys is None or all(key is None for key in keys):
                 self._seal_quick(buffer)
                 self._seal(buffer, None)
-                return ManyDelivery(self._owner, self._add_chunks(buffer, None, values, None, sizes))
+                parts = self._chunks(buffer, None, values, None, sizes)
+                self._add_sealed(buffer, parts)
+                return ManyDelivery(self._owner, parts)
             if buffer.config is None:
                 return self._send_many_unplaced(buffer, values, keys, sizes)
             return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
@@ -342,7 +434,7 @@ class Accumulator:
             if number is None:
                 self._seal_quick(buffer)
             self._seal(buffer, number)
-            parts += self._add_chunks(
+            parts += self._chunks(
                 buffer,
                 None if number is None else buffer.places[number],
                 [values[i] for i in picked],
@@ -350,9 +442,10 @@ class Accumulator:
                 [sizes[i] for i in picked],
                 begun_ns,
             )
+        self._add_sealed(buffer, parts)
         return parts
 
-    def _add_chunks(
+    def _chunks(
         self,
         buffer: TopicBuffer,
         place: tuple[int, int] | None,
@@ -364,16 +457,21 @@ class Accumulator:
         """Sealed batches of at most `batch_bytes` each, or of one message."""
         parts: list[OutgoingBatch] = []
         for start, end, size in chunk_bounds(sizes, self._batch_bytes):
-            batch = self._begin(buffer, begun_ns)
-            if place is not None:
-                batch.broker_id, batch.partition = place
+            batch = self._new_batch(buffer, place, begun_ns)
             batch.values = values[start:end]
             batch.keys = keys[start:end] if keys is not None else None
             batch.size = size
-            self.buffered_bytes += size
-            buffer.sealed.append(batch)
             parts.append(batch)
         return parts
+
+    def _add_sealed(self, buffer: TopicBuffer, parts: list[OutgoingBatch]) -> None:
+        """Publishes all of them at once."""
+        outstanding = dict.fromkeys(parts)
+        size = sum(batch.size for batch in parts)
+        buffer.sealed += parts
+        self.outstanding |= outstanding
+        self.buffered_bytes += size
+        self._wake()
 
     # -- the sender's side --------------------------------------------------------------------------------------------
 
@@ -401,7 +499,7 @@ class Accumulator:
                         self._seal(buffer, number)
                 taken += buffer.sealed
                 buffer.sealed.clear()
-        return taken
+        return list(dict.fromkeys(taken))  # an interrupted `send` may have put one in twice
 
     def unresolved(self) -> list[str]:
         """Topics with messages whose partitions are not known."""
@@ -429,14 +527,21 @@ class Accumulator:
             if buffer is None:
                 return []
             self._seal_all(buffer)  # the numbers of their places were those of the former configuration
+            is_news = buffer.config is None
             buffer.configure(config, self._message_bytes_max)
+            failed = [refused for batch in buffer.sealed for refused in refuse_large(batch, buffer)] if is_news else []
+            emptied = [batch for batch in buffer.sealed if not batch.values]
+            for batch in emptied:
+                buffer.sealed.remove(batch)
             unplaced, buffer.unplaced = buffer.unplaced, []
             placeholder, buffer.placeholder = buffer.placeholder, None
             begun_ns = placeholder.created_ns if placeholder is not None else time.monotonic_ns()
-            failed = [batch for place in unplaced if (batch := place(begun_ns)) is not None]
+            failed += [unplaceable for place in unplaced if (unplaceable := place(begun_ns)) is not None]
         if placeholder is not None:
-            self.finished(placeholder)
-            placeholder.complete(-1, None)
+            emptied.append(placeholder)
+        for batch in emptied:
+            self.finished(batch)
+            batch.complete(-1, None)
         return failed
 
     def forget(self, topic: str) -> list[OutgoingBatch]:
@@ -475,8 +580,7 @@ class Accumulator:
 
     def forked(self, error: MetamqError) -> None:
         """In a fork's child: nothing is accepted, and nothing that was will be stored from here."""
-        self.lock = threading.Lock()  # another thread may have held it at the fork
-        self.room = threading.Condition(self.lock)
+        self._make_lock()  # another thread may have held it at the fork
         self.closed_by = error
         self._fast = {}
         for batch in self.outstanding:

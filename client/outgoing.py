@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from metamq.zk.names import partition_name
 
 MESSAGE_OVERHEAD_BYTES = 8
 """What a message costs in a batch besides its bytes: its entry in the offsets, and room for a short key's."""
+
+NONE_REFUSED: Mapping[int, OutgoingBatch] = {}
 
 log = logging.getLogger("metamq.client")
 
@@ -61,6 +63,7 @@ class OutgoingBatch:
         "headers",
         "keys",
         "partition",
+        "refused",
         "seen",
         "sequence",
         "size",
@@ -89,6 +92,8 @@ class OutgoingBatch:
         self.gapped = False
         self.unsure = False
         """An attempt at it has no answer: it may be stored."""
+        self.refused: Mapping[int, OutgoingBatch] = NONE_REFUSED
+        """By their places when they were sent, messages that were taken out again; each in a failed batch."""
         self.done = False
         self.error: MetamqError | None = None
         self.seen = False
@@ -192,8 +197,8 @@ class QuickBatch(OutgoingBatch):
     def close(self) -> None:
         """From here on `values` and `size` stay as they are; what is appended later is not in it."""
         self.limit_bytes = 0
-        self.values = self.pending[:]
-        self.accepted = len(self.values)
+        self.accepted = len(self.pending)
+        self.values = self.pending[: self.accepted]
         self.size = self.filled_bytes
 
 
@@ -295,18 +300,23 @@ class Delivery(_Waitable):
         self._index = index
 
     def _batches(self) -> Sequence[OutgoingBatch]:
-        return (self._batch,)
+        batch = self._batch
+        return (batch.refused.get(self._index, batch),)
 
     def _value(self) -> Receipt:
         batch = self._batch
+        index = self._index - sum(place < self._index for place in batch.refused)
         name = partition_name(batch.broker_id, batch.partition)
-        offset = batch.base_offset + self._index if batch.base_offset >= 0 else -1
-        return Receipt(batch.topic, name, offset, batch.timestamp_of(self._index))
+        offset = batch.base_offset + index if batch.base_offset >= 0 else -1
+        return Receipt(batch.topic, name, offset, batch.timestamp_of(index))
 
     def _move(self, batch: OutgoingBatch, index: int) -> None:
         """The message went to another batch, as happens when its topic's partitions become known."""
         self._index = index
         self._batch = batch
+
+    def _become(self, other: Delivery) -> None:
+        self._move(other._batch, other._index)
 
     def result(self, timeout: float | None = None) -> Receipt:
         """Where the message is stored. Blocks until it is; Ctrl-C ends the wait.
@@ -318,9 +328,9 @@ class Delivery(_Waitable):
         return receipt
 
     def __repr__(self) -> str:
-        batch = self._batch
-        state = "pending" if not batch.done else "failed" if batch.error else "stored"
-        return f"<Delivery {state} topic={batch.topic!r}>"
+        (outcome,) = self._batches()
+        state = "pending" if not outcome.done else "failed" if outcome.error else "stored"
+        return f"<Delivery {state} topic={outcome.topic!r}>"
 
 
 class ManyDelivery(_Waitable):
@@ -333,7 +343,10 @@ class ManyDelivery(_Waitable):
         self._parts = parts
 
     def _batches(self) -> Sequence[OutgoingBatch]:
-        return self._parts
+        return [batch for part in self._parts for batch in (part, *part.refused.values())]
+
+    def _become(self, other: ManyDelivery) -> None:
+        self._parts[:] = other._parts
 
     def _value(self) -> list[ReceiptRange]:
         ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}

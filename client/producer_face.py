@@ -55,7 +55,8 @@ class ProducerFace(Generic[T]):
         """Accepts a message and returns at once; the Delivery tells where it was stored.
 
         `key`: messages of a key go to one partition, in order. `partition`: "0-3", overrides it. `timestamp`: an aware
-        datetime or microseconds since 1970; the default is now. Thread-safe.
+        datetime or microseconds since 1970; the default is now. Thread-safe. A signal handler, a `__del__` or a
+        partitioner may send, too, while its thread is in `send`: such a message is accepted a moment later.
 
         Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. A topic
         that does not exist fails the Delivery with TopicNotFound.

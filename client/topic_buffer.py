@@ -9,17 +9,21 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
 from metamq.client.partitioner import Partitioner
-from metamq.errors import ConfigError, MetamqError, PartitionNotFound
+from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
 from metamq.wire.limits import BATCH_COUNT_MAX
 from metamq.words import count
 from metamq.zk.names import parse_partition
 from metamq.zk.topics import TopicConfig
 
 Headers = Mapping[str, bytes]
+
+HEADERS_OVERHEAD_BYTES = 4
+"""What the column of headers costs a message, whether it has some or not."""
+TIMESTAMP_BYTES = 8
 
 
 class TopicBuffer:
@@ -104,25 +108,82 @@ def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
 
 
 def add_message(
-    batch: OutgoingBatch, value: bytes, key: bytes | None, headers: Headers | None, timestamp_us: int | None
+    batch: OutgoingBatch,
+    value: bytes,
+    key: bytes | None,
+    headers: Headers | None,
+    timestamp_us: int | None,
+    size: int,
 ) -> int:
-    """Appends a message to an open batch; columns that it is the first to have are filled up before it."""
+    """Appends a message of `size` bytes to an open batch; columns that it is the first to have are filled up before it.
+
+    The value comes last: a message that was interrupted on its way in has none, see align_columns().
+    """
     values: list[bytes] = batch.values  # type: ignore[assignment]
     index = len(values)
-    values.append(value)
     if key is not None or batch.keys is not None:
         if batch.keys is None:
             batch.keys = [None] * index
+        elif len(batch.keys) > index:
+            align_columns(batch)
         batch.keys.append(key)
     if headers or batch.headers is not None:
         if batch.headers is None:
             batch.headers = [None] * index
+            batch.size += index * HEADERS_OVERHEAD_BYTES
+        elif len(batch.headers) > index:
+            align_columns(batch)
         batch.headers.append(headers)
+        size += HEADERS_OVERHEAD_BYTES
     if timestamp_us is not None or batch.timestamps is not None:
         if batch.timestamps is None:
             batch.timestamps = [batch.timestamp_us] * index
+            batch.size += index * TIMESTAMP_BYTES
+        elif len(batch.timestamps) > index:
+            align_columns(batch)
         batch.timestamps.append(timestamp_us if timestamp_us is not None else time.time_ns() // 1000)
+        size += TIMESTAMP_BYTES
+    batch.size += size
+    values.append(value)
     return index
+
+
+def align_columns(batch: OutgoingBatch) -> None:
+    """Takes out what an interrupted add_message() left: an entry in a column, with no value beside it."""
+    count = len(batch.values)
+    for column in (batch.keys, batch.headers, batch.timestamps):
+        if column is not None and len(column) != count:
+            del column[count:]
+
+
+def too_large(buffer: TopicBuffer, size: int) -> MessageTooLarge:
+    """The error, to be raised."""
+    topic = buffer.topic
+    hint = f"Send less at once, or raise the limit: `metamq topic alter {topic} --max-message-bytes 4MiB` (the most)."
+    if buffer.config is None or buffer.limit_bytes < buffer.config.max_message_bytes:
+        hint = "Send less at once, or raise the producer's `max_message_bytes`, to 4 MiB at most."
+    return MessageTooLarge(f"a message for topic {topic!r}", size, buffer.limit_bytes, hint=hint)
+
+
+def refuse_large(batch: OutgoingBatch, buffer: TopicBuffer) -> list[OutgoingBatch]:
+    """Takes the messages over the topic's limit out of a closed batch, and returns a failed batch for each.
+
+    For messages that were accepted when the limit was not known yet.
+    """
+    columns = [batch.keys or repeat(None), batch.headers or repeat(None)]
+    sizes = [size_of(*message) for message in zip(batch.values, *columns, strict=False)]
+    if max(sizes, default=0) <= buffer.limit_bytes:
+        return []
+    refused = {
+        i: failed_batch(buffer.topic, too_large(buffer, s)) for i, s in enumerate(sizes) if s > buffer.limit_bytes
+    }
+    keep = [i for i in range(len(sizes)) if i not in refused]
+    batch.refused = refused
+    batch.values = [batch.values[i] for i in keep]
+    batch.keys = batch.keys and [batch.keys[i] for i in keep]
+    batch.headers = batch.headers and [batch.headers[i] for i in keep]
+    batch.timestamps = batch.timestamps and [batch.timestamps[i] for i in keep]
+    return list(refused.values())
 
 
 def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int, int]]:

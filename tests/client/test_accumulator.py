@@ -21,6 +21,7 @@ from metamq.errors import (
     PartitionNotFound,
     TopicNotFound,
 )
+from metamq.wire.compression import Codec
 from metamq.wire.limits import BATCH_COUNT_MAX
 from metamq.zk.topics import TopicConfig
 from tests.parts import wait_until
@@ -268,6 +269,43 @@ def test_too_large_a_message() -> None:
         with pytest.raises(MessageTooLarge, match="the limit is 100"):
             send()
     assert accumulator.outstanding.keys() == set()
+
+
+def test_a_limit_that_becomes_known_later_holds_for_each_message_by_itself() -> None:
+    accumulator = an_accumulator()
+    headers = {"h": b"x" * 100}
+    first = [accumulator.send("t", value) for value in (b"a", b"x" * 100, b"b")]
+    second = accumulator.send_full("t", b"c", None, headers, None, None)
+    third = accumulator.send_full("t", b"d", None, None, None, 7)
+    keyed = [accumulator.send_full("t", value, b"k", None, None, None) for value in (b"e", b"x" * 100)]
+    many = [accumulator.send_many("t", [b"f", b"x" * 100], keys) for keys in (None, [b"k", b"k"])]
+    failed = accumulator.resolved(TopicConfig("t", {0: 1}, max_message_bytes=100))
+    taken = take(accumulator)
+    assert [list(batch.values) for batch in taken] == [[b"a", b"b"], [b"d"], [b"f"], [b"e"]]
+    for batch in taken:
+        batch.broker_id = batch.partition = 0
+        batch.complete(10, None)
+        accumulator.finished(batch)
+    refused = (first[1], second, keyed[1], *many)
+    assert len(failed) == len(refused)
+    for delivery in refused:
+        error = delivery.exception(0)
+        assert isinstance(error, MessageTooLarge)
+        assert "metamq topic alter t --max-message-bytes" in str(error)
+    assert [delivery.result(0).offset for delivery in (first[0], first[2], keyed[0])] == [10, 11, 10]
+    assert third.result(0).timestamp == 7
+    assert accumulator.buffered_bytes == 0
+    assert not accumulator.outstanding
+
+
+def test_all_columns_count_for_the_size_of_a_batch() -> None:
+    accumulator = an_accumulator(batch_bytes=400_000, buffer_bytes=1 << 30)
+    known(accumulator, {0: 1})
+    for number in range(60_000):
+        accumulator.send_full("t", b"", b"", {} if number % 2 else {"": b""}, None, 1 << 50)
+    for batch in take(accumulator):
+        encoded = batch.encode(Codec.NONE, 1, 0)
+        assert len(encoded) <= 400_000 * 1.25
 
 
 def test_a_wrong_partition_and_a_wrong_time() -> None:
