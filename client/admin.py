@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.admin_core import AdminCore
 from metamq.client.admin_model import (
@@ -22,6 +22,7 @@ from metamq.client.admin_model import (
     TopicSettings,
 )
 from metamq.client.background import background
+from metamq.client.checks import not_picklable
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import ClosedError, ForkedError
 from metamq.zk.partitions import TopicPartition
@@ -187,6 +188,9 @@ class Admin:
             work.close()
             raise self._core.closed_by
         return self._background.run(work)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self)
 
     def close(self) -> None:
         """Disconnects; further calls do nothing."""

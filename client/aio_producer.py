@@ -9,7 +9,7 @@ from typing import Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds
 from metamq.client.opened_later import OpenedLater
-from metamq.client.producer import SESSION_TIMEOUT_MS
+from metamq.client.producer import FLUSH_TIMEOUT_S, SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
@@ -49,7 +49,7 @@ class Producer(OpenedLater, ProducerFace[T]):
         await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
         return self
 
-    async def flush(self, timeout: float | None = 30) -> None:
+    async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
         self._check_usable()
         check_seconds("timeout", timeout)
@@ -60,7 +60,7 @@ class Producer(OpenedLater, ProducerFace[T]):
         self._check_usable()
         await self._core.drain()
 
-    async def close(self, timeout: float | None = 30) -> None:
+    async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
         check_seconds("timeout", timeout)
         if self._opened and not self._closed:

@@ -18,6 +18,11 @@ def wrong_type(argument: str, wanted: str, value: object) -> WrongType:
     return WrongType(f"{argument} must be {wanted}, not {reprlib.repr(value)}")
 
 
+def not_picklable(client: object) -> WrongType:
+    """The error, to be raised: a client has connections and a loop of its process."""
+    return WrongType(f"a {type(client).__name__} cannot be pickled", hint="Make it in the process that is to use it.")
+
+
 def check_seconds(name: str, value: object) -> None:
     """Raises WrongType unless it is a number, or None."""
     if value is not None and not is_number(value):

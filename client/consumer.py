@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 from metamq.client.background import background
-from metamq.client.checks import check_callables, check_seconds, partition_of
+from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -260,6 +260,9 @@ class Consumer(ConsumerFace[T]):
             finally:
                 self._close_ended.set()
 
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self)
+
     def __enter__(self) -> Self:
         self._core.check_loop_may_begin()
         return self
@@ -267,8 +270,8 @@ class Consumer(ConsumerFace[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(in_hand_done=kind is None)
-        if not isinstance(self._core.inbox.error, ForkedError):
+        if not isinstance(self._core.inbox.error, ForkedError):  # else a child leaves its parent's block
+            self._close(in_hand_done=kind is None)
             self._close_ended.wait()  # another thread may be at it: the process may end after the block
 
     def __del__(self) -> None:

@@ -25,6 +25,8 @@ from metamq.zk.names import partition_name
 MESSAGE_OVERHEAD_BYTES = 8
 """What a message costs in a batch besides its bytes: its entry in the offsets, and room for a short key's."""
 
+SLOW_CALLBACK_S = 0.1
+
 NONE_REFUSED: Mapping[int, OutgoingBatch] = {}
 
 log = logging.getLogger("metamq.client")
@@ -202,6 +204,16 @@ class QuickBatch(OutgoingBatch):
         self.size = self.filled_bytes
 
 
+_warned_slow = False
+
+
+def _warn_slow(callback: Callable[[Any], object], took_s: float) -> None:
+    global _warned_slow
+    if took_s > SLOW_CALLBACK_S and not _warned_slow:
+        _warned_slow = True
+        log.warning("a delivery's callback took %.1f s: all clients of the process waited for %r", took_s, callback)
+
+
 class _Waitable:
     """What the two kinds of deliveries share; `_batches()` says what they wait for."""
 
@@ -259,13 +271,18 @@ class _Waitable:
             )
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Calls `callback(self)` in the background loop once the outcome is known; at once when it is."""
+        """Calls `callback(self)` once the outcome is known; at once when it is.
+
+        It runs in the loop that all clients of the process share, and must not block: they all would stand still.
+        """
         self._producer.in_loop(self._notify, callback)
 
     def _notify(self, callback: Callable[[Any], object]) -> None:
         pending = next((batch for batch in self._batches() if not batch.done), None)
         if pending is None:
+            began_s = time.monotonic()
             callback(self)
+            _warn_slow(callback, time.monotonic() - began_s)
         else:
             self._producer.hurry()
             pending.add_callback(lambda _batch: self._notify(callback))

@@ -25,6 +25,8 @@ log = logging.getLogger("metamq.client")
 
 SESSION_TIMEOUT_MS = 10_000
 AT_EXIT_FLUSH_S = 5.0
+FLUSH_TIMEOUT_S = 35.0
+"""More than the default of `delivery_timeout_s`: so what cannot be stored fails first, and says why."""
 
 
 class Producer(ProducerFace[T]):
@@ -71,7 +73,7 @@ class Producer(ProducerFace[T]):
         self._closed = False
         _unclosed.add(self)
 
-    def flush(self, timeout: float | None = 30) -> None:
+    def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until everything accepted so far is stored.
 
         Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds.
@@ -80,7 +82,7 @@ class Producer(ProducerFace[T]):
         check_seconds("timeout", timeout)
         self._background.run(self._core.flush(timeout))
 
-    def close(self, timeout: float | None = 30) -> None:
+    def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush` does, after everything is closed."""
         check_seconds("timeout", timeout)
         if self._closed:
@@ -98,6 +100,8 @@ class Producer(ProducerFace[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(self._core.accumulator.closed_by, ForkedError):
+            return  # a child that leaves its parent's block
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             with contextlib.suppress(Exception):  # the interrupt is what the caller is to see
                 self.close(AT_EXIT_FLUSH_S)

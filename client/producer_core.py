@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ log = logging.getLogger("metamq.client")
 
 FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
+_DOCTOR = "See whether the brokers are up with `metamq doctor`."
 BUSY_LINGER_NS = 50_000_000
 """How long a batch grows, linger or not, where others wait to be sent."""
 
@@ -249,7 +251,7 @@ class ProducerCore:
                 if any(not batch.count for batch in batches):  # placeholders, whose messages are in batches now
                     await self._wait_for(self._outstanding())
         except TimeoutError:
-            raise Timeout("flush()", timeout_s or 0) from None
+            raise Timeout(f"flush() of {self._waiting()}", timeout_s or 0, hint=_DOCTOR) from None
         failed, self._failures = self._failures, []
         errors = [batch.error for batch in failed if batch.error is not None and not batch.seen]
         if errors:
@@ -258,6 +260,15 @@ class ProducerCore:
     def _outstanding(self) -> list[OutgoingBatch]:
         with self.accumulator.lock:
             return [batch for batch in self.accumulator.outstanding if not batch.done]
+
+    def _waiting(self) -> str:
+        """In words, what is not stored yet, and why."""
+        counts: Counter[str] = Counter()
+        for batch in self._outstanding():
+            counts[batch.topic] += len(batch.values)
+        what = ", ".join(f"{count(number, 'message')} for topic {topic!r}" for topic, number in counts.items())
+        reasons = "; ".join(sorted(self.sender.problems()))
+        return what + (f" (last error: {reasons})" if reasons else "")
 
     async def _wait_for(self, batches: list[OutgoingBatch]) -> None:
         left = len(batches)
@@ -275,7 +286,12 @@ class ProducerCore:
             batch.add_callback(one_done)
         self._hurried_ns = time.monotonic_ns() + 1
         self._pump()
-        await all_done
+        try:
+            await all_done
+        finally:
+            for batch in batches:
+                if batch.callbacks is not None and one_done in batch.callbacks:
+                    batch.callbacks.remove(one_done)
 
     def _is_drained(self) -> bool:
         return self.accumulator.buffered_bytes <= self.options.buffer_bytes // 2

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Generic, TypedDict
+from typing import Any, Generic, NoReturn, TypedDict
 
-from metamq.client.checks import wrong_type
+from metamq.client.checks import not_picklable, wrong_type
 from metamq.client.model import EPOCH
 from metamq.client.outgoing import Delivery, ManyDelivery
 from metamq.client.partitioner import Partitioner
 from metamq.client.producer_core import ProducerCore
 from metamq.client.typevars import T
-from metamq.errors import WrongType
+from metamq.errors import ConfigError, WrongType
 from metamq.words import count
 from metamq.zk.names import parse_partition
 
 Key = bytes | str | None
+
+TIMESTAMP_US_MIN = 978_307_200_000_000
+"""The begin of 2001; seconds and milliseconds of our days are numbers far below."""
 
 
 class ProducerSettings(TypedDict, total=False):
@@ -37,6 +40,9 @@ class ProducerFace(Generic[T]):
 
     _core: ProducerCore
     _encode: Callable[[T], bytes] | None
+
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self)
 
     def _check_usable(self) -> None:
         """Raises ClosedError after close(), ForkedError in a fork's child."""
@@ -90,7 +96,8 @@ class ProducerFace(Generic[T]):
             raise wrong_type("`keys`", "a list with a key, or None, for each value", keys)
         packed = None if keys is None else [key_bytes(key) for key in keys]
         if packed is not None and len(packed) != len(plain):
-            raise ValueError(f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}")
+            problem = f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}"
+            raise ConfigError(problem, hint="Give one for each; None is no key.")
         return self._core.accumulator.send_many(topic, plain, packed)
 
 
@@ -128,11 +135,20 @@ def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | N
 
 
 def timestamp_us(timestamp: datetime | int | None) -> int | None:
-    """Microseconds since 1970. Raises ValueError for a naive datetime."""
-    if timestamp is None or isinstance(timestamp, int):
+    """Microseconds since 1970. Raises ConfigError for a naive datetime, and for seconds or milliseconds."""
+    if timestamp is None:
+        return None
+    if isinstance(timestamp, int):
+        if timestamp < TIMESTAMP_US_MIN:
+            raise ConfigError(
+                f"`timestamp` {timestamp} would be before 2001: a number is microseconds since 1970",
+                hint="Multiply seconds by 1,000,000, or give an aware datetime, which may be any.",
+            )
         return timestamp
     if not isinstance(timestamp, datetime):
         raise wrong_type("`timestamp`", "an aware datetime or microseconds since 1970", timestamp)
     if timestamp.tzinfo is None:
-        raise ValueError(f"timestamp {timestamp} has no time zone: give an aware datetime")
+        raise ConfigError(
+            f"`timestamp` {timestamp} has no time zone", hint="Give an aware datetime, as datetime.now(timezone.utc)."
+        )
     return (timestamp - EPOCH) // timedelta(microseconds=1)

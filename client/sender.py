@@ -21,6 +21,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -57,6 +58,7 @@ PUT_BYTES = 2 * 1024 * 1024
 """A PUT takes no further batch above this."""
 RETRY_PAUSE_S = 0.1
 TICK_S = 0.1
+WARN_AFTER_S = 1.0
 
 
 class Verdict(Enum):
@@ -108,6 +110,9 @@ class BrokerSender:
         self._connection: BrokerConnection | None = None
         self._connecting = False
         self.last_error: MetamqError | None = None
+        """Since a batch was last stored."""
+        self._failing_since_s: float | None = None
+        self._warned = False
 
     @property
     def blocked(self) -> bool:
@@ -237,7 +242,23 @@ class BrokerSender:
                 )
                 sent.connection.abort()
                 break
+        self._warn(now_s)
         self.pump()
+
+    def _warn(self, now_s: float) -> None:
+        """Once it has failed for a while: nobody else says so before the time of the messages is over."""
+        if self.last_error is None or not self._ready:
+            self._failing_since_s, self._warned = None, False
+            return
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        if not self._warned and now_s - self._failing_since_s >= WARN_AFTER_S:
+            self._warned = True
+            counts: Counter[str] = Counter()
+            for queue in self._ready:
+                counts[queue.topic] += sum(len(batch.values) for batch in queue.waiting)
+            what = ", ".join(f"{count(number, 'message')} for topic {topic!r}" for topic, number in counts.items())
+            log.warning("broker %d: %s; %s wait", self.broker_id, self.last_error.problem, what)
 
 
 def _results(response: Response, count: int) -> list[PutResult | MetamqError]:
@@ -340,6 +361,7 @@ class Sender:
     def stored(self, queue: PartitionQueue, batch: OutgoingBatch, result: PutResult) -> None:
         """The broker has the batch."""
         queue.stored(batch, time.monotonic())
+        self._brokers[queue.broker_id].last_error = None
         self._finish(batch, result.base_offset, None)
         self._requeue(queue)
 
@@ -459,6 +481,10 @@ class Sender:
             broker.last_error.problem if broker is not None and broker.last_error is not None else "",
             outcome="unknown" if batch.unsure else "not_done",
         )
+
+    def problems(self) -> set[str]:
+        """What keeps batches from being stored at present."""
+        return {broker.last_error.problem for broker in self._brokers.values() if broker.last_error is not None}
 
     async def close(self) -> None:
         """Ends the sender's tasks."""

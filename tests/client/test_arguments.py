@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -131,9 +132,13 @@ def test_a_time_limit_of_a_wrong_type_is_named_whether_it_is_needed_or_not(shop:
     [
         (lambda p: p.send("no/topic", b"x"), ConfigError, "topic 'no/topic' has '/' at character 3"),
         (lambda p: p.send(5, b"x"), ConfigError, "topic is 5, not a string"),
-        (lambda p: p.send("t", b"x", timestamp=datetime(2013, 1, 1)), ValueError, "has no time zone"),
+        (lambda p: p.send("t", b"x", timestamp=datetime(2013, 1, 1)), ConfigError, "has no time zone"),
+        (lambda p: p.send("t", b"x", timestamp=1_700_000_000), ConfigError, "is microseconds since 1970"),
+        (lambda p: p.send("t", b"x", timestamp=1_700_000_000_000), ConfigError, "is microseconds since 1970"),
+        (lambda p: p.send("t", b"x", timestamp=-1), ConfigError, "is microseconds since 1970"),
+        (lambda p: pickle.dumps(p), ConfigError, "Producer cannot be pickled.*Make it in the process"),
         (lambda p: p.send("t", b"x", timestamp=1 << 63), ConfigError, "is not microseconds since 1970"),
-        (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ValueError, "got 2 keys for 1 value"),
+        (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ConfigError, "got 2 keys for 1 value"),
         (lambda p: p.send("t", b"x" * (4 << 20)), MessageTooLarge, "the limit is 4,194,304"),
         (lambda p: p.send("t", b"x", None, {"\ud800": b"x"}), UnicodeEncodeError, "surrogates not allowed"),
     ],

@@ -295,7 +295,7 @@ def test_a_message_of_before_the_partition_was_lost_is_not_committed(shop: Shop,
 def test_seek_to_an_offset_the_ends_and_a_time(shop: Shop, group: str) -> None:
     topic = shop.topic()
     for number in range(20):
-        shop.producer.send(topic, b"%d" % number, timestamp=1_000_000 * (100 + number))
+        shop.producer.send(topic, b"%d" % number, timestamp=datetime.fromtimestamp(100 + number, UTC))
     shop.producer.flush()
     with shop.consumer(topic, group) as consumer:
         first(consumer, 5)
@@ -457,7 +457,7 @@ def test_a_group_that_starts_at_the_end_misses_nothing_when_its_members_change(s
 def test_start_at_a_time(shop: Shop, group: str) -> None:
     topic = shop.topic()
     for number in range(10):
-        shop.producer.send(topic, b"%d" % number, timestamp=1_000_000 * (100 + number))
+        shop.producer.send(topic, b"%d" % number, timestamp=datetime.fromtimestamp(100 + number, UTC))
     shop.producer.flush()
     with shop.consumer(topic, group, start=datetime.fromtimestamp(106.5, UTC)) as consumer:
         assert values(first(consumer, 3)) == [7, 8, 9]

@@ -151,7 +151,7 @@ def test_cancelling_a_wait_loses_nothing(shop: Shop) -> None:
 def test_commit_seek_pause_resume_lag_health(shop: Shop, group: str) -> None:
     topic = shop.topic()
     for number in range(20):
-        shop.producer.send(topic, b"%d" % number, timestamp=1_000_000 * (100 + number))
+        shop.producer.send(topic, b"%d" % number, timestamp=datetime.fromtimestamp(100 + number, UTC))
     shop.producer.flush()
 
     async def scenario() -> None:

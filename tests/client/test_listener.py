@@ -169,7 +169,7 @@ def test_a_message_that_is_rolled_back_comes_again_as_often_as_that(shop: Shop, 
 def test_what_is_given_up_goes_to_the_dead_letter_topic_as_it_was_stored(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 1)
-    shop.producer.send(topic, b"1", key="k", headers={"own": b"x"}, timestamp=1_000_000).result(10)
+    shop.producer.send(topic, b"1", key="k", headers={"own": b"x"}, timestamp=1_500_000_000_000_000).result(10)
     shop.numbers(topic, 1, start=2)
 
     def never(message: Message[Any], attempt: int) -> None:
@@ -189,7 +189,7 @@ def test_what_is_given_up_goes_to_the_dead_letter_topic_as_it_was_stored(shop: S
         "metamq-topic": topic.encode(),
         "metamq-partition": b"0-0",
         "metamq-offset": b"1",
-        "metamq-timestamp": b"1000000",
+        "metamq-timestamp": b"1500000000000000",
         "metamq-attempts": b"3",
         "metamq-error": b"RuntimeError: cannot be done",
     }

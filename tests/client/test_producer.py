@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,13 +64,13 @@ def test_receipts(parts: Cluster, topic: TopicConfig) -> None:
         before_us = time.time_ns() // 1000
         first = producer.send(topic.topic, b"first", "key").result(10)
         second = producer.send(topic.topic, b"second", b"key", {"h": b"1"}, timestamp=when).result(10)
-        third = producer.send(topic.topic, bytearray(b"third"), partition="0-3", timestamp=17).result(10)
+        third = producer.send(topic.topic, bytearray(b"third"), partition="0-3", timestamp=1 << 50).result(10)
         keyless = producer.send(topic.topic, memoryview(b"keyless")).result(10)
     assert (first.topic, first.offset) == (topic.topic, 0)
     assert before_us <= first.timestamp <= time.time_ns() // 1000
     assert second == (topic.topic, first.partition, 1, 1_357_017_420_000_000)
     assert second.time == when
-    assert (third.partition, third.timestamp) == ("0-3", 17)
+    assert (third.partition, third.timestamp) == ("0-3", 1 << 50)
     places = {
         message.value: (partition, message.offset, message.key)
         for partition, messages in read_topic(parts.broker, topic.topic, topic.id).items()
@@ -438,8 +439,11 @@ def test_time_limits_of_the_callers_own(parts: Cluster, topic: TopicConfig) -> N
             delivery = producer.send(topic.topic, b"y")
             with pytest.raises(Timeout, match=f"the delivery to {topic.topic}.* took longer than 0.05 s"):
                 delivery.result(0.05)
-            with pytest.raises(Timeout, match=r"flush\(\) took longer than 0.05 s"):
+            with pytest.raises(
+                Timeout, match=r"flush\(\) of 1 message for topic .* took longer than 0.05 s.*metamq doctor"
+            ):
                 producer.flush(0.05)
+            assert not delivery._batch.callbacks, "a flush that ended leaves nothing behind"
             with pytest.raises(Timeout):
                 delivery.exception(0)
         finally:
@@ -491,11 +495,11 @@ def test_a_dead_broker_holds_up_its_own_partitions_only() -> None:
             producer.flush()
 
 
-def test_messages_for_a_dead_broker_time_out_and_later_ones_are_stored() -> None:
+def test_messages_for_a_dead_broker_time_out_and_later_ones_are_stored(caplog: pytest.LogCaptureFixture) -> None:
     with cluster() as parts:
         with parts.admin() as admin:
             config = admin.create_topic("t", partitions=1)
-        with parts.producer(delivery_timeout_s=1) as producer:
+        with parts.producer(delivery_timeout_s=2) as producer:
             producer.send("t", b"before").result(20)
             parts.broker.kill()
             first = producer.send("t", b"first")
@@ -505,7 +509,11 @@ def test_messages_for_a_dead_broker_time_out_and_later_ones_are_stored() -> None
             assert {type(error) for error in errors} == {DeliveryTimeout}
             assert isinstance(errors[-1], MetamqError)
             assert errors[-1].outcome == "not_done"
-            assert "was not acknowledged within 1 s (last error: no connection to 127.0.0.1:" in str(errors[-1])
+            assert "was not acknowledged within 2 s (last error: no connection to 127.0.0.1:" in str(errors[-1])
+            (warning,) = [record.getMessage() for record in caplog.records if "wait" in record.getMessage()]
+            assert re.fullmatch(
+                r"broker 0: no connection to 127.0.0.1:\d+: .*; 11 messages for topic 't' wait", warning
+            )
             parts.broker.start()
             deadline = time.monotonic() + 20
             while producer.send("t", b"after").exception(20) is not None:

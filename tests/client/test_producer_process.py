@@ -88,6 +88,7 @@ if child == 0:
             print("child: no error")
         except metamq.errors.ForkedError as error:
             print("child:", error)
+    producer.__exit__(None, None, None)
     print("child:", stored.result(0).offset >= 0)
     with metamq.Producer(zookeeper) as own:
         print("child:", own.send(topic, b"of the child").result(20).offset >= 0)
@@ -223,7 +224,7 @@ print("ending")
         finally:
             parts.broker.thaw()
     assert "messages were not stored before the process ended: " in err
-    assert f"flush() took longer than {limit_s:g} s" in err
+    assert f"flush() of 1 message for topic {topic.topic!r} took longer than {limit_s:g} s" in err
 
 
 # -- Ctrl-C -----------------------------------------------------------------------------------------
