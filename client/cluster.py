@@ -34,6 +34,8 @@ class Cluster:
         self._changed = changed or (lambda: None)
         self._fresh_topics: set[str] = set()
         self._brokers_fresh = False
+        self._addresses: dict[int, str] = {}
+        """Where each broker was last; one that is down is not registered any more."""
         self._reading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._refreshes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
@@ -106,7 +108,13 @@ class Cluster:
         address = brokers.get(broker_id)
         if address is None:
             raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
+        self._addresses[broker_id] = f"{address.host}:{address.port}"
         return await self.connections.get(address.host, address.port)
+
+    def broker_name(self, broker_id: int) -> str:
+        """The broker, with the address that it was last connected to at."""
+        address = self._addresses.get(broker_id)
+        return f"broker {broker_id} at {address}" if address else f"broker {broker_id}"
 
     async def close(self) -> None:
         """Ends refreshes and closes the connections; the session is its owner's."""

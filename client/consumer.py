@@ -41,8 +41,8 @@ class Consumer(ConsumerFace[T]):
     decode:      makes a value of bytes; without it values are bytes.
     filter:      messages for which `filter(message)` is false are skipped when iterating and in run().
     auto_commit: commit what is done every `commit_interval_ms`; with False call commit().
-    idle_timeout_s: iteration ends when nothing came for so long, not counting the time it takes to join the group;
-                 None waits for ever.
+    idle_timeout_s: iteration ends when nothing came for so long, not counting the time it takes to join the group, nor
+                 that of an outage: it raises ConnectError after 30 s of one. None waits for ever.
     on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own; a revoked partition is
                  given away after the callback has returned.
     on_data_loss: when retention was faster than the group: go on at "earliest" or "latest", with a warning and a count

@@ -19,8 +19,9 @@ from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQ
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.health import ConsumerHealth, PartitionHealth
 from metamq.client.inbox import Inbox, PartitionState
-from metamq.client.message_batch import MessageBatch
+from metamq.client.message_batch import MessageBatch, own_part
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
+from metamq.client.outages import Outages
 from metamq.client.rebalance import ZKLoadRebalanceListener
 from metamq.client.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
@@ -31,7 +32,6 @@ from metamq.errors import (
     MetamqError,
     OffsetOutOfRange,
     OwnershipLost,
-    TopicNotFound,
     closed_client,
 )
 from metamq.wire.batch import walk
@@ -48,14 +48,6 @@ LEASE_CHECK_S = 0.1
 PROGRESS_CHECK_S = 1.0
 DAMAGED_FETCHES_MAX = 5
 """So often the same bytes come damaged before that is raised."""
-
-
-def own_part(data: memoryview) -> memoryview:
-    """`data`, copied where it is less than half of an answer: a small batch would keep all of it, which nobody counts.
-
-    The answer of one busy partition, which is nearly all of it, is not copied.
-    """
-    return memoryview(bytes(data)) if 2 * len(data) < memoryview(data.obj).nbytes else data
 
 
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
@@ -78,14 +70,14 @@ class ConsumerCore:
         self.loop = loop
         self.inbox = Inbox(self._may_deliver)
         self.fetching_since: float | None = None
-        """When the first fetch began (time.monotonic); None before it."""
+        """When the first fetch began, or all could be fetched again (time.monotonic); None before."""
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(self._wake_runner)
         self._runners: dict[int, FetchRunner] = {}
         self._requests: dict[TopicPartition, FetchRequest] = {}
         self._stalled: dict[FetchRequest, None] = {}
-        self._errors: dict[TopicPartition, str] = {}
+        self.outages = Outages(lambda broker_id: self.cluster.broker_name(broker_id))
         self._stuck: dict[TopicPartition, MetamqError] = {}
         self._lost_messages = 0
         self._delivering = True
@@ -106,7 +98,7 @@ class ConsumerCore:
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
             await self._storage.check()
             self._assignment = self._make_assignment(self._session)
-            self.commits = Commits(self.plan, self.inbox, self._assignment, self._errors)
+            self.commits = Commits(self.plan, self.inbox, self._assignment, self.outages.errors)
             await self._assignment.start()
         except BaseException:
             await self._shut_down()
@@ -171,11 +163,10 @@ class ConsumerCore:
             except MetamqError as error:
                 if isinstance(error, OwnershipLost):
                     return
-                self._note_error(state.tp, error)
+                self.outages.failed(state.tp, error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, 5.0)
                 continue
-            self._errors.pop(state.tp, None)
             with self.inbox.lock:
                 state.epoch = state.epoch or first.epoch
                 if first.is_committed:
@@ -185,9 +176,7 @@ class ConsumerCore:
                 if state.next_offset < 0:  # else the application was faster with a seek
                     state.begin_at(first.offset)
             self._fetch_from(state, state.next_offset)
-            if self.fetching_since is None:
-                self.fetching_since = time.monotonic()
-                self.inbox.poke()
+            self._outage_ended(state.tp, begins=self.fetching_since is None)
             return
 
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
@@ -240,7 +229,7 @@ class ConsumerCore:
 
     def _remove(self, state: PartitionState) -> None:
         self.inbox.remove(state)
-        self._errors.pop(state.tp, None)
+        self._outage_ended(state.tp)
 
     def failed(self, error: MetamqError) -> None:
         """The assignment has ended for good: the application gets the error."""
@@ -318,12 +307,17 @@ class ConsumerCore:
             return
         request.damaged_fetches = 0
         request.delay_s = 0.0
-        self._errors.pop(request.tp, None)
+        self._outage_ended(request.tp)
         if self._has_room(state):
             self._queue.put(request, self.loop.time())
         else:
             self._stalled[request] = None
             self.consumed()
+
+    def asked(self, requests: list[FetchRequest]) -> None:
+        """Their broker can be reached, and says so of a partition without news by no answer."""
+        for tp in self.outages.cut_off(request.tp for request in requests):
+            self._outage_ended(tp)
 
     def consumed(self) -> None:
         """A handler made room: fetch on for those that waited for it. In the loop."""
@@ -353,13 +347,13 @@ class ConsumerCore:
         if isinstance(error, OffsetOutOfRange):
             self._out_of_range(request, error)
             return
-        self._note_error(request.tp, error)
+        self.outages.failed(request.tp, error)
         self._queue.put(request, self.loop.time() + request.grow_delay())
 
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
         """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
         request.damaged_fetches += 1
-        self._note_error(request.tp, damage)
+        self.outages.failed(request.tp, damage)
         if request.damaged_fetches < DAMAGED_FETCHES_MAX:
             self._queue.put(request, self.loop.time() + DELAY_FIRST_S)
             return
@@ -374,17 +368,14 @@ class ConsumerCore:
 
     def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
         """Handlers get the error, until a seek leads away from it."""
-        self._errors[tp] = str(error)
+        self.outages.errors[tp] = str(error)
         self._stuck[tp] = error
         self.inbox.fail(error)
 
-    def _note_error(self, tp: TopicPartition, error: MetamqError) -> None:
-        """For health(), and for the log: what is wrong with many partitions at once is said there once."""
-        text = str(error)
-        if text not in self._errors.values():
-            passes = error.retriable or type(error) is TopicNotFound  # or the assignment says that it was deleted
-            log.log(logging.INFO if passes else logging.WARNING, "%s: %s", tp, text)
-        self._errors[tp] = text
+    def _outage_ended(self, tp: TopicPartition, *, begins: bool = False) -> None:
+        if self.outages.ended(tp) or begins:
+            self.fetching_since = time.monotonic()
+            self.inbox.poke()
 
     def _out_of_range(self, request: FetchRequest, error: OffsetOutOfRange) -> None:
         state = self.inbox.states[request.tp]
@@ -434,6 +425,7 @@ class ConsumerCore:
         before: dict[TopicPartition, int] = {}
         while True:
             await asyncio.sleep(PROGRESS_CHECK_S)
+            self.outages.tell()
             with self.inbox.lock:
                 states = list(self.inbox.states.values())
                 done = {state.tp: state.done_offset() for state in states}
@@ -506,6 +498,7 @@ class ConsumerCore:
             if not state.paused:
                 state.paused = True
                 self._stop_fetching(state)
+                self._outage_ended(state.tp)
                 self.inbox.rewind(state)
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
@@ -549,7 +542,7 @@ class ConsumerCore:
                     lag=state.lag(),
                     in_hand=state.hand is not None,
                     paused=state.paused,
-                    last_error=self._errors.get(state.tp, ""),
+                    last_error=self.outages.errors.get(state.tp, ""),
                 )
                 for state in states
             }

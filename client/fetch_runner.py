@@ -35,10 +35,13 @@ ANSWER_LATE_S = 10.0
 
 
 class FetchSink(Protocol):
-    """Who fetched data is for. Both methods are called in the loop, and put the request back when they want more."""
+    """Who fetched data is for. Called in the loop. With an answer it puts the request back for more."""
 
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
         """Data, or at least news of the log's ends."""
+
+    def asked(self, requests: list[FetchRequest]) -> None:
+        """A broker that has just greeted is asked for these. It answers when there is something."""
 
     def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:
         """The broker refused, or is not to be reached."""
@@ -164,6 +167,7 @@ class FetchRunner:
         except MetamqError:
             return  # the loop sees that the connection is closed
         poll.add_done_callback(lambda _done: self._changed.set())
+        self._sink.asked(due)
         self._polls.append((poll, asyncio.get_running_loop().time() + limits.wait_ms / 1000 + ANSWER_LATE_S))
 
     async def _wait(self, loop: asyncio.AbstractEventLoop, connection: BrokerConnection | None) -> None:

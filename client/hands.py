@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 
+from metamq.client import outages
 from metamq.client.background import BackgroundLoop
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.inbox import Hand
@@ -15,16 +16,23 @@ START_GRACE_S = 5.0
 """How long a consumer may take to join its group and begin to fetch before that counts as idle."""
 
 
-def left_s(idle_timeout_s: float | None, began_at: float, fetching_since: float | None) -> float | None:
+def left_s(idle_timeout_s: float | None, began_at: float, core: ConsumerCore) -> float | None:
     """How long to wait yet for a batch that was asked for at `began_at`; None: for ever.
 
-    Before the first fetch nothing can come: a consumer that is slow to join is not idle.
+    Before the first fetch nothing can come: a consumer that is slow to join is not idle. Nor is one that cannot fetch
+    some partition; when that lasts it raises what keeps it from it.
     """
     if idle_timeout_s is None:
         return None
-    if fetching_since is None:
-        return began_at + max(idle_timeout_s, START_GRACE_S) - time.monotonic()
-    return max(began_at, fetching_since) + idle_timeout_s - time.monotonic()
+    now, outage_began_at = time.monotonic(), core.outages.began_at()
+    if outage_began_at is not None:
+        wait_s = max(began_at + idle_timeout_s, outage_began_at + outages.PATIENCE_S) - now
+        if wait_s <= 0:
+            raise core.outages.error()
+        return wait_s
+    if core.fetching_since is None:
+        return began_at + max(idle_timeout_s, START_GRACE_S) - now
+    return max(began_at, core.fetching_since) + idle_timeout_s - now
 
 
 class ThreadHands:
@@ -53,7 +61,7 @@ class ThreadHands:
                 hand = inbox.take(whole=whole, taken=taken)
                 if hand is not None:
                     return hand
-                wait_s = left_s(self._idle_timeout_s, began_at, self._core.fetching_since)
+                wait_s = left_s(self._idle_timeout_s, began_at, self._core)
                 if wait_s is not None and wait_s <= 0:
                     return None
                 inbox.filled.wait(wait_s)
@@ -95,7 +103,7 @@ class TaskHands:
                 hand = inbox.take(whole=whole)
             if hand is not None:
                 return hand
-            wait_s = left_s(self._idle_timeout_s, began_at, self._core.fetching_since)
+            wait_s = left_s(self._idle_timeout_s, began_at, self._core)
             if wait_s is not None and wait_s <= 0:
                 return None
             with contextlib.suppress(TimeoutError):

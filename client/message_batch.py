@@ -17,6 +17,14 @@ from metamq.wire.columns import Columns
 _NO_HEADERS: Mapping[str, bytes] = {}
 
 
+def own_part(data: memoryview) -> memoryview:
+    """`data`, copied where it is less than half of an answer: a small batch would keep all of it, which nobody counts.
+
+    The answer of one busy partition, which is nearly all of it, is not copied.
+    """
+    return memoryview(bytes(data)) if 2 * len(data) < memoryview(data.obj).nbytes else data
+
+
 class MessageBatch(Generic[T]):
     """Messages of one partition with consecutive offsets, from `offset` on. No object per message until asked for.
 

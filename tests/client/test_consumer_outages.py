@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from metamq import Consumer, Producer, TopicPartition
-from metamq.client import fetch_runner
-from metamq.errors import MetamqError
+from metamq.client import fetch_runner, outages
+from metamq.errors import ConnectError, MetamqError
 from metamq.testing import Cluster, cluster
 
 GROUP = "etl"
@@ -242,6 +243,52 @@ def test_a_broker_that_hangs_is_left_and_found_again(parts: Cluster, monkeypatch
         send(1)
         assert until(lambda: reader.has(1)) < 12
         assert reader.values == [0, 1]
+
+
+def test_an_outage_is_told_once_and_does_not_count_as_idle(parts: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="metamq.client")
+    topic = new_topic(parts, 2)
+    address = f"broker 0 at 127.0.0.1:{parts.broker.port}: "
+    warning, well = address + "2 partitions cannot be fetched at present", address + "all partitions can be fetched"
+    with sending(parts, topic) as send, reading(parts, topic, None, idle_timeout_s=1.5) as reader:
+        send(0)
+        until(lambda: reader.has(0))
+        parts.broker.kill()
+        try:
+            until(lambda: warning in caplog.text)
+            told = time.monotonic()
+            until(lambda: time.monotonic() - told > 2.5)
+            assert reader.thread.is_alive(), "the end of the data is not known"
+        finally:
+            parts.broker.start()
+        send(1)
+        until(lambda: reader.has(1))
+        until(lambda: well in caplog.text)
+        until(lambda: not reader.thread.is_alive())
+    assert caplog.text.count("cannot be fetched at present") == 1
+    assert {record.levelname for record in caplog.records if warning in record.message} == {"WARNING"}
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_an_outage_that_lasts_is_an_error_where_a_loop_would_end_by_itself(
+    parts: Cluster, monkeypatch: pytest.MonkeyPatch, from_the_start: bool
+) -> None:
+    monkeypatch.setattr(outages, "PATIENCE_S", 1.5)
+    topic = new_topic(parts)
+    with sending(parts, topic) as send:
+        send(0)
+    if from_the_start:
+        parts.broker.kill()
+    try:
+        with parts.consumer(topics=topic, idle_timeout_s=0.5) as consumer:
+            messages = iter(consumer)
+            if not from_the_start:
+                assert next(messages).offset == 0
+                parts.broker.kill()
+            with pytest.raises(ConnectError, match=r"broker 0.*t\d+/0-0 could not be fetched for 1\.5 s"):
+                next(messages)
+    finally:
+        parts.broker.start()
 
 
 def test_a_hung_broker_does_not_keep_a_close_waiting(parts: Cluster) -> None:

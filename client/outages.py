@@ -1,0 +1,87 @@
+"""Outages: partitions that cannot be fetched at present. They are told, and no loop takes one for the end of the data.
+
+What many partitions of a broker share is told once, and not at all when it is over within TELL_AFTER_S.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from metamq.errors import ConnectError, MetamqError, TopicNotFound
+from metamq.words import count
+from metamq.zk.names import parse_partition
+from metamq.zk.partitions import TopicPartition
+
+log = logging.getLogger("metamq.client")
+
+TELL_AFTER_S = 1.0
+PATIENCE_S = 30.0
+"""How long a loop that ends when nothing comes waits for partitions that cannot be fetched, before it raises."""
+
+
+class Outages:
+    """A consumer's. `name_of` gives a broker's name, with its address where that is known."""
+
+    def __init__(self, name_of: Callable[[int], str]) -> None:
+        self._name_of = name_of
+        self.errors: dict[TopicPartition, str] = {}
+        """What is wrong with a partition, for health()."""
+        self._since: dict[TopicPartition, tuple[float, MetamqError]] = {}
+        self._told: dict[int, float] = {}
+
+    def failed(self, tp: TopicPartition, error: MetamqError) -> None:
+        """It could not be fetched. What is wrong with many partitions at once is logged once."""
+        text = str(error)
+        if text not in self.errors.values():
+            passes = error.retriable or type(error) is TopicNotFound  # or the assignment says that it was deleted
+            log.log(logging.INFO if passes else logging.WARNING, "%s: %s", tp, text)
+        self.errors[tp] = text
+        self._since[tp] = self._since.get(tp, (time.monotonic(),))[0], error
+
+    def cut_off(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
+        """Those of them whose broker could not be reached."""
+        return [tp for tp in tps if tp in self._since and isinstance(self._since[tp][1], ConnectError)]
+
+    def ended(self, tp: TopicPartition) -> bool:
+        """It is fetched, or is not to be; True when it was the last of those that could not be."""
+        self.errors.pop(tp, None)
+        if self._since.pop(tp, None) is None:
+            return False
+        broker_id = _broker_of(tp)
+        if broker_id in self._told and not self._partitions_of(broker_id):
+            lasted_s = time.monotonic() - self._told.pop(broker_id)
+            log.info("%s: all partitions can be fetched again, after %.1f s", self._name_of(broker_id), lasted_s)
+        return not self._since
+
+    def tell(self) -> None:
+        """Warns of what lasts."""
+        for tp, (since, error) in self._since.items():
+            broker_id = _broker_of(tp)
+            if broker_id not in self._told and time.monotonic() - since >= TELL_AFTER_S:
+                self._told[broker_id] = since
+                partitions = count(len(self._partitions_of(broker_id)), "partition")
+                log.warning("%s: %s cannot be fetched at present: %s", self._name_of(broker_id), partitions, error)
+
+    def _partitions_of(self, broker_id: int) -> list[TopicPartition]:
+        return [tp for tp in self._since if _broker_of(tp) == broker_id]
+
+    def began_at(self) -> float | None:
+        """When the longest outage began (time.monotonic); None when there is none. Any thread."""
+        return min((since for since, _error in list(self._since.values())), default=None)
+
+    def error(self) -> MetamqError:
+        """What ends a loop that waited for PATIENCE_S. Any thread; there must be an outage."""
+        tp, (_since, error) = min(list(self._since.items()), key=lambda item: item[1][0])
+        if not isinstance(error, ConnectError):
+            return error
+        return ConnectError(
+            self._name_of(_broker_of(tp)),
+            f"{tp} could not be fetched for {PATIENCE_S:g} s: {error.problem}",
+            hint="Is the broker running? What is done is committed: start again when it is back.",
+        )
+
+
+def _broker_of(tp: TopicPartition) -> int:
+    return parse_partition(tp.partition)[0]
