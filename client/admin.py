@@ -62,6 +62,7 @@ class Admin:
         partitions: int = 4,
         *,
         brokers: Collection[int] | None = None,
+        exist_ok: bool = False,
         timeout_s: float = WAIT_S,
         **settings: Unpack[TopicSettings],
     ) -> TopicConfig:
@@ -71,10 +72,12 @@ class Admin:
         retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
         metamq.zk.topics.TopicConfig.
 
+        With exist_ok=True a topic that exists is left as it is, whatever its partitions and settings.
+
         Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: the topic exists
         then, and its brokers follow when they can.
         """
-        return self._run(self._core.create_topic(topic, partitions, brokers, timeout_s, settings))
+        return self._run(self._core.create_topic(topic, partitions, brokers, exist_ok, timeout_s, settings))
 
     def alter(
         self,

@@ -69,10 +69,12 @@ class AdminCore:
         topic: str,
         partitions: int,
         brokers: Collection[int] | None,
+        exist_ok: bool,
         timeout_s: float,
         settings: TopicSettings,
     ) -> TopicConfig:
-        return await admin_topics.create_topic(await self._cluster(), topic, partitions, brokers, timeout_s, settings)
+        cluster = await self._cluster()
+        return await admin_topics.create_topic(cluster, topic, partitions, brokers, exist_ok, timeout_s, settings)
 
     async def alter(
         self,

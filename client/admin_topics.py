@@ -39,6 +39,7 @@ async def create_topic(
     topic: str,
     partitions: int,
     brokers: Collection[int] | None,
+    exist_ok: bool,
     timeout_s: float,
     settings: TopicSettings,
 ) -> TopicConfig:
@@ -47,11 +48,22 @@ async def create_topic(
     _check_count(topic, partitions)
     _check_settings(settings, "create_topic()")
     check_seconds("timeout_s", timeout_s)
-    if await cluster.topics.get_or_none(topic) is not None:
-        raise TopicExists(topic)
+    there = await cluster.topics.get_or_none(topic)
+    if there is not None:
+        return await _served_already(cluster, there, exist_ok, timeout_s)
     chosen = await _choose_brokers(cluster.session, brokers)
     config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **settings)
-    await _create(cluster, config)
+    try:
+        await _create(cluster, config)
+    except TopicExists:  # somebody else was faster
+        return await _served_already(cluster, await cluster.topics.get(topic), exist_ok, timeout_s)
+    await _wait_served(cluster, config, timeout_s)
+    return config
+
+
+async def _served_already(cluster: Cluster, config: TopicConfig, exist_ok: bool, timeout_s: float) -> TopicConfig:
+    if not exist_ok:
+        raise TopicExists(config.topic)
     await _wait_served(cluster, config, timeout_s)
     return config
 

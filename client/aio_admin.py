@@ -51,11 +51,12 @@ class Admin:
         partitions: int = 4,
         *,
         brokers: Collection[int] | None = None,
+        exist_ok: bool = False,
         timeout_s: float = WAIT_S,
         **settings: Unpack[TopicSettings],
     ) -> TopicConfig:
         """See metamq.Admin.create_topic."""
-        return await self._core.create_topic(topic, partitions, brokers, timeout_s, settings)
+        return await self._core.create_topic(topic, partitions, brokers, exist_ok, timeout_s, settings)
 
     async def alter(
         self,

@@ -438,3 +438,10 @@ def test_the_asyncio_admin_has_it_all(running: Cluster, topic: str) -> None:
             await admin.topics()
 
     asyncio.run(scenario())
+
+
+def test_a_topic_that_may_exist_is_left_as_it_is(admin: Admin, topic: str) -> None:
+    made = admin.create_topic(topic, partitions=2)
+    assert admin.create_topic(topic, partitions=3, exist_ok=True) == made
+    with pytest.raises(TopicExists):
+        admin.create_topic(topic, partitions=2)
