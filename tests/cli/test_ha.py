@@ -63,7 +63,10 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
             producer.send("t", b"two").result(20)
         slave.kill()
         running.broker.start()
-        wait_until(lambda: any(one.address for one in admin.replicas()[0].replicas), what="replica 0 registered")
+        wait_until(
+            lambda: [one.address is None for one in admin.replicas()[0].replicas] == [False, True],
+            what="replica 0 registered, and replica 1 gone",
+        )
     status = {one["replica"]: one for one in ha("status", "-o", "json").json[0]["replicas"]}
     assert (status[1]["role"], status[1]["address"], status[0]["in_sync"]) == ("master", None, False)
     refused = ha("promote", "--slave", 0, "--yes")
