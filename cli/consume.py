@@ -21,7 +21,7 @@ from metamq.cli.app import silence_stdout
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.message_format import LETTERS, Render, as_json, as_raw, compile_format
-from metamq.cli.output import output_option, say
+from metamq.cli.output import output_option
 from metamq.cli.processes import StopSignals
 from metamq.cli.units import GROUP, PLACE, TOPIC, Parsed
 from metamq.client.admin_model import PartitionDescription
@@ -34,7 +34,6 @@ log = logging.getLogger("metamq.cli")
 
 IDLE_S = 0.05
 COMMIT_S = 1.0
-TROUBLE_S = 2.0
 BUFFER_BYTES = 64 * 1024
 
 Place = Literal["earliest", "latest"] | datetime | int
@@ -173,8 +172,6 @@ class Printing:
         self._written_s = self._looked_s = time.monotonic()
         self._last: Message[bytes] | None = None
         self._output = _hang_ups(sys.stdout)
-        self._told: set[str] = set()
-        self._told_s = self._written_s
 
     def run(self) -> None:
         """Until the end. Raises BrokenPipeError, and what the consumer fails with."""
@@ -183,7 +180,6 @@ class Printing:
                 self._write()
                 self._commit()
                 self._check_reader()
-                self._tell_trouble()
         finally:
             self._write()
         self._commit(last=self._last)
@@ -223,16 +219,6 @@ class Printing:
         """Raise BrokenPipeError when nobody reads our output any more: without a write, none would tell."""
         if self._output is not None and self._output.poll(0):
             raise BrokenPipeError
-
-    def _tell_trouble(self) -> None:
-        """Says, once each, why partitions give nothing."""
-        if self._told_s + TROUBLE_S > time.monotonic():
-            return
-        self._told_s = time.monotonic()
-        troubles = {part.last_error for part in self._consumer.health().partitions.values() if part.last_error}
-        for trouble in sorted(troubles - self._told):
-            say(f"Waiting: {trouble}")
-        self._told = troubles
 
     def _passes_end(self, message: Message[Any]) -> bool:
         """Notes where we are; True when that was the last partition with something to read."""

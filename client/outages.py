@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from metamq.errors import ConnectError, MetamqError, TopicNotFound
@@ -30,6 +31,8 @@ class Outages:
         """What is wrong with a partition, for health()."""
         self._since: dict[TopicPartition, tuple[float, MetamqError]] = {}
         self._told: dict[int, float] = {}
+        self._count: Counter[int] = Counter()
+        """How many partitions of a broker cannot be fetched."""
 
     def failed(self, tp: TopicPartition, error: MetamqError) -> None:
         """It could not be fetched. What is wrong with many partitions at once is logged once."""
@@ -38,6 +41,8 @@ class Outages:
             passes = error.retriable or type(error) is TopicNotFound  # or the assignment says that it was deleted
             log.log(logging.INFO if passes else logging.WARNING, "%s: %s", tp, text)
         self.errors[tp] = text
+        if tp not in self._since:
+            self._count[_broker_of(tp)] += 1
         self._since[tp] = self._since.get(tp, (time.monotonic(),))[0], error
 
     def cut_off(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
@@ -50,7 +55,8 @@ class Outages:
         if self._since.pop(tp, None) is None:
             return False
         broker_id = _broker_of(tp)
-        if broker_id in self._told and not self._partitions_of(broker_id):
+        self._count[broker_id] -= 1
+        if broker_id in self._told and not self._count[broker_id]:
             lasted_s = time.monotonic() - self._told.pop(broker_id)
             log.info("%s: all partitions can be fetched again, after %.1f s", self._name_of(broker_id), lasted_s)
         return not self._since
@@ -61,11 +67,8 @@ class Outages:
             broker_id = _broker_of(tp)
             if broker_id not in self._told and time.monotonic() - since >= TELL_AFTER_S:
                 self._told[broker_id] = since
-                partitions = count(len(self._partitions_of(broker_id)), "partition")
+                partitions = count(self._count[broker_id], "partition")
                 log.warning("%s: %s cannot be fetched at present: %s", self._name_of(broker_id), partitions, error)
-
-    def _partitions_of(self, broker_id: int) -> list[TopicPartition]:
-        return [tp for tp in self._since if _broker_of(tp) == broker_id]
 
     def began_at(self) -> float | None:
         """When the longest outage began (time.monotonic); None when there is none. Any thread."""

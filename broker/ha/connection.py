@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from metamq.broker.ha.flow import FlowMonitor
@@ -249,9 +250,10 @@ class HAConnection:
                 self._later = self._loop.call_later(pause_s, self.pump)
                 return
             if not (self._queue or self._copying):
-                if self._stable_news:
-                    self.beat()
-                return
+                if not self._stable_news:
+                    return
+                self.beat()
+                continue
             if self._queue:
                 self._send_queued()
             if self._copying and not self.closed:
@@ -313,7 +315,9 @@ class HAConnection:
     def _news(self) -> list[tuple[int, int, int]]:
         if not self._stable_news:
             return []
-        news, self._stable_news = self._stable_news, {}
+        news = list(islice(self._stable_news, ENTRIES_TARGET))
+        for place in news:
+            del self._stable_news[place]
         return [
             (place.handle, place.partition.log.stable_offset, place.partition.log.stable_position)
             for place in news

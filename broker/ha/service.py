@@ -105,6 +105,7 @@ class HAService:
 
     def closed_partition(self, partition: Partition) -> None:
         """A partition was closed: its topic was deleted."""
+        self._missing_since = {key: since for key, since in self._missing_since.items() if key[1] is not partition}
         for link in self.links.values():
             place = link.places.get(partition)
             if place is not None:

@@ -133,6 +133,9 @@ class Sink:
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
         self.results.append(result)
 
+    def asked(self, requests: list[FetchRequest]) -> None:
+        pass
+
     def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:
         self.errors.append(error)
 
