@@ -106,8 +106,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                 if isinstance(event, Request):
                     self._suspect = False
                     if self._link is not None and event.opaque == PUSHED:
-                        link, service = self._link
-                        service.received(link, event.header)
+                        self._link_received(event)
                         continue
                     self._waiting.append(event)
                     if event.body:
@@ -218,6 +217,17 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """Answers a slave's JOIN; from now on both ends push."""
         self._link = link, service
         self._write(self._connection.accept_stream(request, accept))
+
+    def _link_received(self, frame: Request) -> None:
+        """Raises ProtocolError; any other failure, such as of the disk, ends the link."""
+        assert self._link is not None
+        link, service = self._link
+        try:
+            service.received(link, frame.header)
+        except ProtocolError:
+            raise
+        except MetamqError as error:
+            service.leave(link, str(error))
 
     @property
     def writable(self) -> bool:

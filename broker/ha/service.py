@@ -80,7 +80,6 @@ class HAService:
         self.membership = Membership(settings.member, state[0].insync, state[1], lag_s=settings.insync_lag_ms / 1000)
         self.links: dict[int, HAConnection] = {}
         """By replica: a replica counts once, however many connections it makes."""
-        self.has_had_slaves = False
         self.closed = False
         self._settings = settings
         self._topics = topics
@@ -160,7 +159,6 @@ class HAService:
             flow=FlowMonitor(settings.link_bytes_per_s, self._loop.time()),
         )
         self.links[join.replica] = link
-        self.has_had_slaves = True
         log.info("%s has joined from %s%s", what, wire.peer, ", as a learner" if join.learner else "")
         return link, sync.Accept(sync.ACCEPT, self.epoch, settings.generation, settings.heartbeat_ms)
 
