@@ -237,8 +237,8 @@ class Printing:
             if partition.done_offset >= self._ends.get(tp, 0):
                 self._ends.pop(tp, None)
         if health.group is not None and not health.partitions:
-            return bool(health.group.idle_reason)  # others have all there is
-        return bool(health.partitions) and not any(tp in self._ends for tp in health.partitions)
+            return bool(health.group.idle_reason)  # others have all there is, or the topics were deleted
+        return not any(tp in self._ends for tp in health.partitions)
 
     def _commit(self, *, last: Message[bytes] | None = None) -> None:
         """Commits what is done, and `last`, which was the last to be written."""

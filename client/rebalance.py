@@ -30,8 +30,9 @@ from metamq import __version__
 from metamq.client.assignment import AssignedPartition, AssignmentHandler, RebalanceHealth
 from metamq.client.group_plan import CannotStay, GroupPlan
 from metamq.client.holdings import Holdings
+from metamq.client.missing_topics import MissingTopics
 from metamq.client.offsets import CommitRequest, OffsetStorage
-from metamq.client.rebalance_decisions import Phase, deleted_topics, why_idle
+from metamq.client.rebalance_decisions import Phase, why_idle
 from metamq.client.strategies import check_strategy
 from metamq.errors import ClosedError, ConfigError, MetamqError
 from metamq.zk import members
@@ -93,6 +94,7 @@ class ZKLoadRebalanceListener:
             session, group, consumer_id, storage, handler, changed=self._look.set, failed=self._try_again_later
         )
         self._plan: Plan | None = None
+        self._missing = MissingTopics(f"{consumer_id} of group {group}", self._topics)
         self._joined_in = 0
         self._told: Member | None = None
         self._since_ms = self._progress_ms = _now_ms()
@@ -247,9 +249,8 @@ class ZKLoadRebalanceListener:
             self._holdings.lose_all()
             await self._join()
             self._joined_in = generation
-        before, self._plan = self._plan, await self._group_plan.agree(generation)
-        for topic in deleted_topics(before, self._plan, self._topics):
-            log.warning("group %s: topic %r was deleted: %s consumes it no more", self._group, topic, self._id)
+        self._plan = await self._group_plan.agree(generation)
+        self._missing.look(self._plan.inputs.topics)
         await self._holdings.follow(self._plan)
         self._tell_if_idle(self._plan)
 

@@ -166,11 +166,6 @@ def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
     return Plan(previous.generation + 1 if previous else 1, strategy, inputs, assignment)
 
 
-def deleted_topics(before: Plan | None, plan: Plan, topics: Collection[str]) -> list[str]:
-    """Those of `topics` that were there in the plan before, and are not any more."""
-    return [] if before is None else [t for t in topics if t in before.inputs.topics and t not in plan.inputs.topics]
-
-
 def why_idle(consumer_id: str, plan: Plan) -> str:
     """Why the plan gives a member nothing; nothing when it gives it something, or does not know it."""
     topics = plan.inputs.members.get(consumer_id)

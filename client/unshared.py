@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from metamq.client.assignment import AssignedPartition, AssignmentHandler
 from metamq.client.cluster import Cluster
+from metamq.client.missing_topics import MissingTopics
 from metamq.client.offsets import Claim, CommitRequest, Committed, OffsetStorage
 from metamq.errors import ConnectError, MetamqError, TopicNotFound
 from metamq.zk.partitions import TopicPartition
@@ -41,6 +42,7 @@ class UnsharedAssignment:
         self._storage = storage
         self._handler = handler
         self._claims: dict[TopicPartition, Claim] = {}
+        self._missing = MissingTopics(consumer_id, topics)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -51,25 +53,30 @@ class UnsharedAssignment:
         self._task = asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
+        told = ""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             try:
                 await self._look()
+                told = ""
             except ConnectError as error:
-                log.debug("topics are not followed at present: %s", error)
+                log.debug("topics are not followed at present: %s", error)  # the session has warned of it
             except MetamqError as error:
-                log.warning("topics are not followed at present: %s", error)
+                if str(error) != told:
+                    log.warning("topics are not followed at present: %s", error)
+                told = str(error)
 
     async def _look(self) -> None:
         wanted: dict[TopicPartition, str] = {}
+        present = set()
         for topic in self._topics:
             try:
                 config = await self._cluster.topic(topic)  # no request unless a watch has fired
             except TopicNotFound:
-                if any(tp.topic == topic for tp in self._claims):
-                    log.warning("topic %r was deleted: %s consumes it no more", topic, self._consumer_id)
                 continue
+            present.add(topic)
             wanted |= dict.fromkeys(config.topic_partitions, config.id)
+        self._missing.look(present)
         gone = [tp for tp, claim in self._claims.items() if wanted.get(tp) != claim.topic_id]
         for tp in gone:
             del self._claims[tp]

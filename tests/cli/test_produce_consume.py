@@ -12,6 +12,12 @@ from typing import Any
 
 import pytest
 
+from metamq import TopicPartition
+from metamq.cli.consume import Printing
+from metamq.cli.message_format import as_raw
+from metamq.cli.processes import StopSignals
+from metamq.testing import Cluster
+
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
@@ -107,6 +113,17 @@ def test_several_topics_and_a_count(metamq: Metamq, topic: str) -> None:
     ended = metamq("consume", f"{topic}-3")
     assert (ended.status, ended.data) == (1, b"")
     assert "does not exist" in ended.talk
+
+
+def test_a_topic_that_is_deleted_meanwhile_has_no_end_to_wait_for(
+    running: Cluster, metamq: Metamq, topic: str, until: Until, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = {TopicPartition(topic, "0-0"): 5}
+    with running.consumer(topics=topic, idle_timeout_s=0.05) as consumer, StopSignals() as signals:
+        assert metamq("topic", "delete", topic, "--yes").status == 0
+        until(lambda: not consumer.assignment)
+        Printing(consumer, as_raw, signals, commits=False, count=None, ends=ends).run()
+    assert capfd.readouterr().out == ""
 
 
 def test_a_group_goes_on_where_it_stopped(metamq: Metamq, topic: str) -> None:

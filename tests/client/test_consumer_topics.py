@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
@@ -9,7 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from metamq import TopicPartition
+from metamq.client.unshared import UnsharedAssignment
 from metamq.errors import OffsetOutOfRange
+from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
 
 if TYPE_CHECKING:
@@ -212,6 +216,51 @@ def test_a_topic_that_is_deleted_is_told_of_once_and_leaves_the_others_alone(
             shop.admin.create_topic(gone, 4)
         shop.send(stays, [b"still here"])
         assert next(iter(consumer)).value == b"still here"
+
+
+@pytest.mark.parametrize("in_a_group", [True, False])
+def test_a_consumer_whose_only_topic_is_deleted_says_that_it_waits_for_it(
+    shop: Shop, group: str, in_a_group: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = shop.topic()
+    with shop.consumer(topic, group if in_a_group else None) as consumer:
+        shop.until(lambda: consumer.assignment)
+        shop.admin.delete(topic)
+        shop.until(lambda: not consumer.assignment)
+        assert caplog.text.count("has no topic left, and waits until one is created again") == 1
+        shop.admin.create_topic(topic)
+        shop.send(topic, [b"again"])
+        assert next(iter(consumer)).value == b"again"
+    assert caplog.text.count("was deleted") == 1
+
+
+def test_a_configuration_that_cannot_be_read_is_told_of_once(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    topic = shop.topic()
+    looks: list[float] = []
+
+    async def spoil(data: bytes) -> bytes:
+        async with await Session.open(shop.cluster.zookeeper) as session:
+            path = session.paths.topic_config(topic)
+            before = (await session.get(path)).data
+            await session.set(path, data, ANY_VERSION)
+            return before
+
+    with shop.consumer(topic) as consumer:
+        assignment = consumer._core._assignment
+        assert isinstance(assignment, UnsharedAssignment)
+        look = assignment._look
+
+        async def counted() -> None:
+            looks.append(0)
+            await look()
+
+        before = asyncio.run(spoil(b"junk"))
+        shop.until(lambda: "topics are not followed at present" in caplog.text)
+        assignment._look = counted  # type: ignore[method-assign]
+        shop.until(lambda: len(looks) >= 2)
+        assert consumer.assignment == [tp(topic)]
+        asyncio.run(spoil(before))
+    assert caplog.text.count("topics are not followed at present") == 1
 
 
 def test_a_topic_made_anew_is_told_of_once(shop: Shop, group: str, caplog: pytest.LogCaptureFixture) -> None:

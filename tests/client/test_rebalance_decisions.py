@@ -15,7 +15,6 @@ from metamq.client.rebalance_decisions import (
     Held,
     Phase,
     decide,
-    deleted_topics,
     group_strategy,
     next_plan,
     plan_inputs,
@@ -141,14 +140,6 @@ def test_a_member_without_partitions_is_told_why() -> None:
     topics = {"t": TopicInput(ID, {0: 1}), "u": TopicInput(ID, {0: 1, 3: 1})}
     plan = next_plan(None, "round_robin", PlanInputs(dict.fromkeys("abcd", ("t", "u")), topics))
     assert why_idle("d", plan) == "4 members share 3 partitions of 2 topics, by strategy round_robin"
-
-
-def test_topics_that_were_deleted_since_the_plan_before() -> None:
-    topics = {"t": TopicInput(ID, {0: 1}), "u": TopicInput(ID, {0: 1})}
-    before = next_plan(None, "range", PlanInputs({"a": ("t", "u")}, topics))
-    after = next_plan(before, "range", PlanInputs({"a": ("t", "u")}, {"t": TopicInput(NEW_ID, {0: 1})}))
-    assert deleted_topics(before, after, ("t", "u", "v")) == ["u"]
-    assert deleted_topics(None, after, ("t", "u", "v")) == deleted_topics(after, before, ("t", "u")) == []
 
 
 @given(
