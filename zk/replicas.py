@@ -63,7 +63,7 @@ class Unknown:
 async def register_slave(session: Session, registration: Registration) -> None:
     """Register as a slave, and no longer as the master if we were; call it again after every lost session.
 
-    Waits for the session of another process with the same number that cannot be shown to be dead. Raises ConfigError
+    What stands there already is left: a node made anew would wake all who watch, and we are one of them. Waits for the session of another process with the same number that cannot be shown to be dead. Raises ConfigError
     when that one is still there after its session time-out; ConnectionLost: then call it again.
     """
     paths = session.paths
@@ -76,11 +76,15 @@ async def register_slave(session: Session, registration: Registration) -> None:
             continue
         master = await session.get_or_none(master_path)
         operations: list[Op] = []
-        if there is not None:
-            operations.append(Delete(path, there.version))
         if master is not None and is_ours(master, session, registration):
             operations.append(Delete(master_path, master.version))
-        operations.append(Create(path, replica_json(session, registration), ephemeral=True))
+        data = replica_json(session, registration)
+        if there is None or there.ephemeral_owner != session.session_id or there.data != data:
+            if there is not None:
+                operations.append(Delete(path, there.version))
+            operations.append(Create(path, data, ephemeral=True))
+        if not operations:
+            return
         await session.ensure(paths.broker(registration.broker_id))
         try:
             await session.multi(operations)

@@ -83,6 +83,18 @@ def test_slaves_that_come_and_go_are_seen(servers: str, until: Until) -> None:
     asyncio.run(scenario())
 
 
+def test_a_slave_that_is_registered_already_wakes_nobody(servers: str) -> None:
+    async def scenario() -> None:
+        async with await Session.open(servers) as session:
+            await register_slave(session, ONE)
+            path = session.paths.slave(0, ONE.replica)
+            before = await session.get(path)
+            await register_slave(session, ONE)
+            assert await session.get(path) == before
+
+    asyncio.run(scenario())
+
+
 def test_a_killed_slaves_node_is_replaced_at_once_by_its_own_folder(servers: str) -> None:
     async def scenario() -> None:
         async with await Session.open(servers, timeout_ms=60_000) as killed, await Session.open(servers) as session:
