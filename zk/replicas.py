@@ -63,7 +63,9 @@ class Unknown:
 async def register_slave(session: Session, registration: Registration) -> None:
     """Register as a slave, and no longer as the master if we were; call it again after every lost session.
 
-    What stands there already is left: a node made anew would wake all who watch, and we are one of them. Waits for the session of another process with the same number that cannot be shown to be dead. Raises ConfigError
+    What stands there already is left: a node made anew would wake all who watch, and we are one of them.
+
+    Waits for the session of another process with the same number that cannot be shown to be dead. Raises ConfigError
     when that one is still there after its session time-out; ConnectionLost: then call it again.
     """
     paths = session.paths
