@@ -23,7 +23,7 @@ from metamq.client.admin_model import (
     OffsetReset,
     ResetTo,
 )
-from metamq.client.checks import partition_of
+from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.cluster import Cluster
 from metamq.client.producer_face import timestamp_us
 from metamq.client.rebalance_decisions import why_idle
@@ -299,6 +299,8 @@ def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None
         tp = partition_of(key)
         if tp not in config.topic_partitions:
             raise PartitionNotFound(tp.topic, tp.partition, tuple(config.partition_names))
+        if not is_whole(offset):
+            raise wrong_type(f"the offset of {tp}", "a whole number", offset)
         wanted[tp] = offset
     return wanted
 

@@ -140,6 +140,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
     async def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
         """As metamq.Consumer.commit; with `connection` it calls the database in this loop."""
         self._core.check_usable()
+        await self._check_given(position)
         if connection is not None:
             self._commit_in(position, connection)
             return

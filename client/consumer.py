@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
@@ -171,9 +171,12 @@ class Consumer(ConsumerFace[T]):
         first message of the transaction, or do the same message or batch again: if it was stored, the commit says so.
 
         Raises OwnershipLost when a partition has another owner now, or these messages are counted already: roll back,
-        and go on with what comes next. Other errors may be retried.
+        and go on with what comes next. OffsetOutOfRange for a given offset beyond the end; nothing is committed then.
+        Other errors may be retried.
         """
         self._core.check_usable()
+        if isinstance(position, Mapping):
+            self._background.run(self._check_given(position))
         if connection is not None:
             self._commit_in(position, connection)
             return

@@ -35,7 +35,7 @@ from metamq.errors import (
     closed_client,
 )
 from metamq.wire.batch import walk
-from metamq.wire.commands import LATEST, GetResult
+from metamq.wire.commands import GetResult
 from metamq.words import count
 from metamq.zk.lease import Lease
 from metamq.zk.names import parse_partition
@@ -476,20 +476,16 @@ class ConsumerCore:
         if not is_offset:
             self.seek(tp, await self._finder.find(tp, self._topic_id(state), where))
             return
-        if where > state.stable_offset:  # or it was there when something was last fetched
-            await self._check_not_beyond_end(state, where)
+        await self.check_not_beyond_end({tp: where}, "Give an offset up to its end, 'earliest', 'latest' or a time.")
         self.seek(tp, where)
 
-    async def _check_not_beyond_end(self, state: PartitionState, offset: int) -> None:
-        try:
-            found = (await self._finder.ask({state.tp: self._topic_id(state)}, LATEST))[state.tp]
-        except MetamqError as error:
-            log.info("%s: whether there is an offset %d is not known yet: %s", state.tp, offset, error)
-            return
-        if offset > found.stable_offset:
-            beyond = OffsetOutOfRange(str(state.tp), offset, found.start_offset, found.stable_offset)
-            beyond.hint = "Give an offset up to its end, 'earliest', 'latest' or an aware datetime."
-            raise beyond
+    async def check_not_beyond_end(self, offsets: Mapping[TopicPartition, int], hint: str) -> None:
+        """Raises OffsetOutOfRange, with the hint, for the first offset that is beyond its partition's end."""
+        states = {tp: self._state(tp) for tp in offsets}
+        # The others were there when something was last fetched.
+        news = {tp: self._topic_id(state) for tp, state in states.items() if offsets[tp] > state.stable_offset}
+        if news:
+            await self._finder.check_not_beyond_end(news, offsets, hint)
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
         """Hands out nothing of these partitions until resume()."""

@@ -55,6 +55,12 @@ class ConsumerFace(Generic[T]):
         handed_out = isinstance(position, Message | MessageBatch)
         return self._core.commits.requests(offsets_of(position), handed_out=handed_out)
 
+    async def _check_given(self, position: Position) -> None:
+        """Raises OffsetOutOfRange for given offsets that no message can have been done before."""
+        if isinstance(position, Mapping):
+            given = {request.claim.tp: request.offset for request in self._requests(position)}
+            await self._core.check_not_beyond_end(given, "Give the offset after the last message that is done.")
+
     def _commit_in(self, position: Position, connection: Connection) -> None:
         """Writes offsets into the application's own transaction, in this thread."""
         storage = self._core.plan.offsets

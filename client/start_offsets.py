@@ -13,6 +13,7 @@ from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import Start
 from metamq.client.in_pieces import ask_offsets
 from metamq.client.producer_face import timestamp_us
+from metamq.errors import MetamqError, OffsetOutOfRange
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
 from metamq.zk.names import parse_partition
@@ -67,6 +68,24 @@ class OffsetFinder:
     async def ends(self, topic_ids: Mapping[TopicPartition, str]) -> dict[TopicPartition, int]:
         """The ends of what can be read."""
         return {tp: result.offset for tp, result in (await self.ask(topic_ids, LATEST)).items()}
+
+    async def check_not_beyond_end(
+        self, topic_ids: Mapping[TopicPartition, str], offsets: Mapping[TopicPartition, int], hint: str
+    ) -> None:
+        """Raises OffsetOutOfRange, with the hint, for the first offset beyond its partition's end.
+
+        While the brokers do not tell where that is, it is left at that: `on_data_loss` goes on from there.
+        """
+        try:
+            found = await self.ask(topic_ids, LATEST)
+        except MetamqError as error:
+            log.info("where %s ends is not known at present: %s", ", ".join(map(str, topic_ids)), error)
+            return
+        for tp, result in found.items():
+            if offsets[tp] > result.stable_offset:
+                beyond = OffsetOutOfRange(str(tp), offsets[tp], result.start_offset, result.stable_offset)
+                beyond.hint = hint
+                raise beyond
 
     async def ask(self, topic_ids: Mapping[TopicPartition, str], what: int) -> dict[TopicPartition, OffsetsResult]:
         """OFFSETS of each partition's broker. Raises the first error."""

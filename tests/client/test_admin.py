@@ -25,6 +25,7 @@ from metamq.errors import (
     Timeout,
     TopicExists,
     TopicNotFound,
+    WrongType,
 )
 from metamq.testing import Cluster, cluster
 from metamq.zk.topics import FlushEvery
@@ -244,6 +245,10 @@ def test_a_reset_that_cannot_be(running: Cluster, admin: Admin, topic: str) -> N
                 refused()
     with pytest.raises(OffsetOutOfRange, match="has the offsets 0 to 2, not 3"):
         admin.reset_offsets(topic, topic, 3)
+    with pytest.raises(OffsetOutOfRange, match="has the offsets 0 to 2, not 3"):
+        admin.reset_offsets(topic, topic, {TopicPartition(topic, "0-0"): 3})
+    with pytest.raises(WrongType, match=r"the offset of .*/0-0 must be a whole number, not '3'"):
+        admin.reset_offsets(topic, topic, {TopicPartition(topic, "0-0"): "3"})  # type: ignore[dict-item]
     with pytest.raises(PartitionNotFound, match="has no partition '0-9'"):
         admin.reset_offsets(topic, topic, {TopicPartition(topic, "0-9"): 0})
     with pytest.raises(TopicNotFound):

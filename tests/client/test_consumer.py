@@ -243,6 +243,21 @@ def test_commit_of_a_message_a_batch_all_that_is_done_or_given_offsets(shop: Sho
     assert shop.committed(group)[tp(topic)] == 42, "without auto_commit the end commits nothing"
 
 
+def test_a_commit_beyond_the_end_is_refused_and_changes_nothing(shop: Shop, group: str) -> None:
+    topic = shop.topic(2)
+    shop.numbers(topic, 5)
+    with shop.consumer(topic, group, auto_commit=False) as consumer:
+        shop.until(lambda: len(consumer.assignment) == 2)
+        for _ in range(2):  # before something was fetched, and after
+            with pytest.raises(OffsetOutOfRange, match=f"{topic}/0-0 has the offsets 0 to 5, not 6") as caught:
+                consumer.commit({tp(topic, 1): 0, tp(topic): 6})
+            assert "Give the offset after the last message that is done" in str(caught.value)
+            assert shop.committed(group) == {tp(topic): None, tp(topic, 1): None}
+            assert values(first(consumer, 1))
+        consumer.commit({tp(topic): 5})
+    assert shop.committed(group) == {tp(topic): 5, tp(topic, 1): None}
+
+
 def test_without_commits_everything_comes_again(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 5)

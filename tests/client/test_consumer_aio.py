@@ -430,6 +430,8 @@ def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> N
             await until(lambda: consumer.assignment)
             with pytest.raises(OffsetOutOfRange, match="0 to 0, not 50"):
                 await consumer.seek(tp(topic), 50)
+            with pytest.raises(OffsetOutOfRange, match="0 to 0, not 50"):
+                await consumer.commit({tp(topic): 50})
             with pytest.raises(PartitionNotFound):
                 await consumer.seek((topic, "0-9"), 0)
         async with consuming(shop, topic) as consumer:

@@ -21,7 +21,7 @@ from metamq import Consumer, DatabaseOffsets, FileOffsets, TopicPartition
 from metamq.client.commit_in import counted_limit
 from metamq.client.inbox import PartitionState
 from metamq.client.model import Message
-from metamq.errors import ConfigError, MetamqError, OwnershipLost
+from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, OwnershipLost
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -276,6 +276,11 @@ def test_wrong_uses_are_named(shop: Shop, group: str, connect: Connect, database
         pytest.raises(ConfigError, match="auto_commit"),
     ):
         consumer.commit(connection=database)
+    with consumer_of(shop, topic, group + "3", connect) as consumer:
+        shop.until(lambda: consumer.assignment)
+        with pytest.raises(OffsetOutOfRange, match="has the offsets 0 to 0, not 1"):
+            consumer.commit({tp(topic): 1}, connection=database)
+        assert not database.in_transaction
     with pytest.raises(ConfigError, match="kept for a group"):
         shop.consumer(topic, offsets=DatabaseOffsets(connect))
 

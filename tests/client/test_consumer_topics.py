@@ -13,6 +13,7 @@ from metamq import TopicPartition
 from metamq.client.unshared import UnsharedAssignment
 from metamq.errors import OffsetOutOfRange
 from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
 
@@ -116,9 +117,14 @@ def test_an_offset_beyond_the_end_is_not_asked_for_for_ever(shop: Shop, group: s
     shop.numbers(topic, 5)
 
     def go_beyond() -> None:
-        with shop.consumer(topic, group, auto_commit=False) as consumer:
-            shop.until(lambda: consumer.assignment)
-            consumer.commit({tp(topic): 1_000})
+        """As a master that lost its end leaves it."""
+        topic_id = shop.admin.describe_topic(topic).config.id
+
+        async def write() -> None:
+            async with await Session.open(shop.cluster.zookeeper) as session:
+                await reset_offset(session, group, tp(topic), Committed(1_000, 1, topic_id))
+
+        asyncio.run(write())
 
     go_beyond()
     with shop.consumer(topic, group, on_data_loss="latest") as consumer:
