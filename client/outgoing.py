@@ -255,13 +255,14 @@ class _Waitable:
             self._check_may_block()
         self._producer.hurry()
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            batch = next((batch for batch in self._batches() if not batch.done), None)
-            if batch is None:
-                return
+        while (batch := self._last_pending()) is not None:
             left = None if deadline is None else deadline - time.monotonic()
             if (left is not None and left <= 0) or not batch.wait(left):
                 raise Timeout(f"the delivery to {batch.name}", timeout or 0)
+
+    def _last_pending(self) -> OutgoingBatch | None:
+        """The one to wait for: batches are done about in their order, so this one once done, the others are, or soon."""
+        return next((batch for batch in reversed(self._batches()) if not batch.done), None)
 
     def _check_may_block(self) -> None:
         if self._producer.is_loop_thread():
@@ -278,7 +279,7 @@ class _Waitable:
         self._producer.in_loop(self._notify, callback)
 
     def _notify(self, callback: Callable[[Any], object]) -> None:
-        pending = next((batch for batch in self._batches() if not batch.done), None)
+        pending = self._last_pending()
         if pending is None:
             began_s = time.monotonic()
             callback(self)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, repeat
+from operator import add
 
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
 from metamq.client.partitioner import Partitioner
@@ -191,7 +192,7 @@ def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int,
 
     A message larger than that is a chunk of its own.
     """
-    ends = list(accumulate(map(MESSAGE_OVERHEAD_BYTES.__add__, sizes)))
+    ends = list(accumulate(map(add, sizes, repeat(MESSAGE_OVERHEAD_BYTES))))
     bounds = []
     start = 0
     before = 0
