@@ -261,7 +261,7 @@ class _Waitable:
                 raise Timeout(f"the delivery to {batch.name}", timeout or 0)
 
     def _last_pending(self) -> OutgoingBatch | None:
-        """The one to wait for: batches are done about in their order, so this one once done, the others are, or soon."""
+        """The one to wait for: batches are done about in their order, so once this one is, all are, or soon."""
         return next((batch for batch in reversed(self._batches()) if not batch.done), None)
 
     def _check_may_block(self) -> None:
