@@ -24,7 +24,7 @@ from metamq.cli.output import (
     say,
     table_lines,
 )
-from metamq.cli.units import GROUP, PLACE, TOPIC, Parsed, show_age
+from metamq.cli.units import GROUP_THERE, PLACE, TOPIC, Parsed, show_age
 from metamq.client.admin_model import GroupDescription, OffsetReset, ResetTo
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -59,7 +59,7 @@ def list_groups(output: str) -> None:
 
 
 @group.command()
-@click.argument("names", type=GROUP, nargs=-1, required=True)
+@click.argument("names", type=GROUP_THERE, nargs=-1, required=True)
 @TABLE_OR_JSON
 def describe(names: tuple[str, ...], output: str) -> None:
     """Show committed offsets, lag and owners of a group's partitions, and its members.
@@ -139,7 +139,7 @@ def _problems(one: GroupDescription) -> dict[str, list[str]]:
 
 
 @group.command()
-@click.argument("name", type=GROUP)
+@click.argument("name", type=GROUP_THERE)
 @TABLE_OR_JSON
 def explain(name: str, output: str) -> None:
     """Say which member is to have which partition and why, and where it is not so yet.
@@ -175,7 +175,7 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
 
 
 @group.command()
-@click.argument("name", type=GROUP)
+@click.argument("name", type=GROUP_THERE)
 @click.argument("topic", type=TOPIC)
 @click.option("--to", "place", type=PLACE, metavar="PLACE", help="earliest, latest, an OFFSET for all, @TIME or @-1h.")
 @click.option(
@@ -236,7 +236,7 @@ def _rows(resets: tuple[OffsetReset, ...]) -> list[list[object]]:
 
 
 @group.command()
-@click.argument("name", type=GROUP)
+@click.argument("name", type=GROUP_THERE)
 @click.argument("member", type=Parsed("consumer id", check_consumer))
 @YES
 @TABLE_OR_JSON
@@ -275,7 +275,7 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
 
 
 @group.command()
-@click.argument("names", type=GROUP, nargs=-1, required=True)
+@click.argument("names", type=GROUP_THERE, nargs=-1, required=True)
 @YES
 @TEXT_OR_JSON
 def delete(names: tuple[str, ...], yes: bool, output: str) -> None:

@@ -27,6 +27,7 @@ from metamq.cli.units import (
     SIZE,
     SIZE_OR_UNLIMITED,
     TOPIC,
+    TOPIC_THERE,
     UNLIMITED,
     show_bytes,
     show_flush,
@@ -35,6 +36,7 @@ from metamq.cli.units import (
     show_retention,
 )
 from metamq.client.admin import WAIT_S
+from metamq.errors import ConfigError, CorruptData
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,7 +134,7 @@ def list_topics(output: str) -> None:
 
 
 @topic.command()
-@click.argument("names", type=TOPIC, nargs=-1, required=True)
+@click.argument("names", type=TOPIC_THERE, nargs=-1, required=True)
 @TABLE_OR_JSON
 def describe(names: tuple[str, ...], output: str) -> None:
     """Show settings and partitions of topics.
@@ -154,7 +156,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
 
 
 @topic.command()
-@click.argument("name", type=TOPIC)
+@click.argument("name", type=TOPIC_THERE)
 @click.option("-p", "--partitions", type=int, help="The new total; they are only ever added.")
 @_settings
 @_BROKERS
@@ -205,7 +207,7 @@ def _is_less(after: int | None, before: int | None) -> bool:
 
 
 @topic.command()
-@click.argument("names", type=TOPIC, nargs=-1, required=True)
+@click.argument("names", type=TOPIC_THERE, nargs=-1, required=True)
 @_WAIT
 @YES
 @TEXT_OR_JSON
@@ -221,8 +223,10 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
         plan = []
         readers = admin.groups().values()
         for name in names:
-            one = admin.describe_topic(name)
-            plan.append(f"Delete topic {name}: {size_in_words(one)}.")
+            try:
+                plan.append(f"Delete topic {name}: {size_in_words(admin.describe_topic(name))}.")
+            except (CorruptData, ConfigError) as error:
+                plan.append(f"Delete topic {name}: {error.problem}.")
             plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
         confirm(plan, yes=yes)
         deleted = []
@@ -231,4 +235,4 @@ def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None
             if output == "text":
                 say(f"Topic {name} is deleted.")
     if output == "json":
-        print_json([config_json(config) for config in deleted])
+        print_json([config and config_json(config) for config in deleted])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from metamq.errors import ConfigError
-from metamq.zk.names import check_group, check_topic
+from metamq.zk.names import check_group, check_node, check_topic
 from metamq.zk.topics import Flush, FlushEvery
 
 if TYPE_CHECKING:
@@ -134,6 +135,9 @@ FLUSH = Parsed("policy", parse_flush)
 PLACE = Parsed("place", parse_place)
 TOPIC = Parsed("topic", check_topic)
 GROUP = Parsed("group", check_group)
+TOPIC_THERE = Parsed("topic", partial(check_node, "topic"))
+GROUP_THERE = Parsed("group", partial(check_node, "group"))
+"""Those that are there may have names that are no longer allowed, and have to be removed."""
 
 
 def show_ms(ms: int | None) -> str:

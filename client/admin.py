@@ -97,8 +97,10 @@ class Admin:
         """
         return self._run(self._core.alter(topic, partitions, brokers, timeout_s, settings))
 
-    def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig:
+    def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig | None:
         """Deletes a topic with all its messages, waits until no broker offers it, and gives its last configuration.
+
+        Also one whose configuration cannot be read: None then.
 
         Raises TopicNotFound, Timeout after `timeout_s`: it is deleted, and a broker that is down removes the data when
         it comes back.

@@ -86,7 +86,7 @@ class AdminCore:
     ) -> TopicConfig:
         return await admin_topics.alter_topic(await self._cluster(), topic, partitions, brokers, timeout_s, settings)
 
-    async def delete(self, topic: str, timeout_s: float) -> TopicConfig:
+    async def delete(self, topic: str, timeout_s: float) -> TopicConfig | None:
         return await admin_topics.delete_topic(await self._cluster(), topic, timeout_s)
 
     async def topics(self) -> dict[str, TopicConfig]:

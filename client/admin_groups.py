@@ -23,6 +23,7 @@ from metamq.client.admin_model import (
     OffsetReset,
     ResetTo,
 )
+from metamq.client.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.cluster import Cluster
 from metamq.client.producer_face import timestamp_us
@@ -34,7 +35,7 @@ from metamq.words import count
 from metamq.zk import members
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.members import Member
-from metamq.zk.names import check_consumer, check_group
+from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.ownership import Committed, OffsetRecord, read_offset, reset_offset
 from metamq.zk.partitions import TopicPartition, partition_order
@@ -45,7 +46,7 @@ from metamq.zk.topics import TopicConfig
 
 async def check_exists(session: Session, group: str) -> None:
     """Raise ConfigError, with similar names, unless the group has a folder in ZooKeeper."""
-    check_group(group)
+    check_node("group", group)
     if await session.exists(session.paths.group(group)) is not None:
         return
     names = await children(session, session.paths.groups())
@@ -101,7 +102,7 @@ async def describe_group(cluster: Cluster, group: str) -> GroupDescription:
     owners = await members.owned_partitions(session, group)
     topics = {topic for member in present.values() for topic in member.topics} | {tp.topic for tp in owners}
     topics.update(await children(session, session.paths.offset_topics(group)))
-    configs = await _configs(cluster, topics)
+    configs, problems = await read_configs(cluster, topics)
     tps = await _group_partitions(session, group, configs, owners)
     records = dict(zip(tps, await asyncio.gather(*(read_offset(session, group, tp) for tp in tps)), strict=True))
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
@@ -110,6 +111,7 @@ async def describe_group(cluster: Cluster, group: str) -> GroupDescription:
         _partition(
             tp,
             configs.get(tp.topic),
+            problems.get(tp.topic, ""),
             _record(records[tp]),
             found.get(tp),
             owners.get(tp),
@@ -130,11 +132,6 @@ def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
     return stored[0] if stored else None
 
 
-async def _configs(cluster: Cluster, topics: set[str]) -> dict[str, TopicConfig]:
-    configs = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)))
-    return {config.topic: config for config in configs if config is not None}
-
-
 async def _group_partitions(
     session: Session, group: str, configs: Mapping[str, TopicConfig], owners: Mapping[TopicPartition, str]
 ) -> list[TopicPartition]:
@@ -149,6 +146,7 @@ async def _group_partitions(
 def _partition(
     tp: TopicPartition,
     config: TopicConfig | None,
+    problem: str,
     record: OffsetRecord | None,
     found: Found | None,
     owner: str | None,
@@ -156,9 +154,8 @@ def _partition(
 ) -> GroupPartition:
     """One line of the description, and what is amiss with it."""
     committed = record.committed if record is not None else None
-    problem = ""
     if config is None:
-        problem = "the topic does not exist"
+        pass
     elif committed is not None and committed.topic_id != config.id:
         problem = f"offset {committed.offset} was committed for a deleted topic of this name"
         committed = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from metamq.client.admin_model import PartitionDescription, TopicDescription, To
 from metamq.client.checks import check_seconds, is_whole, wrong_type
 from metamq.client.cluster import Cluster
 from metamq.client.settings import unknown
-from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout, TopicExists
+from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, Timeout, TopicExists
 from metamq.wire.commands import LATEST
 from metamq.zk.brokers import live_brokers
 from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
@@ -27,6 +28,8 @@ from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import master_offer
 from metamq.zk.session import Session
 from metamq.zk.topics import PARTITIONS_MAX, TopicConfig, spread_partitions
+
+log = logging.getLogger("metamq.client")
 
 LOOK_AGAIN_S = 0.02
 LOOK_AGAIN_S_MAX = 0.5
@@ -126,7 +129,7 @@ async def alter_topic(
     return config
 
 
-async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicConfig:
+async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicConfig | None:
     """Deletes a topic and waits until no broker offers it. See Admin.delete."""
     check_seconds("timeout_s", timeout_s)
     config = await cluster.topics.delete(topic)
@@ -146,10 +149,27 @@ async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicC
 
 
 async def all_topics(cluster: Cluster) -> dict[str, TopicConfig]:
-    """Every topic's configuration, by name in alphabetical order."""
-    names = await cluster.topics.names()
-    configs = await asyncio.gather(*map(cluster.topics.get_or_none, names))
-    return {config.topic: config for config in configs if config is not None}
+    """Every topic's configuration, by name in alphabetical order; warns of those that cannot be read."""
+    configs, problems = await read_configs(cluster, await cluster.topics.names())
+    for topic, problem in problems.items():
+        log.warning("topic %r is left out: %s. `metamq topic delete` removes it", topic, problem)
+    return configs
+
+
+async def read_configs(cluster: Cluster, topics: Collection[str]) -> tuple[dict[str, TopicConfig], dict[str, str]]:
+    """The topics' configurations, and what is wrong with those that have none of use. Raises ConnectionLost."""
+    found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
+    configs, problems = {}, {}
+    for topic, outcome in zip(sorted(topics), found, strict=True):
+        if isinstance(outcome, TopicConfig):
+            configs[topic] = outcome
+        elif outcome is None:
+            problems[topic] = "the topic does not exist"
+        elif isinstance(outcome, ConfigError | CorruptData):
+            problems[topic] = outcome.problem
+        else:
+            raise outcome
+    return configs, problems
 
 
 async def describe_topic(cluster: Cluster, topic: str) -> TopicDescription:

@@ -70,7 +70,7 @@ class Admin:
         """See metamq.Admin.alter."""
         return await self._core.alter(topic, partitions, brokers, timeout_s, settings)
 
-    async def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig:
+    async def delete(self, topic: str, *, timeout_s: float = WAIT_S) -> TopicConfig | None:
         """See metamq.Admin.delete."""
         return await self._core.delete(topic, timeout_s)
 

@@ -40,6 +40,16 @@ def check_name(kind: str, name: str) -> str:
     raise ConfigError(problem, hint=_RULE + " '.' and '..' are not names.")
 
 
+def check_node(kind: str, name: str) -> str:
+    """`name` itself, of something that is there, by whatever rule it was made.
+
+    Raises ConfigError when no node in ZooKeeper can have it.
+    """
+    if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
+        check_name(kind, name)
+    return name
+
+
 def check_topic(name: str) -> str:
     """`name` itself. Raises ConfigError when it cannot name a topic, nor a folder of a broker's."""
     check_name("topic", name)

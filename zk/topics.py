@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import json
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
-from metamq.zk.names import check_topic
+from metamq.zk.names import check_node, check_topic
 from metamq.zk.partitions import TopicPartition, configured_partitions
 
 if TYPE_CHECKING:
     from metamq.zk.session import Session
+
+log = logging.getLogger("metamq.zk")
 
 FORMAT = 1
 DAY_MS = 24 * 60 * 60 * 1000
@@ -171,6 +174,11 @@ def from_json(topic: str, data: bytes) -> TopicConfig:
     try:
         document = json.loads(data)
         written_format = document.pop("format")
+        if written_format != FORMAT:
+            raise ConfigError(
+                f"the configuration of topic {topic!r} has format {written_format}, this metamq reads {FORMAT}",
+                hint="Upgrade metamq here.",
+            )
         settings = {name: document.pop(name) for name in _PLAIN_SETTINGS}
         partitions = {int(broker_id): count for broker_id, count in document.pop("partitions").items()}
         flush = document.pop("flush")
@@ -178,12 +186,8 @@ def from_json(topic: str, data: bytes) -> TopicConfig:
             flush = FlushEvery(**flush)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CorruptData(f"the configuration of topic {topic!r} in ZooKeeper", reason) from error
-    if written_format != FORMAT:
-        raise ConfigError(
-            f"the configuration of topic {topic!r} has format {written_format}, this metamq reads {FORMAT}",
-            hint="Upgrade metamq here.",
-        )
+        hint = f"`metamq topic delete {topic}` removes the topic."
+        raise CorruptData(f"the configuration of topic {topic!r} in ZooKeeper", reason, hint=hint) from error
     config = TopicConfig(topic, partitions=partitions, flush=flush, unknown=document, **settings)
     config.validate()
     return config
@@ -255,7 +259,7 @@ class TopicStore:
 
     async def get_or_none(self, topic: str, watch: Watcher | None = None) -> TopicConfig | None:
         """As `get`, but None for a topic that does not exist; `watch` is then called once it does."""
-        check_topic(topic)
+        check_node("topic", topic)
         node = await self._session.get_or_none(self._path(topic), watch=watch)
         return None if node is None else from_json(topic, node.data)
 
@@ -289,15 +293,22 @@ class TopicStore:
                 continue
             return after
 
-    async def delete(self, topic: str) -> TopicConfig:
-        """Delete the topic; brokers remove its data. Gives what was deleted. Raises TopicNotFound."""
-        check_topic(topic)
+    async def delete(self, topic: str) -> TopicConfig | None:
+        """Delete the topic; brokers remove its data. Gives what was deleted, None when nobody can read that.
+
+        Raises TopicNotFound.
+        """
+        check_node("topic", topic)
         path = self._path(topic)
         while True:
             node = await self._session.get_or_none(path)
             if node is None:
                 raise await self._not_found(topic)
-            config = from_json(topic, node.data)
+            try:
+                config = from_json(topic, node.data)
+            except (ConfigError, CorruptData) as error:
+                log.info("a topic is deleted whose configuration is of no use: %s", error)
+                config = None
             try:
                 await self._session.delete(path, node.version)
             except (BadVersion, NoNode):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
+
+from metamq.testing import Cluster
+from metamq.zk.session import Session
 
 Metamq = Callable[..., Any]
 
@@ -79,3 +83,21 @@ def test_what_loses_messages_is_shown_first_and_wants_yes(metamq: Metamq, topic:
     found = metamq("topic", "describe", topic, "-o", "json").json[0]
     assert (found["messages"], found["config"]["retention_ms"]) == (2, 7 * 86_400_000)
     assert metamq("topic", "alter", topic, "--retention", "30d").status == 0
+
+
+def test_what_nobody_can_read_is_listed_and_deleted(metamq: Metamq, running: Cluster) -> None:
+    async def spoil() -> None:
+        async with await Session.open(running.zookeeper) as session:
+            await session.create(session.paths.topic_config(".dot"), b"junk", makepath=True)
+            await session.create(session.paths.members(".dots"), b"", makepath=True)
+
+    asyncio.run(spoil())
+    assert metamq("topic", "list").status == 0
+    assert ".dots" in metamq("group", "list").text
+    assert metamq("group", "describe", ".dots").text.startswith(".dots: 0 members")
+    assert metamq("group", "delete", ".dots", "--yes").status == 0
+    shown = metamq("topic", "delete", ".dot")
+    assert (shown.status, shown.data) == (1, b"")
+    assert shown.talk.startswith("Delete topic .dot: the configuration of topic '.dot' in ZooKeeper is damaged: JSON")
+    assert metamq("topic", "delete", ".dot", "--yes", "-o", "json").json == [None]
+    assert metamq("topic", "delete", ".dot", "--yes").talk.startswith("metamq: topic '.dot' does not exist\n")

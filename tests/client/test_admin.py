@@ -19,6 +19,7 @@ from metamq.errors import (
     ClosedError,
     ConfigError,
     ConnectError,
+    CorruptData,
     ForkedError,
     OffsetOutOfRange,
     PartitionNotFound,
@@ -28,6 +29,8 @@ from metamq.errors import (
     WrongType,
 )
 from metamq.testing import Cluster, cluster
+from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
 
 LIMIT_S = 20.0
@@ -154,6 +157,56 @@ def test_arguments_that_are_none_are_named(admin: Admin, topic: str) -> None:
     statistics: Any = admin.statistics
     with pytest.raises(ConfigError, match="there is no broker '0'"):
         statistics("0")
+
+
+def put(running: Cluster, nodes: dict[str, bytes]) -> None:
+    """Writes into ZooKeeper past the checks, below the root."""
+
+    async def write() -> None:
+        async with await Session.open(running.zookeeper) as session:
+            for path, data in nodes.items():
+                await session.ensure(f"{session.paths.root}/{path}")
+                await session.set(f"{session.paths.root}/{path}", data, ANY_VERSION)
+
+    asyncio.run(write())
+
+
+def test_a_topic_that_nobody_can_read_is_named_and_can_be_deleted(
+    running: Cluster, admin: Admin, topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin.create_topic(topic)
+    fill(running, topic, "0-0", 3)
+    read(running, topic, 3)
+    spoilt = {topic: b"\xff\x00", ".dot": b'{"format": 1}', "a b" + "c" * 250: b"", topic + "-9": b'{"format": 9}'}
+    put(running, {f"config/topics/{name}": data for name, data in spoilt.items()})
+    assert not admin.topics().keys() & spoilt.keys()
+    assert all(f"topic {name!r} is left out: " in caplog.text for name in spoilt)
+    with pytest.raises(ConfigError, match="has format 9, this metamq reads 1"):
+        admin.describe_topic(topic + "-9")
+    with pytest.raises(CorruptData, match=f"`metamq topic delete {topic}` removes"):
+        admin.describe_topic(topic)
+    assert "is damaged" in admin.describe_group(topic).partitions[0].problem
+    for name in spoilt:
+        assert admin.delete(name) is None
+    assert admin.describe_group(topic).partitions[0].problem == "the topic does not exist"
+    caplog.clear()
+    admin.topics()
+    assert not caplog.records
+    admin.create_topic(topic)
+    assert admin.describe_topic(topic).messages == 0
+
+
+def test_groups_of_names_that_are_no_longer_allowed_can_be_named(running: Cluster, admin: Admin, topic: str) -> None:
+    names = [f".{topic}", "g" * 195, f"{topic} 1"]
+    put(running, {f"consumers/{name}/offsets/{topic}": b"" for name in names})
+    for name in names:
+        assert admin.groups()[name].topics == (topic,)
+        assert admin.describe_group(name).members == ()
+        admin.delete_group(name)
+    assert not admin.groups().keys() & set(names)
+    for name in ("a/b", "", "..", "a\nb"):
+        with pytest.raises(ConfigError, match=r"group .* has|group is|is a path"):
+            admin.describe_group(name)
 
 
 def test_topics_that_are_there_or_are_not(admin: Admin, topic: str) -> None:
@@ -326,8 +379,8 @@ def test_groups_that_are_not_there(admin: Admin, running: Cluster, topic: str) -
             call()
     with pytest.raises(ConfigError, match=r"has no member 'x'. It has no members"):
         admin.evict(topic, "x")
-    with pytest.raises(ConfigError, match="group 'a b' has ' '"):
-        admin.describe_group("a b")
+    with pytest.raises(ConfigError, match="group 'a/b' has '/'"):
+        admin.describe_group("a/b")
 
 
 # Brokers
