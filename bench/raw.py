@@ -5,6 +5,7 @@ Two processes each, over loopback, in 1 MiB pieces, as a broker and a client wou
     loopback      one sends, the other receives
     copy_write    one sends, the other receives and writes to a file (page cache): what a produce cannot beat
     read_send     one reads a file (page cache) and sends, the other receives: what a fetch cannot beat
+    copy_to_file  one reads a file (page cache) and sends, the other writes to one: what catching up cannot beat
 """
 
 from __future__ import annotations
@@ -65,8 +66,16 @@ def _run(sender_path: str | None, receiver_path: str | None) -> float:
         return TOTAL / (time.perf_counter() - began)
 
 
+def copy_to_file(folder: str) -> float:
+    """From file to file, in bytes per second."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        source, target = os.path.join(place, "source"), os.path.join(place, "target")
+        _run(None, source)
+        return _run(source, target)
+
+
 def measure(folder: str) -> dict[str, float]:
-    """All three, in bytes per second, with files in `folder`."""
+    """The first three, in bytes per second, with files in `folder`."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         path = os.path.join(place, "raw")
         loopback = _run(None, None)

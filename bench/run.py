@@ -2,7 +2,7 @@
 
     ./dev bench                 all of it, about ten minutes
     ./dev bench --quick         one round, for a look
-    ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance
+    ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance, replication
 
 Writes bench/results/latest.json, of which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds; the raw limits are measured in every round, so that both see the same machine.
@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import latency
 import lifecycle
 import raw
+import replication
 import throughput
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("throughput", "latency", "lifecycle", "rebalance")
+PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication")
 SHAPES = ((100, 1), (100, 4), (100, 1000), (1024, 1), (1024, 4), (1024, 1000))
 
 
@@ -91,6 +92,11 @@ def run_rebalance(rounds: int) -> dict[str, Any]:
     return measured
 
 
+def run_replication(rounds: int) -> dict[str, Any]:
+    """A master and its slave."""
+    return replication.measure(rounds, say)
+
+
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """(what, figure, target, reached) for the ratios that the project promises itself."""
     found: list[tuple[str, float, float, bool]] = []
@@ -125,6 +131,14 @@ def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     if "rebalance" in results:
         for event in ("join", "leave", "kill"):
             at_most(f"steady after {event}, s", results["rebalance"][f"{event}_s"], 1.0)
+    if "replication" in results:
+        measured = results["replication"]
+        for row in measured["throughput"]:
+            at_least(f"sync / async, send_many {row['message_bytes']:.0f} B", row["ratio"], 0.60)
+        at_most("added latency of sync p50, ms", measured["latency"]["added_p50_ms"], 1.0)
+        at_least("catching up / raw copy", measured["catching_up"]["ratio"], 0.50)
+        for fate in ("living", "dead"):
+            at_most(f"promotion, {fate} master, s", measured["promotion"][f"{fate}_s"], 1.0)
     return found
 
 
@@ -154,6 +168,7 @@ def main() -> int:
         "latency": run_latency,
         "lifecycle": run_lifecycle,
         "rebalance": run_rebalance,
+        "replication": run_replication,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds
