@@ -24,6 +24,7 @@ from metamq.client.admin_model import (
 from metamq.client.cluster import Cluster
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
 from metamq.zk.partitions import TopicPartition
+from metamq.zk.presence import warn_without_cluster
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig
 
@@ -42,6 +43,7 @@ class AdminCore:
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
         session = await Session.open(servers, timeout_ms=SESSION_TIMEOUT_MS, root=root)
+        await warn_without_cluster(session)
         self._open_cluster = Cluster(session)
         self.closed_by = None
 

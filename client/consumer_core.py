@@ -40,6 +40,7 @@ from metamq.words import count
 from metamq.zk.lease import Lease
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
+from metamq.zk.presence import warn_without_cluster
 from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -94,6 +95,7 @@ class ConsumerCore:
         self.cluster = Cluster(self._session, self._cluster_changed)
         self._finder = OffsetFinder(self.cluster, self.plan.start)
         try:
+            await warn_without_cluster(self._session)
             await self._lease.start()
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
             await self._storage.check()

@@ -32,6 +32,7 @@ from metamq.errors import (
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.words import count
+from metamq.zk.presence import warn_without_cluster
 from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -109,6 +110,7 @@ class ProducerCore:
         """Connects to ZooKeeper. Raises ConnectError."""
         self._thread = threading.get_ident()
         self._session = await Session.open(servers, timeout_ms=session_timeout_ms, root=root)
+        await warn_without_cluster(self._session)
         self.cluster = Cluster(self._session, changed=self.wake)
         self.sender = Sender(
             self.cluster,

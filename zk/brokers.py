@@ -177,12 +177,7 @@ async def master_of(session: Session, broker_id: int, watch: Watcher | None = No
 
 async def live_brokers(session: Session, watch: Watcher | None = None) -> dict[int, BrokerAddress]:
     """The masters that are registered now, by broker id. `watch` is called once any of that changes."""
-    folder = session.paths.broker_ids()
-    try:
-        names = await session.children(folder, watch=watch)
-    except NoNode:
-        await session.ensure(folder)
-        names = await session.children(folder, watch=watch)
+    names = await session.children_or_none(session.paths.broker_ids(), watch) or []
     broker_ids = sorted(int(name) for name in names if name.isdecimal())
     masters = await asyncio.gather(*(master_of(session, broker_id, watch) for broker_id in broker_ids))
     return {master.broker_id: master for master in masters if master is not None}

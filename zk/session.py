@@ -244,6 +244,15 @@ class Session:
             )
         return names
 
+    async def children_or_none(self, path: str, watch: Callable[[], None] | None = None) -> list[str] | None:
+        """As `children`, but None without a node; `watch` is then called once it is created."""
+        while True:
+            try:
+                return await self.children(path, watch)
+            except NoNode:
+                if await self.exists(path, watch) is None:
+                    return None
+
     async def sync(self) -> None:
         """A round trip to ZooKeeper's leader, which saw the session alive; what is read next is no older than that."""
         await self._ask(self._open_session_id(), "/", lambda client: client.sync_async("/"))

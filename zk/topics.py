@@ -265,12 +265,7 @@ class TopicStore:
 
     async def names(self, watch: Watcher | None = None) -> list[str]:
         """The names of all topics, sorted; `watch` is called once a topic is created or deleted."""
-        folder = self._session.paths.topic_configs()
-        try:
-            return sorted(await self._session.children(folder, watch=watch))
-        except NoNode:
-            await self._session.ensure(folder)
-            return sorted(await self._session.children(folder, watch=watch))
+        return sorted(await self._session.children_or_none(self._session.paths.topic_configs(), watch) or [])
 
     async def alter(self, topic: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
         """Replace the configuration by `change` of it, which is called again when somebody else was faster.
