@@ -29,8 +29,10 @@ POLL_S = 0.05
 class BrokerChild:
     """`metamq broker` in a process of its own; its log goes to a file."""
 
-    def __init__(self, arguments: list[str], log_path: Path, *, pass_fds: tuple[int, ...] = ()) -> None:
-        """`pass_fds` stay open in the child: a lock that it holds on for as long as it lives."""
+    def __init__(self, arguments: list[str], log_path: Path, *, name: str, pass_fds: tuple[int, ...] = ()) -> None:
+        """`name`: for people. `pass_fds` stay open in the child: a lock that it holds on for as long as it lives."""
+        self.name = name
+        self._asked = False
         self._log_path = log_path
         self.port = 0
         self.http_port = 0
@@ -60,20 +62,28 @@ class BrokerChild:
         while not answer.poll(POLL_S * 1000):
             check()
             if time.monotonic() > deadline:
-                raise Timeout("the start of the broker", START_TIMEOUT_S, hint=self._end_of_log())
+                raise Timeout(f"the start of {self.name}", START_TIMEOUT_S, hint=self._end_of_log())
         line = self._process.stdout.readline()
         if line:
             told = json.loads(line)
             self.port, self.http_port = told["port"], told["http_port"]
             return
         status = self._process.wait()
-        raise MetamqError(f"the broker {how_it_ended(status)} instead of serving", hint=self._end_of_log())
+        raise MetamqError(f"{self.name} {how_it_ended(status)} instead of serving", hint=self._end_of_log())
 
-    def check_running(self) -> None:
-        """Raise MetamqError, with the end of its log, when it has ended by itself."""
-        status = self._process.poll()
-        if status is not None:
-            raise MetamqError(f"the broker {how_it_ended(status)}", hint=self._end_of_log())
+    def failure(self) -> MetamqError | None:
+        """None while it runs; the error, with the end of its log, once it has ended by itself."""
+        if self._process.poll() is None:
+            return None
+        return MetamqError(f"{self.name} {self.how_it_ended()}", hint=self._end_of_log())
+
+    def how_it_ended(self) -> str:
+        """For a process that has ended: "was ended by SIGKILL"."""
+        return how_it_ended(self._process.wait())
+
+    def was_killed(self) -> bool:
+        """Whether the process, which has ended, got a signal that it could not tell of in its log."""
+        return self._process.wait() == -signal.SIGKILL
 
     def _end_of_log(self) -> str:
         """What it said in the end: its own error message where there is one, else the last lines since it began."""
@@ -91,12 +101,18 @@ class BrokerChild:
         """A graceful stop. Raises MetamqError when it is none."""
         status = self.stop()
         if status:
-            raise MetamqError(f"the broker {how_it_ended(status)} as it stopped", hint=self._end_of_log())
+            raise MetamqError(f"{self.name} {how_it_ended(status)} as it stopped", hint=self._end_of_log())
+
+    def terminate(self) -> None:
+        """SIGTERM, once: a second one would come to a process that is past its own handling of it."""
+        if not self._asked and self._process.poll() is None:
+            self._asked = True
+            self._process.terminate()
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL when that does not help; waits for the end, and gives its status. May be repeated."""
         if self._process.poll() is None:
-            self._process.terminate()
+            self.terminate()
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

@@ -1,21 +1,19 @@
 """`metamq up`: a whole cluster on one machine, for as long as the command runs.
 
-    lock the folder → ZooKeeper → broker → print where they are → wait for Ctrl-C, or for one of them to end
-    → stop the broker, then ZooKeeper, which the broker needs to say good-bye
+    lock the folder → ZooKeeper → a master and its slaves → print where they are → wait for Ctrl-C, or for ZooKeeper
+    or the last replica to end → stop the replicas, then ZooKeeper, which they need to say good-bye
 
-The lock is a flock whose descriptor the broker inherits. After a kill -9 of this process it is held for as long as the
-broker takes to end, so that whoever comes next neither finds the folder free too early nor takes a dying cluster for a
+The lock is a flock whose descriptor the replicas inherit. After a kill -9 of this process it is held for as long as
+they take to end, so that whoever comes next neither finds the folder free too early nor takes a dying cluster for a
 living one: the process id in the file tells the two apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,15 +24,17 @@ import click
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import current
-from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
-from metamq.cli.processes import BrokerChild, Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.output import TEXT_OR_JSON, count, print_json_line, say
+from metamq.cli.ports import Ports
+from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.up_replicas import BROKER_ID, Place, Replicas
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.zk.embedded import EmbeddedZooKeeper
 
 HOST = "127.0.0.1"
 ZOOKEEPER_PORT, BROKER_PORT, HTTP_PORT = 2181, 8123, 8120
-PORTS_TRIED = 100
+SLAVES_MAX = 8
 POLL_S = 0.1
 ORPHANS_S = 15.0
 
@@ -53,19 +53,29 @@ ORPHANS_S = 15.0
     type=click.IntRange(-1, 65535),
     help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]",
 )
+@click.option(
+    "--slaves", type=click.IntRange(0, SLAVES_MAX), default=1, show_default=True, help="How many slaves the broker has."
+)
 @TEXT_OR_JSON
 def up(
-    data: str | None, ephemeral: bool, port: int | None, broker_port: int | None, http_port: int | None, output: str
+    data: str | None,
+    ephemeral: bool,
+    port: int | None,
+    broker_port: int | None,
+    http_port: int | None,
+    slaves: int,
+    output: str,
 ) -> int:
-    """Start a ZooKeeper and a broker on this machine, and run until Ctrl-C, which ends both.
+    """Start a ZooKeeper and a broker, a master and a slave, on this machine. Ctrl-C ends all.
 
     Prints the line to paste where the clients run; with the usual port, clients on this machine need none. With -o json
-    one line says where everything is. Settings of the broker come from [broker] of the TOML file and METAMQ_BROKER_...,
-    but for its id, address, ports and data.
+    one line says where everything is. A master or slave that is killed is missed, and the others go on. Slaves have the
+    next free ports. Settings of the broker come from [broker] of the TOML file and METAMQ_BROKER_..., but for its id,
+    replica number, address, ports and data.
 
     \b
     metamq up
-    metamq up --ephemeral
+    metamq up --ephemeral --slaves 0
     metamq up --data ./other --port 2182
     """
     if ephemeral and data is not None:
@@ -79,29 +89,41 @@ def up(
                 _folder(data, ephemeral) as folder,
                 _locked(folder, signals) as lock,
                 _zookeeper(None if ephemeral else folder / "zookeeper", port, signals) as server,
-                _broker(server.address, folder, broker_port, http_port, lock, signals) as broker,
+                _replicas(server.address, folder, slaves, (broker_port, http_port), lock, signals) as replicas,
             ):
-                _tell(server.address, broker, folder, ephemeral, output)
+                _tell(server.address, replicas, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
                     server.check_running()
-                    broker.check_running()
+                    replicas.check_running()
                 say("Stopping.")
-                broker.end()
+                replicas.end()
         except Stopped:
             say("Stopping.")
     return 0
 
 
-def _tell(zookeeper: str, broker: BrokerChild, folder: Path, ephemeral: bool, output: str) -> None:
-    address = f"{HOST}:{broker.port}"
-    metrics = f"http://{HOST}:{broker.http_port}/metrics" if broker.http_port > 0 else None
+def _tell(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, output: str) -> None:
+    known = replicas.described()
+    roles = {number: one.role for number, one in known.items()}
     if output == "json":
         kept = None if ephemeral else str(folder.absolute())
-        print_json_line({"zookeeper": zookeeper, "broker": address, "metrics": metrics, "data": kept})
+        told = [
+            {
+                "replica": one.number,
+                "role": roles.get(one.number, "waiting"),
+                "address": one.address,
+                "metrics": one.metrics,
+            }
+            for one in replicas.members
+        ]
+        print_json_line({"zookeeper": zookeeper, "replicas": told, "data": kept})
         return
-    say(f"ZooKeeper serves at {zookeeper}, broker 0 at {address}.")
-    if metrics is not None:
-        say(f"Metrics are at {metrics}.")
+    say(f"ZooKeeper serves at {zookeeper}, broker {BROKER_ID} has {count(len(replicas.members), 'replica')}:")
+    for one in replicas.members:
+        metrics = f", {one.metrics}" if one.metrics else ""
+        say(f"  {roles.get(one.number, 'waiting')} (replica {one.number}) at {one.address}{metrics}")
+    for problem in (one.problem for one in known.values() if one.problem):
+        say(f"{problem}.", fg="yellow")
     say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C ends all.")
     click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
 
@@ -170,60 +192,32 @@ def _is_alive(holder: str) -> bool:
 
 @contextlib.contextmanager
 def _zookeeper(folder: Path | None, wanted_port: int | None, signals: StopSignals) -> Iterator[EmbeddedZooKeeper]:
-    port = _port("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
+    port = Ports(HOST).take("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
     with EmbeddedZooKeeper(folder, port, host=HOST, check=signals.check) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _broker(
-    zookeeper: str, folder: Path, port: int | None, http_port: int | None, lock: int, signals: StopSignals
-) -> Iterator[BrokerChild]:
-    settings = {
-        "--id": 0,
-        "--host": HOST,
-        "--advertise": HOST,
-        "--port": _port("the broker", port, BROKER_PORT, "--broker-port"),
-        "--http-port": -1 if http_port == -1 else _port("/metrics", http_port, HTTP_PORT, "--http-port"),
-        "--data": folder / "broker",
-        "--zookeeper": zookeeper,
-        "--root": current().place(),
-    }
-    arguments = [f"{name}={value}" for name, value in settings.items()]
-    if current().config:
-        arguments.append(f"--config={current().config}")
-    broker = BrokerChild(arguments, folder / "broker.log", pass_fds=(lock,))
+def _replicas(
+    zookeeper: str, folder: Path, slaves: int, ports: tuple[int | None, int | None], lock: int, signals: StopSignals
+) -> Iterator[Replicas]:
+    replicas = Replicas(zookeeper, current().place(), current().config)
     try:
-        broker.wait_ready(signals.check)
-        yield broker
+        replicas.start(_places(folder, slaves, *ports), folder, lock)
+        replicas.wait_ready(signals.check)
+        yield replicas
     finally:
-        broker.stop()
+        replicas.stop()
 
 
-def _port(what: str, wanted: int | None, usual: int, option: str) -> int:
-    """The wanted port, else the usual one or the next that is free. Raises ConfigError when it is taken."""
-    if wanted is not None:
-        if wanted and not _is_free(wanted):
-            raise ConfigError(
-                f"port {wanted} of {HOST} is taken, {what} cannot listen there", hint=f"Choose another {option}."
-            )
-        return wanted
-    for port in range(usual, usual + PORTS_TRIED):
-        if _is_free(port):
-            return port
-    raise ConfigError(f"no port from {usual} to {usual + PORTS_TRIED - 1} is free for {what}", hint=f"Give {option}.")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET) as probe:
-        # As the servers do: a connection that still lingers in TIME_WAIT does not take the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise ConfigError(
-                f"cannot listen on port {port} of {HOST}: {error.strerror}", hint="Choose another."
-            ) from None
-    return True
+def _places(folder: Path, slaves: int, port: int | None, http_port: int | None) -> list[Place]:
+    """For each replica. Raises ConfigError when a wanted port is taken."""
+    free = Ports(HOST)
+    first_port = free.take("the broker", port, BROKER_PORT, "--broker-port")
+    first_http = -1 if http_port == -1 else free.take("/metrics", http_port, HTTP_PORT, "--http-port")
+    places = [Place(0, HOST, first_port, first_http, folder / "broker")]
+    for number in range(1, slaves + 1):
+        own = free.next_free("a slave", first_port + number, "--broker-port") if first_port else 0
+        own_http = free.next_free("/metrics", first_http + number, "--http-port") if first_http > 0 else first_http
+        places.append(Place(number, HOST, own, own_http, folder / f"replica-{number}"))
+    return places

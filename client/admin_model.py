@@ -195,10 +195,11 @@ class BrokerDescription:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescription:
-    """One replica of a broker id. `role` is "master" or "slave"; `address` is None while it is not registered.
+    """One replica of a broker id. `address` is None while it is not registered.
 
-    `stage`: what it is to the in-sync set at its master. The lags, behind the master, are None for the master itself
-    and for a slave without a link to it. `problem`: why the master does not answer.
+    `role` is "master", "slave", or "waiting": one that was the master, and may lack what others hold. `stage`: what it
+    is to the in-sync set at its master. The lags, behind the master, are None for the master itself and for a slave
+    without a link to it. `problem`: why the master does not answer, or waits.
     """
 
     broker_id: int

@@ -17,6 +17,7 @@ from metamq.zk.replicas import slaves_of
 from metamq.zk.session import Session
 
 PROMOTE_TIMEOUT_S = 30.0
+WAITS = "waits: it came back after its host went down, and others may hold what it lost. Promote one of the replicas"
 
 
 async def describe_replicas(cluster: Cluster) -> dict[int, BrokerReplicas]:
@@ -49,6 +50,9 @@ async def _describe(cluster: Cluster, broker_id: int, master: BrokerAddress | No
         except (KeyError, TypeError, AttributeError) as error:
             problem = f"its statistics make no sense: {error!r}"
     insync = {replica for replica, _ in state.insync}
+    is_waiting = master is None and state.master in slaves
+    if is_waiting:
+        problem = f"replica {state.master} {WAITS}"
     replicas = []
     for number in sorted({state.master, *insync, *slaves, *links}):
         address = master if master is not None and master.replica == number else slaves.get(number)
@@ -57,9 +61,9 @@ async def _describe(cluster: Cluster, broker_id: int, master: BrokerAddress | No
             ReplicaDescription(
                 broker_id=broker_id,
                 replica=number,
-                role="master" if number == state.master else "slave",
+                role="slave" if number != state.master else "waiting" if is_waiting else "master",
                 address=address.address if address is not None else None,
-                in_sync=number in insync,
+                in_sync=_in_sync(state, number, address),
                 version=address.version if address is not None else None,
                 stage=str(link.get("stage", "")),
                 lag_messages=link.get("lag_messages"),
@@ -71,10 +75,17 @@ async def _describe(cluster: Cluster, broker_id: int, master: BrokerAddress | No
     return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas))
 
 
+def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) -> bool:
+    """A replica that came back as a new incarnation is not, whatever stands there of the former one."""
+    if address is None:
+        return replica in {number for number, _ in state.insync}
+    return (replica, address.incarnation) in state.insync
+
+
 async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> PromotionPlan:
     """What a promotion would do. Raises ConfigError when there is no such slave."""
     state, slave, master = await _find(cluster.session, broker_id, replica)
-    in_sync = replica in {number for number, _ in state.insync}
+    in_sync = _in_sync(state, replica, slave)
     others = [master] if master is not None else []
     others += [one for one in await slaves_of(cluster.session, broker_id) if one.replica != replica]
     lost: dict[str, int] | None = {}
@@ -124,9 +135,9 @@ async def _find(
     if stored is None:
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     master = (await live_brokers(session)).get(broker_id)
-    if stored[0].master == replica:
-        raise ConfigError(f"replica {replica} is the master of broker {broker_id} already")
     slaves = {slave.replica: slave for slave in await slaves_of(session, broker_id)}
+    if stored[0].master == replica and replica not in slaves:  # one that waits is among them, and may be promoted
+        raise ConfigError(f"replica {replica} is the master of broker {broker_id} already")
     if replica not in slaves:
         known = f"Its slaves are: {', '.join(map(str, slaves))}." if slaves else "It has no slave at present."
         raise ConfigError(f"broker {broker_id} has no slave {replica}", hint=known)

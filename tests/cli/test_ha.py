@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,3 +77,34 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert accepted.status == 0
     assert "What it lacks nobody can tell: no other replica answers." in accepted.talk
     assert "Replica 0 is the master of broker 0, epoch 3." in accepted.talk
+
+
+def another_boot(broker: BrokerProcess) -> None:
+    """As if the broker's host had gone down and come back since the process was killed."""
+    path = broker.data / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "another"}))
+
+
+def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(ha: Metamq, pair: Pair) -> None:
+    running, slave = pair
+    if not slave.running:
+        slave.start()
+    with running.admin() as admin:
+        replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
+        wait_until(lambda: all(one.in_sync and one.address for one in replicas()), what="both in sync")
+        master = next(one.replica for one in replicas() if one.role == "master")
+        for broker in (running.broker, slave):
+            broker.kill()
+            another_boot(broker)
+        for broker in (running.broker, slave):
+            broker.start()
+        wait_until(lambda: any(one.role == "waiting" for one in replicas()), what="one that waits")
+    shown = ha("status")
+    assert f"broker 0: replica {master} waits: it came back after its host went down" in shown.talk
+    assert [line.split()[4] for line in shown.text.splitlines()[1:]] == ["no", "no"]
+    refused = ha("promote", "--slave", master, "--yes")
+    assert refused.status == 1
+    assert "It is not in sync" in refused.talk
+    accepted = ha("promote", "--slave", master, "--accept-loss", "--yes")
+    assert accepted.status == 0, accepted.talk
+    assert "LOST" not in accepted.talk

@@ -60,7 +60,8 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
 ) -> None:
     first = Up(process, tmp_path, *free_ports())
     assert "Ctrl-C ends all." in first.talk
-    assert f"ZooKeeper serves at {first.zookeeper}, broker 0 at 127.0.0.1:" in first.talk
+    assert f"ZooKeeper serves at {first.zookeeper}, broker 0 has 2 replicas:\n  master (replica 0) at" in first.talk
+    assert "  slave (replica 1) at 127.0.0.1:" in first.talk
     assert max(map(len, first.talk.splitlines())) <= 80
     here = ("--zookeeper", first.zookeeper)
     assert offline("topic", "create", "flights", "--flush", "ack", *here).status == 0
@@ -90,21 +91,76 @@ def test_up_tells_programs_where_everything_is(process: Start, offline: Metamq, 
     child = process("up", *free_ports(), "-o", "json", cwd=tmp_path)
     assert child.stdout is not None
     told = json.loads(child.stdout.readline())
-    assert told.keys() == {"zookeeper", "broker", "metrics", "data"}
+    assert told.keys() == {"zookeeper", "replicas", "data"}
+    assert [(one["replica"], one["role"]) for one in told["replicas"]] == [(0, "master"), (1, "slave")]
+    assert len({one["address"] for one in told["replicas"]}) == 2
     assert offline("topic", "list", "-o", "json", "--zookeeper", told["zookeeper"]).json == []
     assert told["data"] == str(tmp_path / "metamq-data")
-    with urllib.request.urlopen(told["metrics"], timeout=10) as page:
-        assert b"metamq_broker_ready" in page.read()
+    for one in told["replicas"]:
+        with urllib.request.urlopen(one["metrics"], timeout=10) as page:
+            assert b"metamq_broker_ready" in page.read()
     child.send_signal(signal.SIGTERM)
     assert child.communicate(timeout=30) == (b"", b"Stopping.\n")
 
 
-def test_a_part_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: Path, until: Until) -> None:
-    running = Up(process, tmp_path, "--ephemeral", *free_ports())
+def broker_process(running: Up, replica: int) -> psutil.Process:
+    return next(child for child in running.children() if f"--replica={replica}" in child.cmdline())
+
+
+def in_sync(offline: Metamq, zookeeper: str) -> dict[int, bool]:
+    (broker,) = offline("ha", "status", "-o", "json", "--zookeeper", zookeeper).json
+    return {one["replica"]: one["in_sync"] and one["address"] is not None for one in broker["replicas"]}
+
+
+def test_a_replica_that_ends_is_told_and_the_other_goes_on(
+    process: Start, offline: Metamq, tmp_path: Path, until: Until
+) -> None:
+    """A folder of one broker only, as an earlier `metamq up --slaves 0` left it, gets a slave that copies it."""
+    alone = Up(process, tmp_path, "--slaves", 0, *free_ports())
+    here = ("--zookeeper", alone.zookeeper)
+    assert "broker 0 has 1 replica:" in alone.talk
+    assert offline("topic", "create", "flights", "--replication", "sync", *here).status == 0
+    assert offline("produce", "flights", "a", *here).status == 0
+    assert alone.end() == (0, "Stopping.\n")
+
+    running = Up(process, tmp_path, *free_ports())
+    here = ("--zookeeper", running.zookeeper)
+    until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "a slave in sync")
+    master = broker_process(running, 0)
+    said = running.process.stdout
+    assert said is not None
+    master.kill()
+    assert said.readline() == b"Replica 0, the master, was ended by SIGKILL. The others go on.\n"
+    promote = said.readline().decode().removeprefix("To make a slave the master: metamq ").split()
+    again = said.readline().decode().removeprefix("To start it again: metamq ").split()
+    assert offline(*promote, "--yes", *here).status == 0
+    assert offline("produce", "flights", "b", *here).status == 0
+    read = offline("consume", "flights", "-e", *here)
+    assert sorted(read.text.split()) == ["a", "b"]
+
+    by_hand = process(*again, cwd=tmp_path)
+    until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "the former master in sync")
+    by_hand.send_signal(signal.SIGTERM)
+    assert by_hand.wait(30) == 0
+    children = running.children()
+    broker_process(running, 1).kill()
+    talk, _ = running.process.communicate(timeout=30)
+    assert running.process.returncode == 1
+    assert b"metamq: replica 1 was ended by SIGKILL\n" in talk
+    assert b"replica-1.log ends:" in talk
+    until(lambda: gone(children), "the end of all children")
+
+    refused = process("up", "--slaves", 0, *free_ports(), cwd=tmp_path)
+    _, talk = refused.communicate(timeout=30)
+    assert refused.returncode == 1
+    assert b"replica 1 is the master of broker 0, and is not among those to be started" in talk
+
+
+def test_a_lone_broker_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: Path, until: Until) -> None:
+    running = Up(process, tmp_path, "--ephemeral", "--slaves", 0, *free_ports())
     assert not (tmp_path / "metamq-data").exists()
     children = running.children()
-    broker = next(child for child in children if "broker" in child.cmdline())
-    broker.kill()
+    broker_process(running, 0).kill()
     talk, _ = running.process.communicate(timeout=30)
     assert running.process.returncode == 1
     assert b"metamq: the broker was ended by SIGKILL\n" in talk
@@ -126,7 +182,7 @@ def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path)
     (tmp_path / "metamq-data").mkdir()
     (tmp_path / "metamq-data" / "broker").write_text("a file")
     (tmp_path / "metamq-data" / "broker.log").write_text("metamq: said by an earlier one\n")
-    child = process("up", *free_ports(), cwd=tmp_path)
+    child = process("up", "--slaves", 0, *free_ports(), cwd=tmp_path)
     _, talk = child.communicate(timeout=30)
     assert child.returncode == 1
     first, second, *said = talk.decode().splitlines()

@@ -1,0 +1,53 @@
+"""Ports for servers that `metamq up` starts: the wanted one, else the usual one or the next that is free."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from metamq.errors import ConfigError
+
+TRIED = 100
+
+
+class Ports:
+    """Ports of one address. None is given out twice: servers that are being started do not listen yet."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._given: set[int] = set()
+
+    def take(self, what: str, wanted: int | None, usual: int, option: str) -> int:
+        """The port for `what`; 0, when that is wanted, lets the system choose. Raises ConfigError when it is taken."""
+        if wanted is not None:
+            if wanted and not self._is_free(wanted):
+                raise ConfigError(
+                    f"port {wanted} of {self._host} is taken, {what} cannot listen there",
+                    hint=f"Choose another {option}.",
+                )
+            self._given.add(wanted)
+            return wanted
+        return self.next_free(what, usual, option)
+
+    def next_free(self, what: str, first: int, option: str) -> int:
+        """The first free port from this one on. Raises ConfigError when there is none near."""
+        last = min(first + TRIED - 1, 65535)
+        for port in range(first, last + 1):
+            if port not in self._given and self._is_free(port):
+                self._given.add(port)
+                return port
+        raise ConfigError(f"no port from {first} to {last} is free for {what}", hint=f"Give {option}.")
+
+    def _is_free(self, port: int) -> bool:
+        with socket.socket(socket.AF_INET) as probe:
+            # As the servers do: a connection that still lingers in TIME_WAIT does not take the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                raise ConfigError(
+                    f"cannot listen on port {port} of {self._host}: {error.strerror}", hint="Choose another."
+                ) from None
+        return True
