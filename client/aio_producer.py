@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, Unpack
 
-from metamq.client.checks import check_callables, check_seconds
+from metamq.client.checks import check_callables, check_timeout
 from metamq.client.opened_later import OpenedLater
 from metamq.client.producer import FLUSH_TIMEOUT_S, SESSION_TIMEOUT_MS
 from metamq.client.producer_core import ProducerCore, ProducerOptions
@@ -52,7 +52,7 @@ class Producer(OpenedLater, ProducerFace[T]):
     async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
         self._check_usable()
-        check_seconds("timeout", timeout)
+        check_timeout("timeout", timeout)
         await self._core.flush(timeout)
 
     async def drain(self) -> None:
@@ -62,7 +62,7 @@ class Producer(OpenedLater, ProducerFace[T]):
 
     async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
-        check_seconds("timeout", timeout)
+        check_timeout("timeout", timeout)
         if self._opened and not self._closed:
             self._closed = True
             await self._core.close(timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,10 +24,20 @@ def not_picklable(client: object) -> WrongType:
     return WrongType(f"a {type(client).__name__} cannot be pickled", hint="Make it in the process that is to use it.")
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raises WrongType unless it is a number, or None."""
+def check_timeout(name: str, value: object) -> None:
+    """Raises ConfigError unless it is a time to wait, or None. One below 0 is over already, as Python's own are."""
     if value is not None and not is_number(value):
         raise wrong_type(f"`{name}`", "a number of seconds", value)
+    if isinstance(value, int | float) and not value <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"`{name}` must be a number of seconds, or None to wait for ever, not {value!r}")
+
+
+def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
+    """Raises ConfigError unless it is a number, 0 or more; or None, where it is `optional`."""
+    if not (value is None and optional) and not is_number(value):
+        raise wrong_type(f"`{name}`", "a number of seconds", value)
+    if isinstance(value, int | float) and not 0 <= value <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"`{name}` must be a number of seconds, 0 or more, not {value!r}")
 
 
 def check_callables(**arguments: object) -> None:

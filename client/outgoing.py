@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from metamq.client.checks import check_seconds
+from metamq.client.checks import check_timeout
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.wire import columns
@@ -248,7 +248,7 @@ class _Waitable:
 
     def _wait(self, timeout: float | None) -> None:
         if timeout is not None:
-            check_seconds("timeout", timeout)
+            check_timeout("timeout", timeout)
         if self.done():
             return
         if timeout != 0:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from metamq.client.background import background
-from metamq.client.checks import check_callables, check_seconds
+from metamq.client.checks import check_callables, check_seconds, check_timeout
 from metamq.client.producer_core import ProducerCore, ProducerOptions
 from metamq.client.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
@@ -79,12 +79,12 @@ class Producer(ProducerFace[T]):
         Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds.
         """
         self._check_usable()
-        check_seconds("timeout", timeout)
+        check_timeout("timeout", timeout)
         self._background.run(self._core.flush(timeout))
 
     def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Flushes and closes; further calls do nothing. Raises as `flush` does, after everything is closed."""
-        check_seconds("timeout", timeout)
+        check_timeout("timeout", timeout)
         if self._closed:
             return
         self._closed = True

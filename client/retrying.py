@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from metamq.client.checks import check_seconds, check_whole, is_number
+from metamq.client.checks import check_seconds, check_whole
 from metamq.client.model import Message
 from metamq.errors import ConfigError
 from metamq.zk.names import DEAD_LETTER_SUFFIX
@@ -18,7 +18,7 @@ class Rollback(Exception):
     """Raised by a listener to get the message again after `delay_s`; it does not count as a failed attempt."""
 
     def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
-        check_seconds("delay_s", delay_s)
+        check_seconds("delay_s", delay_s, optional=False)
         super().__init__(f"rolled back, again in {delay_s:g} s")
         self.delay_s = delay_s
 
@@ -32,8 +32,7 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         check_whole("max_attempts", self.max_attempts, 1)
-        if not is_number(self.retry_delay_s) or self.retry_delay_s < 0:
-            raise ConfigError(f"`retry_delay_s` must be a number of seconds, 0 or more, not {self.retry_delay_s!r}")
+        check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
 
     def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
         """Seconds until the next attempt, None to give up. `failed_attempts` counts this one, unless a Rollback."""

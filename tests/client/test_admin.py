@@ -145,6 +145,7 @@ def test_arguments_that_are_none_are_named(admin: Admin, topic: str) -> None:
         ({"brokers": 0}, "`brokers` must be a list of broker ids, not 0"),
         ({"brokers": ["0"]}, r"`brokers` must be a list of broker ids, not \['0'\]"),
         ({"timeout_s": "5"}, "`timeout_s` must be a number of seconds, not '5'"),
+        ({"timeout_s": -1}, "`timeout_s` must be a number of seconds, 0 or more, not -1"),
         ({"retention_ms": "7d"}, "retention_ms is '7d'. It has to be a whole number"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -33,6 +33,8 @@ def test_wrong_arguments_are_named(shop: Shop) -> None:
         ({"topics": 5}, "`topics` must be a name or a list of names, not 5"),
         ({"topics": "t", "strategy": 5}, "strategy 5"),
         ({"topics": "t", "idle_timeout_s": "5"}, "`idle_timeout_s` must be a number of seconds, not '5'"),
+        ({"topics": "t", "idle_timeout_s": -1}, "`idle_timeout_s` must be a number of seconds, 0 or more, not -1"),
+        ({"topics": "t", "idle_timeout_s": float("inf")}, "0 or more, not inf"),
         (
             {"topics": "t", "session_timeout_ms": "5"},
             "`session_timeout_ms` must be a whole number of milliseconds",
@@ -140,6 +142,8 @@ def test_a_time_limit_of_a_wrong_type_is_named_whether_it_is_needed_or_not(shop:
         (lambda p: p.send("t", b"x", timestamp=1 << 63), ConfigError, "is not microseconds since 1970"),
         (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ConfigError, "got 2 keys for 1 value"),
         (lambda p: p.send("t", b"x" * (4 << 20)), MessageTooLarge, "the limit is 4,194,304"),
+        (lambda p: p.flush(float("inf")), ConfigError, "`timeout` must be .*, or None to wait for ever, not inf"),
+        (lambda p: Rollback(delay_s=-1), ConfigError, "`delay_s` must be a number of seconds, 0 or more, not -1"),
         (lambda p: p.send("t", b"x", None, {"\ud800": b"x"}), UnicodeEncodeError, "surrogates not allowed"),
     ],
 )
@@ -162,6 +166,9 @@ def test_wrong_values_are_refused_at_the_call(
         ({"linger_ms": "5"}, "`linger_ms` must be a number of milliseconds, not '5'"),
         ({"buffer_bytes": 1e6}, r"`buffer_bytes` must be a whole number of bytes, not 1000000\.0"),
         ({"delivery_timeout_s": True}, "`delivery_timeout_s` must be a number of seconds, not True"),
+        ({"full_timeout_s": -1}, "`full_timeout_s` must be a number of seconds, 0 or more, not -1"),
+        ({"full_timeout_s": float("nan")}, "`full_timeout_s` must be a number of seconds, 0 or more, not nan"),
+        ({"delivery_timeout_s": float("nan")}, r"`delivery_timeout_s` must be a number of seconds from 0\.001"),
         ({"full_timeout_s": "5"}, "`full_timeout_s` must be a number of seconds, not '5'"),
         ({"encode": 5}, "`encode` must be a callable, not 5"),
         ({"compression": 5}, "`compression` must be a string, not 5"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -42,7 +43,7 @@ def test_a_rollback_is_no_failure() -> None:
         assert policy.pause_after(Rollback(2.5), 0) == 2.5
 
 
-@pytest.mark.parametrize(("attempts", "delay_s"), [(0, 0.1), (-1, 0.1), (3, -0.1)])
+@pytest.mark.parametrize(("attempts", "delay_s"), [(0, 0.1), (-1, 0.1), (3, -0.1), (3, math.nan)])
 def test_a_policy_that_cannot_be(attempts: int, delay_s: float) -> None:
     with pytest.raises(ConfigError, match=r"`(max_attempts|retry_delay_s)` must be"):
         RetryPolicy(attempts, delay_s)
