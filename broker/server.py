@@ -94,11 +94,11 @@ class Broker:
             self._flusher = Flusher(self.fail)
             self._topics = Topics(config.id, self._folder, self._files)
             self._store = TopicStore(self._session)
-            await self._check_zookeeper()
-            await self._read_topics()
+            await self._until_answered(self._check_zookeeper)
+            await self._until_answered(self._read_topics)
             self._make_parts(connections_max)
             self._status = StatusServer(self) if config.http_port >= 0 else None
-            await self._keeper.begin()
+            await self._until_answered(self._keeper.begin)
         except BaseException:
             await self._abandon()
             raise
@@ -121,6 +121,16 @@ class Broker:
             "broker %d is up at %s:%d, epoch %d, %s, data in %s",
             config.id, self.host, self.port, self.epoch, count(len(self._topics.counts()), "topic"), config.data,
         )  # fmt: skip
+
+    async def _until_answered(self, step: Callable[[], Awaitable[None]]) -> None:
+        """A step of the start; again from its beginning when ZooKeeper goes away in the middle of it."""
+        while True:
+            await self._session.connected()
+            try:
+                return await step()
+            except ConnectError as error:
+                log.info("broker %d waits for ZooKeeper: %s", self.config.id, error)
+                await asyncio.sleep(RETRY_S)
 
     def _make_parts(self, connections_max: int) -> None:
         """What serves clients, over the topics; the role is still to be taken."""

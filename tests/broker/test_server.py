@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pkgutil
 import re
 import signal
 import socket
@@ -29,6 +30,7 @@ from metamq.wire.commands import Command, PutEntry
 from metamq.wire.connection import Response
 from metamq.zk.brokers import BrokerState, read_state
 from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import master_offer
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig, TopicStore
@@ -513,3 +515,26 @@ def test_a_start_that_failed_leaves_nothing_open(parts: Cluster, tmp_path: Path)
                 pass
     with LocalBroker(parts.zookeeper, tmp_path / "data", id=6) as local:
         assert local.broker.epoch > 0
+
+
+@pytest.mark.parametrize("step", ["server.TopicStore.names", "ha.keeper.become_master"])
+def test_zookeeper_goes_away_in_the_middle_of_a_start(
+    step: str, metamq_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker waits for it, as it does before: it may be restarted when the broker is."""
+    place, _, name = f"metamq.broker.{step}".rpartition(".")
+    with LocalBroker(metamq_cluster.zookeeper, tmp_path / "broker", id=29):
+        pass
+    owner = pkgutil.resolve_name(place)
+    proper, lost = getattr(owner, name), []
+
+    async def answers_late(*args: object) -> object:
+        if not lost:
+            lost.append(step)
+            raise ConnectionLost(metamq_cluster.zookeeper, "the test cuts it")
+        return await proper(*args)
+
+    monkeypatch.setattr(owner, name, answers_late)
+    with LocalBroker(metamq_cluster.zookeeper, tmp_path / "broker", id=29) as local:
+        assert local.broker.readiness()[0]
+    assert lost
