@@ -102,7 +102,7 @@ class HAClient:
                     await self._changed.wait()
                     continue
                 try:
-                    error = await self._serve(master)
+                    error = await self._serve_while_it_is(master)
                 except MetamqError as never_began:
                     error = never_began
                 else:
@@ -119,6 +119,21 @@ class HAClient:
                     pause_s = min(2 * pause_s, PAUSE_MAX_S)
         finally:
             self.state = HAState.SHUTDOWN
+
+    async def _serve_while_it_is(self, master: BrokerAddress) -> MetamqError:
+        """As _serve(), but ends as soon as another one is to be followed, also in the middle of a handshake: a former
+        master that hangs, or is cut off from ZooKeeper, would hold this slave up, or keep it."""
+        serving = asyncio.ensure_future(self._serve(master))
+        changed = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait({serving, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                return serving.result()
+            return ConnectError("the master", "it is another one now")
+        finally:
+            serving.cancel()
+            changed.cancel()
+            await asyncio.gather(serving, changed, return_exceptions=True)
 
     async def _serve(self, master: BrokerAddress) -> MetamqError:
         """One link, from its making to its end; returns why it ended. Raises what kept it from beginning."""

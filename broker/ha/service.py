@@ -81,6 +81,7 @@ class HAService:
         self.links: dict[int, HAConnection] = {}
         """By replica: a replica counts once, however many connections it makes."""
         self.closed = False
+        self._is_deposed = False
         self._settings = settings
         self._topics = topics
         self._change = change
@@ -357,9 +358,18 @@ class HAService:
     def state_read(self, state: BrokerState, version: int) -> None:
         """What stands in ZooKeeper: another epoch deposes this master."""
         if state.epoch != self.epoch:
-            self._deposed()
+            self._depose(state)
         elif self._changing is None or self._changing.done() or asyncio.current_task() is self._changing:
             self.membership.read(state.insync, version)
+
+    def _depose(self, state: BrokerState) -> None:
+        """Nothing more is taken or asked for; the role ends as soon as the broker gets to it."""
+        if not self._is_deposed:
+            self._is_deposed = True
+            self.membership.deposed()
+            reason = f"replica {state.master} is the master, since epoch {state.epoch}"
+            self._refuse_writes(Fenced(f"broker {self._settings.broker_id}", reason))
+        self._deposed()
 
     # -- giving the role away -----------------------------------------------------------------------------------------
 
@@ -383,7 +393,7 @@ class HAService:
                     await self._ended.wait()
         if not self.closed:
             await self._read_state()
-        if not self.closed:
+        if not (self.closed or self._is_deposed):
             self._refuse_writes(None)
 
     def _holds_all(self, link: HAConnection, partitions: list[Partition]) -> bool:

@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import pytest
 
 from metamq.broker.data_folder import DataFolder
+from metamq.broker.flusher import Flusher
+from metamq.broker.ha.client import JOIN_TIMEOUT_S, HAClient
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.insync import Change
 from metamq.broker.ha.service import HAService, HASettings
 from metamq.broker.log import FileCache
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
-from metamq.errors import ClosedError
+from metamq.errors import ClosedError, ConfigError, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
 from metamq.wire.frames import Buffer
-from metamq.zk.brokers import BrokerState
+from metamq.zk.brokers import BrokerAddress, BrokerState, Registration
 from metamq.zk.topics import TopicConfig
 
 EPOCH = 4
@@ -36,9 +39,9 @@ class Slave:
     peer = "a test"
     writable = True
 
-    def __init__(self, service: HAService) -> None:
+    def __init__(self, service: HAService, epoch: int = EPOCH, broker_id: int = 0, replica: int = 1) -> None:
         self.sent_seq = 0
-        join = sync.Join(sync.JOIN, EPOCH, sync.MAGIC, 0, 1, 7, "folder", False, 1)
+        join = sync.Join(sync.JOIN, epoch, sync.MAGIC, broker_id, replica, 7, "folder", False, 1)
         self.link: HAConnection
         self.service = service
         self.link, _accept = service.join(join, self)
@@ -58,8 +61,8 @@ class Slave:
         empty = sync.AttachPartition(1, TOPIC.topic, TOPIC.id, 0, 0, 0, 0, 0, 0, [])
         self.says(sync.Attach(sync.ATTACH, EPOCH, [empty]))
 
-    def acknowledges(self, seq: int) -> None:
-        self.says(sync.Ack(sync.ACK, EPOCH, seq, seq, []))
+    def acknowledges(self, seq: int, epoch: int = EPOCH) -> None:
+        self.says(sync.Ack(sync.ACK, epoch, seq, seq, []))
 
 
 class Master:
@@ -69,6 +72,7 @@ class Master:
         self.partition = topics.get("t", 0)
         self.ids = BatchIds(EPOCH)
         self.asked: list[Change] = []
+        self.writes_refused: Fenced | None = None
         self.state = BrokerState(EPOCH, 0, ((0, 1),), 1)
         settings = HASettings(0, (0, 1), EPOCH, 1, 3_600_000, round(LAG_S * 1000), 0)
         self.service = HAService(
@@ -78,9 +82,12 @@ class Master:
             change=self.change,
             read=self.read,
             deposed=lambda: None,
-            refuse_writes=lambda error: None,
+            refuse_writes=self.refuse_writes,
             failed=lambda partition, error: None,
         )
+
+    def refuse_writes(self, error: Fenced | None) -> None:
+        self.writes_refused = error
 
     async def change(self, change: Change) -> int:
         self.asked.append(change)
@@ -188,3 +195,121 @@ def test_under_constant_load_a_slave_joins_that_was_let_go_before(tmp_path: Path
 
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))
+
+
+def test_what_no_slave_of_this_term_says_is_refused_and_counts_for_nothing(tmp_path: Path) -> None:
+    """Another epoch, more than was sent, a number below what it said before; whose JOIN is not to be taken."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        slave = Slave(master.service)
+        slave.attach()
+        slave.acknowledges(0)  # it is required from here on
+        master.append()
+        await turns()
+        for wrong in (
+            lambda: slave.acknowledges(slave.sent_seq, EPOCH - 1),
+            lambda: slave.acknowledges(slave.sent_seq, EPOCH + 1),
+            lambda: slave.acknowledges(slave.sent_seq + 1),
+            lambda: slave.says(sync.Ack(sync.ACK, EPOCH, 0, 1, [])),
+            lambda: slave.says(sync.Ack(sync.ACK, EPOCH, 0, 0, [(1, 1 << 40, 0)])),
+        ):
+            raises(ProtocolError, wrong)
+            assert master.stable == 0
+        raises(Fenced, lambda: Slave(master.service, epoch=EPOCH + 1))
+        raises(ConfigError, lambda: Slave(master.service, broker_id=1))
+        raises(ConfigError, lambda: Slave(master.service, replica=0))
+        slave.acknowledges(slave.sent_seq)
+        assert master.stable == 1
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+def test_two_links_of_one_replica_count_once(tmp_path: Path) -> None:
+    """The second one takes the first one's place, whose acknowledgements are nobody's any more."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        first = Slave(master.service)
+        first.attach()
+        first.acknowledges(0)
+        master.append()
+        await turns()
+        second = Slave(master.service)
+        second.attach()
+        await turns()
+        assert len(master.service.links) == 1
+        first.acknowledges(first.sent_seq)
+        assert master.stable == 0
+        assert first.link.closed
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+def test_a_master_that_reads_another_epoch_takes_no_more_writes_at_once(tmp_path: Path) -> None:
+    """Also when it had refused them to hand over, and that took too long."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        slave = Slave(master.service)
+        slave.attach()
+        slave.acknowledges(0)
+        slave.says(sync.HandOver(sync.HANDOVER, EPOCH, 1))
+        master.state = BrokerState(EPOCH + 1, 1, ((1, 7),), 1)
+        await asyncio.gather(*slave.link.tasks)
+        asked = len(master.asked)
+        assert "replica 1 is the master" in str(master.writes_refused)
+        master.after(LAG_S + 1)
+        await turns()
+        assert len(master.asked) == asked
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+def test_a_slave_leaves_a_master_that_hangs_in_the_handshake_when_there_is_another_one(tmp_path: Path) -> None:
+    async def scenario(topics: Topics) -> None:
+        asked = [asyncio.Event(), asyncio.Event()]
+
+        def listen(number: int) -> Awaitable[asyncio.Server]:
+            async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                asked[number].set()
+                await reader.read()
+                writer.close()
+
+            return asyncio.start_server(hang, "127.0.0.1", 0)
+
+        servers = [await listen(number) for number in range(2)]
+        registration = Registration(
+            broker_id=0, replica=2, incarnation=1, folder="f", host="127.0.0.1", port=1, version="1", learner=False
+        )
+        client = HAClient(
+            lambda: registration, topics, Flusher(fails), learner=False, generation=lambda: 1,
+            followed=lambda generation: None, failed=fails,
+        )  # fmt: skip
+        following = asyncio.ensure_future(client.run())
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S / 2):
+                for replica, server in enumerate(servers):
+                    port = server.sockets[0].getsockname()[1]
+                    client.follow(BrokerAddress(0, replica, "master", "127.0.0.1", port, "1"))
+                    await asked[replica].wait()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            for server in servers:
+                server.close()
+
+    with a_master(tmp_path) as (topics, _make):
+        asyncio.run(scenario(topics))
+
+
+def fails(error: MetamqError) -> None:
+    raise error
+
+
+def raises(kind: type[MetamqError], what: Callable[[], object]) -> None:
+    with pytest.raises(kind):
+        what()
