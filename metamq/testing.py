@@ -41,6 +41,8 @@ LOG_CHARACTERS = 2000
 class BrokerProcess:
     """One broker as a process of its own, on a port that it keeps over restarts; it ends when this process does."""
 
+    command: tuple[str, ...] = (sys.executable, "-m", "metamq.broker")
+
     def __init__(self, zookeeper: str, data: Path, broker_id: int = 0, **settings: object) -> None:
         """`settings` are those of metamq.broker.config.BrokerConfig."""
         self.broker_id = broker_id
@@ -62,7 +64,7 @@ class BrokerProcess:
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
         with self.log_path.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "metamq.broker", "--with-parent"],
+                [*self.command, "--with-parent"],
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

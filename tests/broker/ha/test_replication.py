@@ -40,16 +40,16 @@ class Group:
         found: dict[str, Any] = statistics(self.replicas[number])["replication"]
         return found
 
-    def wait_insync(self, *numbers: int, master: int = 0) -> None:
-        wait_until(lambda: self.replication(master).get("insync") == list(numbers), what=f"{numbers} in sync")
+    def wait_insync(self, *numbers: int, master: int = 0, limit_s: float = 20) -> None:
+        wait_until(lambda: self.replication(master).get("insync") == list(numbers), limit_s, f"{numbers} in sync")
 
-    def promote(self, number: int, *, accept_loss: bool = False) -> int:
+    def promote(self, number: int, *, accept_loss: bool = False, timeout_s: float = 20) -> int:
         """Asks a slave to become the master; returns the new epoch."""
 
         async def ask() -> int:
             connection = await BrokerConnection.open("127.0.0.1", self.replicas[number].port)
             try:
-                answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=20)
+                answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=timeout_s)
                 return int(answer[0])
             finally:
                 await connection.close()

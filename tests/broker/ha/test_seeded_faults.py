@@ -1,0 +1,155 @@
+"""The checker of the chaos tests is itself checked: a fault is seeded into the brokers, and must be found.
+
+Two scripts bring about what the chaos comes upon by chance: a master that dies with what its slave has not got, and
+one that thaws after another was promoted. Without a fault nothing is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.errors import DeliveryTimeout, MetamqError
+from metamq.zk.embedded import EmbeddedZooKeeper
+from tests.broker.ha import seeded_faults
+from tests.broker.ha.chaos import NetworkedGroup, party
+from tests.broker.ha.history import Given, History, faults
+from tests.broker.ha.seeded_faults import FaultyBroker
+from tests.network import Way
+from tests.parts import wait_until
+
+TOPIC = "t"
+COUNT = 20
+TOGETHER_S = 8
+LINK = Way(party(0), party(1))
+ALONE_S = 0.5
+"""For so long a producer waits for what cannot be acknowledged."""
+
+
+class FaultyGroup(NetworkedGroup):
+    """Two replicas with a fault, and what a producer and a reader were told."""
+
+    def __init__(self, zookeeper: EmbeddedZooKeeper, folder: Path, lag_ms: int) -> None:
+        super().__init__(zookeeper, folder, replicas=2, made_by=FaultyBroker, insync_lag_ms=lag_ms)
+        self.history = History()
+        self.found: list[str] = []
+        self.cluster.create_topic(TOPIC, partitions=1, replication="sync")
+        self.wait_insync(0, 1)
+
+    def send(self, name: int, timeout_s: float = 20) -> None:
+        """Sends messages, a batch each and all of the same size, and notes which are acknowledged."""
+        with self.cluster.producer(delivery_timeout_s=timeout_s, linger_ms=0) as producer:
+            for number in range(COUNT):
+                value = b"%d-%04d" % (name, number)
+                try:
+                    receipt = producer.send(TOPIC, value).result(timeout_s + 5)
+                except DeliveryTimeout:
+                    return
+                self.history.acknowledged[value] = (receipt.partition, receipt.offset)
+
+    def check(self) -> None:
+        """Notes what is wrong with what the present master shows."""
+        self.found += faults(self.history, {"0-0": self.read(TOPIC)})
+
+    def together(self, master: int) -> None:
+        """Until the other one follows; it is a fault as well if it never does, or has another log."""
+        try:
+            self.wait_insync(0, 1, master=master, limit_s=TOGETHER_S)
+            self.wait_equal(0, 1)
+        except (AssertionError, KeyError, MetamqError) as error:
+            self.found.append(str(error)[:100])
+
+    @contextlib.contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Somebody reads; at the end what was read counts as seen."""
+        given = Given("the reader")
+        with self.cluster.consumer(topics=[TOPIC]) as consumer:
+
+            def read() -> None:
+                for batch in consumer.batches():
+                    given.batch(batch.partition, batch.offset, batch.values)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            try:
+                wait_until(lambda: given.seen, what="the first message read")
+                yield
+            finally:
+                consumer.close()
+                thread.join()
+                self.history.seen += given.seen
+
+
+def dies_with_what_nobody_else_has(group: FaultyGroup) -> None:
+    """Nothing reaches the slave, the master gets messages, dies, and comes back as the slave; then it is promoted."""
+    group.send(1)
+    with group.being_read():
+        group.network.cut(LINK)
+        group.send(2, timeout_s=ALONE_S)
+    group.replicas[0].kill()
+    group.network.heal(LINK, broken=True)
+    group.promote(1)
+    group.send(3)
+    group.check()
+    group.replicas[0].start()
+    group.together(1)
+    with contextlib.suppress(MetamqError):
+        group.promote(0)
+    group.check()
+
+
+def thaws_after_a_promotion(group: FaultyGroup) -> None:
+    """The master is frozen, the slave promoted and written to; then the former master goes on."""
+    group.send(4)
+    group.replicas[0].freeze()
+    group.promote(1)
+    group.send(5)
+    group.replicas[0].thaw()
+    group.together(1)
+    group.send(6)
+    group.check()
+
+
+SCRIPTS = {
+    "acknowledged_early": dies_with_what_nobody_else_has,
+    "seen_early": dies_with_what_nobody_else_has,
+    "cut_at_the_wrong_place": dies_with_what_nobody_else_has,
+    "stale_epoch_accepted": thaws_after_a_promotion,
+}
+LAG_MS = {dies_with_what_nobody_else_has: 10_000, thaws_after_a_promotion: 1000}
+"""A slave that is cut off stays in the set in the one, and a promoted one may be thrown out in the other."""
+
+
+@contextlib.contextmanager
+def a_group(folder: Path, lag_ms: int) -> Iterator[FaultyGroup]:
+    with EmbeddedZooKeeper(folder / "zookeeper") as zookeeper:
+        group = FaultyGroup(zookeeper, folder, lag_ms)
+        try:
+            yield group
+        finally:
+            group.close()
+
+
+def test_every_fault_has_a_script() -> None:
+    assert SCRIPTS.keys() == seeded_faults.FAULTS.keys()
+
+
+@pytest.mark.parametrize("script", LAG_MS)
+def test_without_a_fault_nothing_is_found(tmp_path: Path, script: Any) -> None:
+    with a_group(tmp_path, LAG_MS[script]) as group:
+        script(group)
+        assert group.found == []
+
+
+@pytest.mark.parametrize("fault", SCRIPTS)
+def test_a_seeded_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(seeded_faults.SETTING, fault)
+    script = SCRIPTS[fault]
+    with a_group(tmp_path, LAG_MS[script]) as group:
+        script(group)
+        assert [one for one in group.found if "was acknowledged" in one or "a reader saw" in one], group.found

@@ -1,0 +1,200 @@
+"""A network between parties of a test that can be cut: TCP lines that stall, one way or both, break, or are slow.
+
+Theory of operation
+-------------------
+Each party that others connect to stands behind a line: an address of its own, where this process listens and passes
+on what comes. Who has connected is found out by the kernel's table of sockets: so one address a party is enough, and
+a link between two of them is cut without their neighbours noticing.
+
+TCP loses no bytes in the middle of a stream. So what is cut stalls, ends of connections included, as it does where
+packets are dropped; afterwards it goes on where it was, or the connection is found to be broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHUNK_BYTES = 1 << 16
+
+
+class Way(NamedTuple):
+    """From whom bytes go to whom."""
+
+    source: str
+    target: str
+
+    @property
+    def back(self) -> Way:
+        """The other way."""
+        return Way(self.target, self.source)
+
+
+class Network:
+    """Lines, from a thread of its own. All methods are for other threads."""
+
+    def __init__(self, pids: Callable[[], Mapping[str, int]], elsewhere: str = "client") -> None:
+        """`pids` tells which process each party is at present; who connects from any other is `elsewhere`."""
+        self._pids = pids
+        self._elsewhere = elsewhere
+        self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.Server] = []
+        self._cut: set[Way] = set()
+        self._delays_s: dict[Way, float] = {}
+        self._passable = asyncio.Event()
+        """Set whenever something is healed, to be looked at anew."""
+        self._open: dict[Way, set[asyncio.StreamWriter]] = defaultdict(set)
+        """Connections, by who made them: both their ends."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
+        self._thread.start()
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    # -- what tests do ------------------------------------------------------------------------------------------------
+
+    def line(self, party: str, host: str, port: int, target_host: str = "127.0.0.1") -> str:
+        """Who connects to host:port from now on is connected to the party, on the same port; returns the address."""
+
+        async def listen() -> None:
+            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                task = asyncio.current_task()
+                assert task is not None
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                with contextlib.suppress(asyncio.CancelledError, OSError):
+                    await self._serve(party, target_host, port, reader, writer)
+
+            self._servers.append(await asyncio.start_server(accept, host, port, backlog=256))
+
+        self._call(listen())
+        return f"{host}:{port}"
+
+    def cut(self, *ways: Way) -> None:
+        """Nothing goes these ways until they are healed."""
+
+        async def cut() -> None:
+            self._cut.update(ways)
+
+        self._call(cut())
+
+    def heal(self, *ways: Way, broken: bool = False) -> None:
+        """They work again. `broken`: the connections that there were do not."""
+
+        async def heal() -> None:
+            self._cut.difference_update(ways)
+            for way in ways:
+                self._delays_s.pop(way, None)
+            if broken:
+                self._break(ways)
+            passable, self._passable = self._passable, asyncio.Event()
+            passable.set()
+
+        self._call(heal())
+
+    def slow_down(self, delay_s: float, *ways: Way) -> None:
+        """Whatever goes there takes so long, chunk by chunk."""
+
+        async def slow_down() -> None:
+            self._delays_s.update(dict.fromkeys(ways, delay_s))
+
+        self._call(slow_down())
+
+    def break_(self, *ways: Way) -> None:
+        """Ends the connections that were made there; later ones work."""
+
+        async def end() -> None:
+            self._break(ways)
+
+        self._call(end())
+
+    def _break(self, ways: tuple[Way, ...]) -> None:
+        for way in ways:
+            for made in (way, way.back):
+                for writer in self._open.pop(made, ()):
+                    writer.transport.abort()
+
+    def close(self) -> None:
+        """Ends everything."""
+
+        async def close() -> None:
+            for server in self._servers:
+                server.close()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._break(tuple(self._open))
+            await asyncio.sleep(0)  # aborted transports close their sockets in the loop's next turn
+
+        self._call(close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    async def _serve(
+        self, party: str, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        way = Way(self._who(writer), party)
+        self._open[way].add(writer)
+        target: asyncio.StreamWriter | None = None
+        try:
+            await self._until_passable(way)  # a connection is made by packets both ways
+            await self._until_passable(way.back)
+            back, target = await asyncio.open_connection(host, port)
+            self._open[way].add(target)
+            await asyncio.gather(self._pass_on(way, reader, target), self._pass_on(way.back, back, writer))
+        finally:
+            for end in (writer, target):
+                if end is not None:
+                    self._open[way].discard(end)
+                    end.transport.abort()
+
+    async def _pass_on(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Until this direction ends; then the other one is to end as well, once that is known there."""
+        with contextlib.suppress(OSError):
+            while data := await reader.read(CHUNK_BYTES):
+                if way in self._delays_s:
+                    await asyncio.sleep(self._delays_s[way])
+                await self._until_passable(way)
+                writer.write(data)
+                await writer.drain()
+        await self._until_passable(way)
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    async def _until_passable(self, way: Way) -> None:
+        while way in self._cut:
+            await self._passable.wait()
+
+    # -- who it is ----------------------------------------------------------------------------------------------------
+
+    def _who(self, writer: asyncio.StreamWriter) -> str:
+        inode = _inode(writer.get_extra_info("peername")[1], writer.get_extra_info("sockname"))
+        for party, pid in self._pids().items():
+            with contextlib.suppress(OSError):
+                for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                    with contextlib.suppress(OSError):
+                        if os.readlink(descriptor) == f"socket:[{inode}]":
+                            return party
+        return self._elsewhere
+
+
+def _inode(port: int, to: tuple[str, int]) -> str:
+    """Of the socket on this machine that is connected from a port to an address; empty when it is gone."""
+    address = "".join(f"{int(part):02X}" for part in reversed(to[0].split(".")))
+    target = f"{address}:{to[1]:04X}"
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[2] == target and fields[1].endswith(f":{port:04X}"):
+            return fields[9]
+    return ""
