@@ -20,6 +20,7 @@ from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
+from metamq.client.one_loop import OneLoop
 from metamq.client.opened_later import OpenedLater
 from metamq.client.retrying import RetryPolicy
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
@@ -35,7 +36,8 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             async for message in consumer:
                 ...
 
-    on_assigned and on_revoked may be coroutine functions; they run in the loop. One task iterates.
+    on_assigned and on_revoked may be coroutine functions; they run in the loop. One task iterates, and
+    a second one gets ConfigError.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         self._idle_timeout_s = idle_timeout_s
         self._callbacks = _awaited(on_assigned), _awaited(on_revoked)
         self._hand: Hand | None = None
+        self._one_loop = OneLoop()
         self._fields: Iterator[tuple[Any, ...]] | None = None
         self._closed = True
 
@@ -98,32 +101,36 @@ class Consumer(OpenedLater, ConsumerFace[T]):
     async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
         self._core.check_loop_may_begin()
-        while True:
-            if self._fields is None:
+        with self._one_loop.begun(asyncio.current_task) as goes_on:
+            while True:
+                goes_on()
+                if self._fields is None:
+                    self._finish()
+                    hand = await self._hands.take()
+                    if hand is None:
+                        return
+                    self._fields = self._iterate(hand)
+                    self._hand = hand
+                for fields in self._fields:
+                    message: Message[T] = message_of(fields)
+                    if self._filter is None or self._filter(message):
+                        yield message
                 self._finish()
-                hand = await self._hands.take()
-                if hand is None:
-                    return
-                self._fields = self._iterate(hand)
-                self._hand = hand
-            for fields in self._fields:
-                message: Message[T] = message_of(fields)
-                if self._filter is None or self._filter(message):
-                    yield message
-            self._finish()
 
     async def batches(self) -> AsyncGenerator[MessageBatch[T], None]:
         """Batches as they are stored, without an object per message; ends as iteration does."""
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
-        while True:
-            self._finish()
-            hand = await self._hands.take(whole=True)
-            if hand is None:
-                return
-            self._hand = hand
-            yield hand.batch
+        with self._one_loop.begun(asyncio.current_task) as goes_on:
+            while True:
+                goes_on()
+                self._finish()
+                hand = await self._hands.take(whole=True)
+                if hand is None:
+                    return
+                self._hand = hand
+                yield hand.batch
 
     def _iterate(self, hand: Hand) -> Iterator[tuple[Any, ...]]:
         try:
@@ -188,8 +195,10 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
         tasks = ListenerTasks(self._hands, listener, self._filter, dead_letters, policy, concurrency)
-        self._finish()
-        await tasks.run()
+        with self._one_loop.begun(asyncio.current_task) as goes_on:
+            goes_on()
+            self._finish()
+            await tasks.run()
 
     async def close(self) -> None:
         """Commits what is done, gives the partitions back, disconnects. What is in hand is not done."""

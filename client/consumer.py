@@ -22,6 +22,7 @@ from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
 from metamq.client.offsets_database import Connection
+from metamq.client.one_loop import OneLoop
 from metamq.client.retrying import RetryPolicy
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
@@ -55,8 +56,8 @@ class Consumer(ConsumerFace[T]):
 
     A message, or batch, is done when the next one is asked for, or when the `with` block ends without an exception.
     Membership is the ZooKeeper session: a handler may take as long as it likes without losing its partitions.
-    One thread iterates; commit, seek, pause, resume, lag and health may be called from any. After close() a loop that
-    is running ends, and everything but health() raises ClosedError.
+    One thread iterates, and a second one gets ConfigError; commit, seek, pause, resume, lag and health may be called
+    from any. After close() a loop that is running ends, and everything but health() raises ClosedError.
     Raises ConnectError, TopicNotFound, ConfigError.
     """
 
@@ -100,6 +101,7 @@ class Consumer(ConsumerFace[T]):
         self._filter = filter
         self._hand: Hand | None = None
         self._slices: Iterator[Iterator[tuple[Any, ...]]] | None = None
+        self._one_loop = OneLoop()
         self._closed = True
         self._close_ended = threading.Event()
         self._background = background()
@@ -124,35 +126,46 @@ class Consumer(ConsumerFace[T]):
 
     def _runs(self) -> Iterator[Iterator[Message[T]]]:
         """The messages of one slice of a batch after the other; no Python runs between two messages of a slice."""
-        while True:
-            if self._slices is None:
-                self._finish()
-                hand = self._hands.take()
-                if hand is None:
+        with self._one_loop.begun(threading.current_thread) as goes_on:
+            while True:
+                goes_on()
+                if self._slices is None and not self._take_slices():
                     return
-                self._hand = hand  # before anything is called, where a Ctrl-C may come
-                try:
-                    self._slices = hand.slices()
-                except BaseException:
-                    self._finish()
-                    raise
-            for fields in self._slices:
-                messages: Iterator[Message[T]] = map(message_of, fields)
-                yield messages if self._filter is None else filter(self._filter, messages)
+                assert self._slices is not None
+                for fields in self._slices:
+                    messages: Iterator[Message[T]] = map(message_of, fields)
+                    yield messages if self._filter is None else filter(self._filter, messages)
+                    goes_on()
+                self._finish()
+
+    def _take_slices(self) -> bool:
+        """Waits for a batch; False at the end."""
+        self._finish()
+        hand = self._hands.take()
+        if hand is None:
+            return False
+        self._hand = hand  # before anything is called, where a Ctrl-C may come
+        try:
+            self._slices = hand.slices()
+        except BaseException:
             self._finish()
+            raise
+        return True
 
     def batches(self) -> Iterator[MessageBatch[T]]:
         """Batches as they are stored, without an object per message; ends as iteration does."""
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
-        while True:
-            self._finish()
-            hand = self._hands.take(whole=True)
-            if hand is None:
-                return
-            self._hand = hand
-            yield hand.batch
+        with self._one_loop.begun(threading.current_thread) as goes_on:
+            while True:
+                goes_on()
+                self._finish()
+                hand = self._hands.take(whole=True)
+                if hand is None:
+                    return
+                self._hand = hand
+                yield hand.batch
 
     def _finish(self) -> None:
         """What is in hand is done: the next is asked for."""
@@ -243,8 +256,10 @@ class Consumer(ConsumerFace[T]):
         dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
         pool = ListenerPool(self._hands, listener, self._filter, dead_letters, policy, concurrency)
-        self._finish()
-        pool.run()
+        with self._one_loop.begun(threading.current_thread) as goes_on:
+            goes_on()
+            self._finish()
+            pool.run()
 
     def close(self) -> None:
         """Commits what is done, gives the partitions back, disconnects. Any thread; further calls do nothing.

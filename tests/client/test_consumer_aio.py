@@ -417,6 +417,25 @@ def test_before_open_every_use_says_so_and_it_is_opened_once(shop: Shop, group: 
     asyncio.run(scenario())
 
 
+def test_a_second_task_that_iterates_is_refused_while_the_first_is_at_it(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 3)
+
+    async def scenario() -> None:
+        async with consuming(shop, topic, group) as consumer:
+            async with aclosing(aiter(consumer)) as messages:
+                assert (await anext(messages)).offset == 0
+                for use in (first(consumer, 1), anext(consumer.batches()), consumer.run(print)):
+                    with pytest.raises(ConfigError, match=r"task '.*' iterates this consumer already"):
+                        await asyncio.ensure_future(use)
+                one = asyncio.create_task(anext(messages))  # handed on
+                assert (await one).offset == 1
+            one = asyncio.create_task(first(consumer, 1))
+            assert values(await one) == [2]
+
+    asyncio.run(scenario())
+
+
 def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> None:
     topic = shop.topic()
 

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,7 @@ import pytest
 
 from metamq import Consumer, TopicPartition
 from metamq.client.background import background
-from metamq.errors import ClosedError, ForkedError
+from metamq.errors import ClosedError, ConfigError, ForkedError
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -330,6 +331,59 @@ def _in_the_child(shop: Shop, topic: str, consumer: object, messages: Iterator[o
             use()
     with shop.consumer(topic) as mine:
         return "well" if int(next(iter(mine)).value) == 0 else "wrong message"
+
+
+WAYS: dict[str, Callable[[Any], object]] = {
+    "iteration": lambda consumer: next(iter(consumer)),
+    "batches": lambda consumer: next(consumer.batches()),
+    "run": lambda consumer: consumer.run(lambda _: consumer.close()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_thread_that_iterates_is_refused_while_the_first_is_at_it(shop: Shop, group: str, way: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    use = WAYS[way]
+    with ThreadPoolExecutor(1, "second") as second, shop.consumer(topic, group, idle_timeout_s=5) as consumer:
+        for message in consumer:
+            refused = second.submit(use, consumer)
+            with pytest.raises(ConfigError, match=r"thread 'MainThread' iterates this consumer already\..*concurrency"):
+                refused.result(10)
+            assert consumer.health().partitions[tp(topic)].done_offset == message.offset, "it is not done by that"
+            if message.offset == 2:
+                break
+        second.submit(use, consumer).result(10)  # the first has left its loop
+
+
+def test_a_loop_may_be_handed_on_from_thread_to_thread(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    with shop.consumer(topic, group) as consumer:
+        messages = iter(consumer)
+        got = []
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: got.append(next(messages).offset))
+            thread.start()
+            thread.join(10)
+        assert [*got, next(messages).offset, next(iter(consumer)).offset] == [0, 1, 2, 3]
+
+
+def test_a_loop_that_a_dead_thread_left_open_holds_up_nobody(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 5)
+    with shop.consumer(topic, group) as consumer:
+        kept: list[Any] = []
+
+        def leave_it_open() -> None:
+            kept.append(consumer.batches())
+            next(kept[0])
+
+        thread = threading.Thread(target=leave_it_open)
+        thread.start()
+        thread.join(10)
+        consumer.seek(tp(topic), 0)
+        assert next(iter(consumer)).offset == 0
 
 
 def test_an_unclosed_consumer_warns_and_gives_its_partitions_back(shop: Shop, group: str) -> None:

@@ -1,0 +1,66 @@
+"""One loop over a consumer at a time: a message is done when the next one is asked for, whoever asks.
+
+A loop may be handed on from thread to thread, or left and begun anew. A second one, in another thread or task while the
+first is under way, would call the first one's message done while that is still being handled: it is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from metamq.errors import ConfigError
+
+Worker = threading.Thread | asyncio.Task[Any] | None
+
+
+class OneLoop:
+    """Knows the loop over one consumer, and who is at it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._loop: object = None
+        self._worker: Worker = None
+
+    @contextmanager
+    def begun(self, worker: Callable[[], Worker]) -> Iterator[Callable[[], None]]:
+        """A loop, to be ended with the block; what it gives is to be called before each step.
+
+        That raises ConfigError while the loop of another worker is under way. `worker` tells who is at it.
+        """
+        loop = object()
+        try:
+            yield lambda: self._enter(loop, worker())
+        finally:
+            self._leave(loop)
+
+    def _enter(self, loop: object, worker: Worker) -> None:
+        if self._loop is loop and self._worker is worker:
+            return
+        with self._lock:
+            other = self._worker
+            if self._loop is not None and self._loop is not loop and other is not worker and _is_at_work(other):
+                kind, name = ("thread", other.name) if isinstance(other, threading.Thread) else ("task", _name(other))
+                raise ConfigError(
+                    f"{kind} {name!r} iterates this consumer already",
+                    hint=f"Make a Consumer of the same group for each {kind}, or use run(listener, concurrency=...).",
+                )
+            self._loop, self._worker = loop, worker
+
+    def _leave(self, loop: object) -> None:
+        with self._lock:
+            if self._loop is loop:
+                self._loop = self._worker = None
+
+
+def _is_at_work(worker: Worker) -> bool:
+    if isinstance(worker, threading.Thread):
+        return worker.is_alive()
+    return worker is not None and not worker.done()
+
+
+def _name(worker: Worker) -> str:
+    return worker.get_name() if isinstance(worker, asyncio.Task) else ""
