@@ -1,7 +1,8 @@
-"""`metamq demo`: the main job on real data, with a consumer killed half way.
+"""`metamq demo`: the main job on real data, with a consumer and the master killed on the way.
 
-336,776 flights go through a real broker and a real ZooKeeper to three consumers of one group. One is killed with -9;
-its partitions move to the others. Flights and mean delays per carrier must come out as the CSV itself gives them.
+336,776 flights go through a real master, its slave and a real ZooKeeper to three consumers of one group. A consumer is
+killed with -9, and its partitions move to the others; so is the master, and the slave is promoted. Flights and mean
+delays per carrier must come out as the CSV itself gives them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from metamq import DatabaseOffsets
 from metamq.cli import demo_worker
+from metamq.cli.demo_failover import FailOver
 from metamq.cli.demo_flights import Tally, encode, flights, tally
 from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
 from metamq.errors import MetamqError
@@ -33,7 +35,9 @@ from metamq.testing import Cluster, cluster
 TOPIC = demo_worker.TOPIC
 PARTITIONS = 4
 WORKERS = 3
-CHUNK = 20_000
+CHUNK = 2_000
+CONSUMER_DIES_AT, MASTER_DIES_AT = 0.25, 0.5
+"""Of the flights: counted, and sent."""
 LIMIT_S = 180.0
 POLL_S = 0.02
 BAR_WIDTH = 16
@@ -50,6 +54,7 @@ class Demo:
         self._listeners: list[threading.Thread] = []
         self._owners: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._sent = 0
 
     def say(self, text: str) -> None:
         """One line, with the time since the start."""
@@ -66,19 +71,21 @@ class Demo:
         self.say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
         with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:
             database = str(Path(folder) / "results.sqlite3")
-            self._prepare(running, database)
+            fail_over = FailOver(running, self.say, self._signals.check)
+            self._prepare(running, database, fail_over)
             try:
                 self._start_workers(running, database)
-                self._send_and_count(running, database, rows)
+                self._send_and_count(running, database, rows, fail_over)
                 return self._report(database, expected, len(rows))
             finally:
                 self._stop_workers()
 
-    def _prepare(self, running: Cluster, database: str) -> None:
+    def _prepare(self, running: Cluster, database: str, fail_over: FailOver) -> None:
         self._signals.check()
-        self.say(f"ZooKeeper at {running.zookeeper}, a broker at 127.0.0.1:{running.broker.port}")
-        running.create_topic(TOPIC, partitions=PARTITIONS)
-        self.say(f"topic {TOPIC!r}, {PARTITIONS} partitions: carrier is key, flight as JSON value")
+        self.say(f"ZooKeeper at {running.zookeeper}, a master at 127.0.0.1:{running.broker.port}")
+        fail_over.start_slave()
+        running.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
+        self.say(f"topic {TOPIC!r}, {PARTITIONS} partitions: acknowledged when master and slave have it")
         connection = demo_worker.connect(database)
         connection.executescript(demo_worker.SCHEMA)
         connection.close()
@@ -111,23 +118,26 @@ class Demo:
                             self._owners.pop(partition, None)
                 self.say(f"[cyan]{name}[/cyan] {'has' if what == 'assigned' else 'gives up'} {', '.join(partitions)}")
 
-    def _send_and_count(self, running: Cluster, database: str, rows: list[dict[str, Any]]) -> None:
-        """Sends in one thread, watches the count in this one, and kills a consumer half way."""
+    def _send_and_count(self, running: Cluster, database: str, rows: list[dict[str, Any]], fail_over: FailOver) -> None:
+        """Sends in one thread, watches the count in this one, and kills a consumer and the master on the way."""
         columns = (TextColumn("         {task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         began = time.monotonic()
         with (
             ThreadPoolExecutor(1) as executor,
             Progress(*columns, console=self._console, transient=True) as progress,
         ):
-            sending = executor.submit(self._produce, running, rows, progress)
-            self._until_counted(database, len(rows), progress, sending)
+            sending = executor.submit(self._produce, running, rows, progress, fail_over)
+            self._until_counted(database, len(rows), progress, sending, fail_over)
             sent_s, sent_bytes = sending.result()
         counted_s = time.monotonic() - began
         rate, megabytes = len(rows) / sent_s, sent_bytes / sent_s / 1e6
         self.say(f"sent {rate:,.0f} flights/s, {megabytes:,.0f} MB/s, the making of the JSON included")
-        self.say(f"counted {len(rows) / counted_s:,.0f} flights/s, the kill included")
+        self.say(f"counted {len(rows) / counted_s:,.0f} flights/s, both kills included")
+        fail_over.wait_for_the_former_master()
 
-    def _produce(self, running: Cluster, rows: list[dict[str, Any]], progress: Progress) -> tuple[float, int]:
+    def _produce(
+        self, running: Cluster, rows: list[dict[str, Any]], progress: Progress, fail_over: FailOver
+    ) -> tuple[float, int]:
         began = time.monotonic()
         size = 0
         task = progress.add_task("sent", total=len(rows))
@@ -136,13 +146,16 @@ class Demo:
                 self._signals.check()
                 chunk = rows[start : start + CHUNK]
                 values = [encode(row) for row in chunk]
-                producer.send_many(TOPIC, values, keys=[row["carrier"] for row in chunk])
+                fail_over.note(producer.send_many(TOPIC, values, keys=[row["carrier"] for row in chunk]))
+                self._sent += len(chunk)
                 size += sum(map(len, values))
                 progress.advance(task, len(chunk))
         self.say(f"all {len(rows):,} flights are sent and stored")
         return time.monotonic() - began, size
 
-    def _until_counted(self, database: str, total: int, progress: Progress, sending: Future[Any]) -> None:
+    def _until_counted(
+        self, database: str, total: int, progress: Progress, sending: Future[Any], fail_over: FailOver
+    ) -> None:
         task = progress.add_task("counted", total=total)
         deadline = time.monotonic() + LIMIT_S
         killed = False
@@ -152,14 +165,17 @@ class Demo:
                 progress.update(task, completed=done)
                 if sending.done():
                     sending.result()  # raises what went wrong with it
-                if not killed and done >= total // 2:
+                if not killed and done >= total * CONSUMER_DIES_AT:
                     killed = self._kill_one()
+                if not fail_over.done and not sending.done() and self._sent >= total * MASTER_DIES_AT:
+                    fail_over.run(self._sent)
                 if time.monotonic() > deadline:
                     raise MetamqError(f"only {done:,} of {total:,} flights were counted within {LIMIT_S:g} s")
                 time.sleep(POLL_S)
         self.say(f"all {total:,} flights are counted")
-        if not killed:
-            raise MetamqError("all flights were counted before a consumer could be killed", hint="Run it again.")
+        if not killed or not fail_over.done:
+            whom = "a consumer" if not killed else "the master"
+            raise MetamqError(f"all flights were counted before {whom} could be killed", hint="Run it again.")
 
     def _kill_one(self) -> bool:
         """Kills, with -9, a consumer that has partitions."""

