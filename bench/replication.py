@@ -43,9 +43,9 @@ class Pair:
         self.replicas: list[BrokerProcess] = [running.broker, slave]
 
     def wait_in_sync(self, admin: Admin, count: int = 2, limit_s: float = 120.0) -> None:
-        """Until so many replicas are in sync."""
+        """Until so many replicas are in sync, and have everything: one may lag for seconds and be in sync."""
         deadline = time.monotonic() + limit_s
-        while sum(one.in_sync and one.address is not None for one in admin.replicas()[0].replicas) != count:
+        while sum(one.in_sync and not one.lag_bytes for one in admin.replicas()[0].replicas if one.address) != count:
             assert time.monotonic() < deadline, f"{count} replicas were not in sync within {limit_s:g} s"
             time.sleep(0.01)
 

@@ -101,6 +101,29 @@ def _rebalance(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _replication(results: dict[str, Any]) -> list[str]:
+    lines = ["", "## Replication", "", "A master and a slave, both in sync, beside the client on the same cores:", ""]
+    lines += ["| `send_many` | async | sync | sync / async |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['message_bytes']:,.0f} B | {row['async'] / 1e6:.2f} M/s | {row['sync'] / 1e6:.2f} M/s | {row['ratio']:.2f} |"
+        for row in results["throughput"]
+    ]
+    waits, caught_up, cpu = results["latency"], results["catching_up"], results["master_cpu_ns_per_byte"]
+    promoted = results["promotion"]
+    lines += [
+        "",
+        f"* a blocking round trip takes {waits['async_p50_ms']:.2f} ms to an async topic and {waits['sync_p50_ms']:.2f} ms "
+        f"to a sync one, at the median: {waits['added_p50_ms']:.2f} ms more;",
+        f"* a slave that was away catches up at {caught_up['bytes_per_s'] / 1e9:.2f} GB/s while the master serves; a copy "
+        f"from file to file over loopback makes {caught_up['raw_bytes_per_s'] / 1e9:.2f} GB/s;",
+        f"* from the request to promote a slave to the first write that it acknowledged: {promoted['living_s']:.2f} s "
+        f"when the master lives, {promoted['dead_s']:.2f} s when it was just killed with -9;",
+        f"* taking a byte costs the master {cpu['alone']:.2f} ns of processor time, replicating it {cpu['replicated']:.2f} ns "
+        "more.",
+    ]
+    return lines
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Against what was promised", "", "| | figure | target | |", "|---|---|---|---|"]
     for check in found:
@@ -153,6 +176,7 @@ def main() -> None:
         ("latency", _latency),
         ("lifecycle", _lifecycle),
         ("rebalance", _rebalance),
+        ("replication", _replication),
     ):
         if part in results:
             lines += write(results[part])

@@ -17,6 +17,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from metamq.wire.rooms import Rooms
+
+KEPT_BYTES = 16 * 1024 * 1024
+"""Memory of large frames that is used again; a part of it may be idle, beside what is set aside."""
+
 
 class InLine(Protocol):
     """A connection that waits for its turn."""
@@ -32,6 +37,7 @@ class RequestMemory:
         """At least as much as the largest frame."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.rooms = Rooms(KEPT_BYTES)
         self._line: dict[InLine, int] = {}
 
     @property

@@ -20,12 +20,15 @@ from metamq.wire import status
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.connection import PUSHED, ClientConnection, Response
 from metamq.wire.frames import Buffer
+from metamq.wire.rooms import Rooms
 
 log = logging.getLogger("metamq.client")
 
 CONNECT_TIMEOUT_S = 5.0
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
+KEPT_BYTES = 8 * 1024 * 1024
+"""Memory of large answers that a connection uses again."""
 
 
 def client_name() -> str:
@@ -39,7 +42,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self.address = address
         self._loop = loop
-        self._connection = ClientConnection(address, client_name())
+        self._connection = ClientConnection(address, client_name(), Rooms(KEPT_BYTES).take)
         self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._pushed: Callable[[Any, memoryview], None] | None = None
         self._opened: asyncio.Future[HelloReply] = loop.create_future()

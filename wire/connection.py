@@ -18,7 +18,7 @@ the client and as a Request at the broker, and neither answers it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from metamq.errors import ClosedError, MessageTooLarge, MetamqError, ProtocolError, UnsupportedVersion
@@ -87,7 +87,8 @@ class Greeted(NamedTuple):
 class ClientConnection:
     """The requesting end. `greeting` is what the broker said of itself, None until it did."""
 
-    def __init__(self, address: str, client: str) -> None:
+    def __init__(self, address: str, client: str, make_room: Callable[[int], bytearray] = bytearray) -> None:
+        """`make_room` gives memory for a large frame: see FrameReader."""
         self.state = State.GREETING
         self.address = address
         self.greeting: HelloReply | None = None
@@ -95,7 +96,10 @@ class ClientConnection:
         self._opaque = 0
         self._waiting: dict[int, int] = {}
         self._reader = FrameReader(
-            frame_bytes_max=HELLO_BYTES_MAX, header_bytes_max=ANSWER_HEADER_BYTES_MAX, initial_bytes=INITIAL_BYTES
+            frame_bytes_max=HELLO_BYTES_MAX,
+            header_bytes_max=ANSWER_HEADER_BYTES_MAX,
+            initial_bytes=INITIAL_BYTES,
+            make_room=make_room,
         )
         self.next_buffer = self._reader.next_buffer
 
@@ -192,13 +196,21 @@ def _version(fields: dict[str, Any], name: str) -> int:
 class ServerConnection:
     """The answering end. `client` is who the client said it is."""
 
-    def __init__(self, peer: str, greeting: HelloReply) -> None:
-        """`greeting.version` is the highest that is spoken; HELLO may settle on a lower one."""
+    def __init__(self, peer: str, greeting: HelloReply, make_room: Callable[[int], bytearray] = bytearray) -> None:
+        """`greeting.version` is the highest that is spoken; HELLO may settle on a lower one.
+
+        `make_room` gives memory for a large frame: see FrameReader.
+        """
         self.state = State.GREETING
         self.peer = peer
         self.client = ""
         self._greeting = greeting
-        self._reader = FrameReader(frame_bytes_max=HELLO_BYTES_MAX, buffer_bytes=16 * 1024, initial_bytes=INITIAL_BYTES)
+        self._reader = FrameReader(
+            frame_bytes_max=HELLO_BYTES_MAX,
+            buffer_bytes=16 * 1024,
+            initial_bytes=INITIAL_BYTES,
+            make_room=make_room,
+        )
         self.next_buffer = self._reader.next_buffer
 
     def received(self, count: int) -> Iterator[Greeted | Request]:

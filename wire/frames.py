@@ -26,7 +26,7 @@ elements that an array announces before it has seen any, at each level of nestin
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import msgpack
@@ -103,17 +103,22 @@ class FrameReader:
         header_bytes_max: int = HEADER_BYTES_MAX,
         buffer_bytes: int = 64 * 1024,
         initial_bytes: int,
+        make_room: Callable[[int], bytearray] = bytearray,
     ) -> None:
-        """The limits may be changed at any time and count from the next frame on."""
+        """The limits may be changed at any time and count from the next frame on.
+
+        `make_room` gives memory for a large frame, of the size asked for or more.
+        """
         self.frame_bytes_max = frame_bytes_max
         self.header_bytes_max = header_bytes_max
         self._initial_bytes = initial_bytes
+        self._make_room = make_room
         self._credit_bytes = min(_STRANGER_BYTES, initial_bytes)
         self._buffer = bytearray(buffer_bytes)
         self._filled = 0
         self.large_bytes = 0
         """The size of the large frame that has begun, 0 where none has: what room will be made for."""
-        self._large: bytearray | None = None
+        self._large: memoryview | None = None
         """Its first bytes; None before the second piece is asked for: they are in the shared buffer then."""
         self._large_filled = 0
         self._broken = False
@@ -137,12 +142,14 @@ class FrameReader:
             self._filled = 0
         elif self._large_filled == len(large):
             large = self._grown(large, _GROWTH * len(large))
-        return memoryview(large)[self._large_filled :]
+        return large[self._large_filled :]
 
-    def _grown(self, start: bytearray | memoryview, room_bytes: int) -> bytearray:
+    def _grown(self, start: memoryview, room_bytes: int) -> memoryview:
         """The large frame's memory from now on: `room_bytes`, or all it needs if that is at most twice as much."""
         size = self.large_bytes
-        grown = bytearray(size if size <= 2 * room_bytes else max(room_bytes, len(start) + 1))
+        if size > 2 * room_bytes:
+            size = max(room_bytes, len(start) + 1)
+        grown = memoryview(self._make_room(size))[:size]
         grown[: len(start)] = start
         self._large, self._large_filled = grown, len(start)
         return grown
@@ -164,7 +171,7 @@ class FrameReader:
                     large, self._large = self._large, None
                     self._credit_bytes = max(self._credit_bytes, min(self.large_bytes, self._initial_bytes))
                     self.large_bytes = 0
-                    yield _decode(memoryview(large))
+                    yield _decode(large)
         except ProtocolError:
             self.close()
             raise
