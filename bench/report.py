@@ -105,7 +105,8 @@ def _replication(results: dict[str, Any]) -> list[str]:
     lines = ["", "## Replication", "", "A master and a slave, both in sync, beside the client on the same cores:", ""]
     lines += ["| `send_many` | async | sync | sync / async |", "|---|---|---|---|"]
     lines += [
-        f"| {row['message_bytes']:,.0f} B | {row['async'] / 1e6:.2f} M/s | {row['sync'] / 1e6:.2f} M/s | {row['ratio']:.2f} |"
+        f"| {row['message_bytes']:,.0f} B | {row['async'] / 1e6:.2f} M/s | {row['sync'] / 1e6:.2f} M/s "
+        f"| {row['ratio']:.2f} |"
         for row in results["throughput"]
     ]
     waits, caught_up, cpu = results["latency"], results["catching_up"], results["master_cpu_ns_per_byte"]
