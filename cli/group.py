@@ -106,6 +106,9 @@ def _print_description(one: GroupDescription) -> None:
                 for part in one.partitions
             ],
         )
+    for keeper, names in _keepers(one).items():
+        words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
+        click.echo(folded(words, sys.stdout))
     for problem, names in _problems(one).items():
         click.echo(folded(f"Not known: {listed(names)}: {problem}", sys.stdout))
     if one.members:
@@ -127,6 +130,15 @@ def _print_description(one: GroupDescription) -> None:
     for member in one.members:
         if member.idle_reason:
             click.echo(folded(f"{member.consumer_id} has no partition: {member.idle_reason}", sys.stdout))
+
+
+def _keepers(one: GroupDescription) -> dict[str, list[str]]:
+    """Partitions whose offsets are not in ZooKeeper, by what keeps them."""
+    found: dict[str, list[str]] = {}
+    for part in one.partitions:
+        if part.kept_by:
+            found.setdefault(part.kept_by, []).append(f"{part.topic}/{part.partition}")
+    return found
 
 
 def _problems(one: GroupDescription) -> dict[str, list[str]]:

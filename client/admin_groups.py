@@ -1,7 +1,7 @@
 """Consumer groups, administered: looked at from outside, their offsets reset, members put out, groups removed.
 
 A group is what its folder in ZooKeeper holds. Offsets that a group keeps elsewhere (a database, a file) are not seen
-here: its partitions then show nothing committed.
+here: its partitions then show nothing committed, and what they are kept by.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import difflib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from metamq.client.admin_brokers import Found, ask_offsets
@@ -153,7 +153,8 @@ def _partition(
     member: Member | None,
 ) -> GroupPartition:
     """One line of the description, and what is amiss with it."""
-    committed = record.committed if record is not None else None
+    kept_by = record.kept_by if record is not None else ""
+    committed = record.committed if record is not None and not kept_by else None
     if config is None:
         pass
     elif committed is not None and committed.topic_id != config.id:
@@ -175,6 +176,7 @@ def _partition(
         owner=owner,
         host=member.host if member is not None else None,
         problem=problem,
+        kept_by=kept_by,
     )
 
 
@@ -236,15 +238,28 @@ async def reset_offsets(
     config = await cluster.topics.get(topic)
     await check_empty(session, group, "its offsets cannot be reset")
     targets = await _targets(cluster, config, to)
+    records = {tp: _record(await read_offset(session, group, tp)) for tp in targets}
+    _check_kept_here(group, topic, records.values())
     resets = []
     for tp, (offset, epoch) in targets.items():
-        record = _record(await read_offset(session, group, tp))
+        record = records[tp]
         before = record.committed if record is not None else None
         is_current = before is not None and before.topic_id == config.id
         resets.append(OffsetReset(topic, tp.partition, before.offset if before and is_current else None, offset))
         if not dry_run:
             await reset_offset(session, group, tp, Committed(offset, epoch, config.id))
     return tuple(resets)
+
+
+def _check_kept_here(group: str, topic: str, records: Iterable[OffsetRecord | None]) -> None:
+    """Raise ConfigError when the group's offsets are not those of its nodes: a reset would do nothing."""
+    elsewhere = sorted({record.kept_by for record in records if record is not None and record.kept_by})
+    if elsewhere:
+        raise ConfigError(
+            f"group {group!r} keeps its offsets of topic {topic!r} by {', '.join(elsewhere)}, not in ZooKeeper, where "
+            "a reset would write them",
+            hint="Set them there, or seek() in the consumer's on_assigned.",
+        )
 
 
 async def check_empty(session: Session, group: str, consequence: str) -> None:

@@ -111,6 +111,8 @@ class GroupPartition:
     """A group's place in one partition. None: nothing committed, nobody owns it, or the broker does not answer.
 
     `committed` is the next offset to read; `end` is the end of what can be read; `problem` says what is amiss.
+    `kept_by` names what the group keeps its offset in where that is not ZooKeeper, as "DatabaseOffsets"; what is
+    committed there is not seen here.
     """
 
     topic: str
@@ -121,6 +123,7 @@ class GroupPartition:
     owner: str | None
     host: str | None
     problem: str = ""
+    kept_by: str = ""
 
     @property
     def lag(self) -> int | None:

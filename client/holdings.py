@@ -68,6 +68,7 @@ class Holdings:
         self._group = group
         self._id = consumer_id
         self._storage = storage
+        self._kept_by = "" if storage.in_claim_node else type(storage).__name__
         self._handler = handler
         self._changed = changed
         self._failed = failed
@@ -158,7 +159,9 @@ class Holdings:
 
         self.waiting[tp] = "nobody"
         try:
-            outcome = await ownership.claim(self._session, self._group, tp, topic_id, self._id, freed=freed)
+            outcome = await ownership.claim(
+                self._session, self._group, tp, topic_id, self._id, freed=freed, kept_by=self._kept_by
+            )
         except BaseException:
             self.waiting.pop(tp, None)
             self._doubts.add(tp)

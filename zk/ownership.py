@@ -51,11 +51,15 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class OffsetRecord:
-    """What an offset node holds. `consumer` made the claim with `generation`, whether or not it still owns."""
+    """What an offset node holds. `consumer` made the claim with `generation`, whether or not it still owns.
+
+    `kept_by` names what its group keeps the offset in where that is not this node: "DatabaseOffsets".
+    """
 
     generation: int
     consumer: str
     committed: Committed | None
+    kept_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Claim:
     generation: int
     version: int
     committed: Committed | None
+    kept_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,14 @@ def next_generation(previous: int, now_ms: int) -> int:
 
 
 async def claim(
-    session: Session, group: str, tp: TopicPartition, topic_id: str, consumer_id: str, *, freed: Watcher
+    session: Session,
+    group: str,
+    tp: TopicPartition,
+    topic_id: str,
+    consumer_id: str,
+    *,
+    freed: Watcher,
+    kept_by: str = "",
 ) -> Claim | NotYet:
     """Take the partition if nobody has it. On NotYet, `freed` is called once it may be free.
 
@@ -100,7 +112,7 @@ async def claim(
     left_behind: Node | None = None
     while True:
         stored = await read_offset(session, group, tp)
-        record = _next_record(stored[0] if stored else None, consumer_id)
+        record = replace(_next_record(stored[0] if stored else None, consumer_id), kept_by=kept_by)
         operations: list[Op] = []
         if left_behind is not None:
             operations.append(Delete(owner_path, left_behind.version))
@@ -121,7 +133,7 @@ async def claim(
                 left_behind = None
             continue
         version = stored[1] + 1 if stored else 0
-        return Claim(group, tp, topic_id, consumer_id, record.generation, version, record.committed)
+        return Claim(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
 
 
 async def prepare(session: Session, group: str, topic: str) -> None:
@@ -132,7 +144,7 @@ async def prepare(session: Session, group: str, topic: str) -> None:
 
 def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
     generation = next_generation(before.generation if before else 0, time.time_ns() // 1_000_000)
-    return OffsetRecord(generation, consumer_id, before.committed if before else None)
+    return OffsetRecord(generation, consumer_id, before.committed if before else None, before.kept_by if before else "")
 
 
 async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Claim:
@@ -143,7 +155,7 @@ async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Clai
     """
     committed = Committed(offset, epoch, held.topic_id)
     while True:
-        data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed))
+        data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by))
         try:
             await session.set(session.paths.offset(held.group, *held.tp), data, held.version)
         except (BadVersion, NoNode):
@@ -179,7 +191,8 @@ def _last_write(session: Session, held: Claim, final: tuple[int, int] | None) ->
     if final is None:
         return Check(offset_path, held.version)
     committed = Committed(final[0], final[1], held.topic_id)
-    return SetData(offset_path, _to_json(OffsetRecord(held.generation, held.consumer_id, committed)), held.version)
+    record = OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by)
+    return SetData(offset_path, _to_json(record), held.version)
 
 
 async def _still_ours(session: Session, held: Claim) -> Claim:
@@ -254,6 +267,8 @@ def _to_json(record: OffsetRecord) -> bytes:
         "generation": record.generation,
         "consumer": record.consumer,
     }
+    if record.kept_by:
+        document["kept_by"] = record.kept_by
     return json.dumps(document).encode()
 
 
@@ -263,7 +278,8 @@ def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
         committed = None
         if document["next"] is not None:
             committed = Committed(int(document["next"]), int(document["epoch"]), str(document["topic_id"]))
-        return OffsetRecord(int(document["generation"]), str(document["consumer"]), committed)
+        kept_by = str(document.get("kept_by", ""))
+        return OffsetRecord(int(document["generation"]), str(document["consumer"]), committed, kept_by)
     except (ValueError, TypeError, KeyError) as error:
         what = f"the offset of group {group!r} for {tp} in ZooKeeper"
         raise CorruptData(what, f"{error!r}", hint="`metamq group reset` writes it anew.") from error

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from metamq import FileOffsets
 from metamq.testing import Cluster
 
 Metamq = Callable[..., Any]
@@ -22,7 +24,7 @@ def test_a_group_is_listed_and_described(metamq: Metamq, topic: str) -> None:
     assert found["partitions"] == [
         {
             "topic": topic, "partition": "0-0", "committed": 2, "start": 0, "end": 3, "lag": 1, "owner": None,
-            "host": None, "problem": "",
+            "host": None, "problem": "", "kept_by": "",
         }
     ]  # fmt: skip
     lines = metamq("group", "describe", topic).text.splitlines()
@@ -45,6 +47,19 @@ def test_members_are_shown_and_protect_their_group(metamq: Metamq, running: Clus
             assert ended.status == 1
             assert "has members" in ended.talk
             assert "reader (process" in ended.talk
+
+
+def test_offsets_that_are_not_in_zookeeper_are_not_said_to_be_reset(
+    metamq: Metamq, running: Cluster, topic: str, tmp_path: Path, until: Until
+) -> None:
+    with running.consumer(group=topic, topics=[topic], offsets=FileOffsets(tmp_path / "offsets")) as consumer:
+        until(lambda: consumer.assignment)
+    lines = metamq("group", "describe", topic).text.splitlines()
+    assert lines[-1] == f"Offsets are kept by FileOffsets, not in ZooKeeper: {topic}/0-0"
+    for more in ([], ["--dry-run"]):
+        ended = metamq("group", "reset", topic, topic, "--to", "earliest", "--yes", *more)
+        assert (ended.status, ended.data) == (1, b"")
+        assert f"metamq: group {topic!r} keeps its offsets of topic {topic!r} by FileOffsets, not in" in ended.talk
 
 
 def test_a_member_without_partitions_is_pointed_out(metamq: Metamq, running: Cluster, topic: str, until: Until) -> None:

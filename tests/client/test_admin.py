@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metamq import Admin, TopicPartition, aio
+from metamq import Admin, FileOffsets, TopicPartition, aio
 from metamq.errors import (
     ClosedError,
     ConfigError,
@@ -311,6 +312,25 @@ def test_a_reset_that_cannot_be(running: Cluster, admin: Admin, topic: str) -> N
         with pytest.raises(ConfigError, match="`to` is"):
             admin.reset_offsets(topic, topic, to)  # type: ignore[arg-type]
     assert admin.describe_group(topic).partitions[0].committed is None
+
+
+def test_offsets_that_are_kept_elsewhere_are_told_and_not_reset(
+    running: Cluster, admin: Admin, topic: str, tmp_path: Path
+) -> None:
+    admin.create_topic(topic, partitions=1, brokers=[0])
+    fill(running, topic, "0-0", 3)
+    assert len(read(running, topic, 2)) == 2  # while they still were in ZooKeeper
+    offsets = FileOffsets(tmp_path / "offsets.json")
+    with running.consumer(group=topic, topics=[topic], offsets=offsets, idle_timeout_s=LIMIT_S) as consumer:
+        next(iter(consumer))
+    (partition,) = admin.describe_group(topic).partitions
+    assert (partition.kept_by, partition.committed, partition.lag, partition.problem) == ("FileOffsets", None, None, "")
+    with pytest.raises(ConfigError, match=r"keeps its offsets of topic '.*' by FileOffsets, not in ZooKeeper"):
+        admin.reset_offsets(topic, topic, "earliest")
+    assert len(read(running, topic, 1)) == 1  # moved back
+    (partition,) = admin.describe_group(topic).partitions
+    assert (partition.kept_by, partition.committed) == ("", 3)
+    admin.reset_offsets(topic, topic, "earliest")
 
 
 def test_an_evicted_member_ends_and_another_takes_over(
