@@ -41,6 +41,8 @@ class BrokerConfig:
     """How often retention, checkpoints and free disk are looked after."""
     insync_lag_ms: int = 5_000
     """A slave that holds a master's writes up for so long leaves the in-sync set."""
+    far_behind_bytes: int = 1024 * MEBIBYTE
+    """A reader that is further behind in a partition may be told to read from a slave; 0 tells nobody."""
     replication_bytes_per_s: int = 0
     """A master sends no more to each slave; 0 is no limit."""
     drain_timeout_s: float = 10.0
@@ -57,6 +59,7 @@ class BrokerConfig:
             "id": (0, BROKER_ID_MAX),
             "replica": (0, REPLICA_MAX),
             "insync_lag_ms": (100, 600_000),
+            "far_behind_bytes": (0, 1 << 50),
             "replication_bytes_per_s": (0, 1 << 50),
             "port": (0, 65535),
             "http_port": (-1, 65535),

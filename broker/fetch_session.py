@@ -7,6 +7,9 @@ So the broker remembers. A partition is opened once under a handle, and *armed* 
 room for more. An armed partition is in one of two places: in `_ready` when there is data (or an error) to send, or
 in its partition's set of readers, from where an append moves it to `_ready`. Work is in proportion to what changes.
 
+A slave knows less than its master. It takes an offset beyond its end for one that is to come, and sends a reader of
+what lies before its start to the master; only a master says that an offset is out of range.
+
 Answering a poll takes ready partitions from the front, each up to its cap, and disarms them; arming puts them at
 the back. So partitions take turns, and a busy one cannot starve its neighbours.
 """
@@ -15,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from metamq.broker.partition import Partition
-from metamq.errors import MetamqError, ProtocolError
+from metamq.errors import Fenced, MetamqError, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
@@ -33,6 +37,18 @@ from metamq.zk.names import MAX_NAME_CHARS
 
 Find = Callable[[str, str, int], Partition]
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
+
+
+class Role(Protocol):
+    """What this replica is at present."""
+
+    @property
+    def is_master(self) -> bool:
+        """Whether its word on the log's ends is the last one."""
+
+    def preferred_replica(self, partition: Partition, position: int) -> int:
+        """The replica that a reader at this byte had better ask next, -1: this one."""
+
 
 UNWRITABLE_RETRY_S = 0.05
 PLENTY_BYTES = 1 << 64
@@ -62,7 +78,7 @@ class _Place:
         if self.partition is None or self.partition.closed_by:
             return True
         log, (seen_offset, seen_position) = self.partition.log, self.seen
-        if offset == log.stable_offset:
+        if self.is_ahead():
             self.start_position = log.stable_position
             return False
         # How many bytes an older offset is away, only the log could tell: it is no reason to wait, however few.
@@ -75,16 +91,29 @@ class _Place:
             return PLENTY_BYTES
         return self.partition.log.stable_position - self.start_position
 
+    def is_ahead(self) -> bool:
+        """Whether it waits for what is not stable yet."""
+        assert self.partition is not None
+        assert self.offset is not None
+        log = self.partition.log
+        if self.offset <= log.end_offset:
+            return self.offset >= log.stable_offset
+        return not self.session.role.is_master
+
     def data_ready(self, added_bytes: int) -> None:
-        self.session.place_ready(self)
+        if self.partition is not None and not self.partition.closed_by and self.is_ahead():
+            self.partition.readers.add(self)
+        else:
+            self.session.place_ready(self)
 
 
 class FetchSession:
     """Serves the GETs of one connection. `answer` sends a response; `writable` tells whether one may be sent now."""
 
     def __init__(
-        self, find: Find, answer: Answer, writable: Callable[[], bool], loop: asyncio.AbstractEventLoop
+        self, find: Find, role: Role, answer: Answer, writable: Callable[[], bool], loop: asyncio.AbstractEventLoop
     ) -> None:
+        self.role = role
         self._find = find
         self._answer = answer
         self._writable = writable
@@ -236,17 +265,22 @@ class FetchSession:
         if error is None:
             assert partition is not None
             assert offset is not None
-            log = partition.log
             try:
-                data = log.read(offset, bytes_max).data
-                place.seen = log.stable_offset, log.stable_position
-                return GetResult(
-                    place.entry.handle, status.OK, len(data), log.start_offset, log.stable_offset, None
-                ), data
+                return self._read_log(place, partition, offset, bytes_max)
+            except OffsetOutOfRange as read_error:
+                error = read_error if self.role.is_master else _not_here(read_error)
             except MetamqError as read_error:
                 error = read_error
         number, fields = status.encode_error(error)
         return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
+
+    def _read_log(self, place: _Place, partition: Partition, offset: int, bytes_max: int) -> tuple[GetResult, Buffer]:
+        log = partition.log
+        found = log.read(offset, bytes_max)
+        place.seen = log.stable_offset, log.stable_position
+        preferred = self.role.preferred_replica(partition, found.position + len(found.data))
+        handle, size = place.entry.handle, len(found.data)
+        return GetResult(handle, status.OK, size, log.start_offset, log.stable_offset, None, preferred), found.data
 
     def close(self) -> None:
         """Forgets everything: the connection is gone."""
@@ -256,3 +290,8 @@ class FetchSession:
         for place in self._places.values():
             self._close(place)
         self._places.clear()
+
+
+def _not_here(error: OffsetOutOfRange) -> Fenced:
+    """What a slave says of an offset that its log does not have."""
+    return Fenced("this replica", f"its log begins at {error.start}, ask the master for {error.offset}")

@@ -93,6 +93,15 @@ class Processors:
             Command.PROMOTE: self._promote,
         }
 
+    @property
+    def is_master(self) -> bool:
+        """Whether this replica is the master."""
+        return self.ha is not None
+
+    def preferred_replica(self, partition: Partition, position: int) -> int:
+        """The replica that a reader at this byte had better ask next, -1: this one."""
+        return self.keeper.preferred_replica(partition, position) if self.keeper is not None else -1
+
     def greeting(self) -> HelloReply:
         """What this broker answers to HELLO."""
         return HelloReply(
@@ -203,11 +212,15 @@ class Processors:
             elif entry.timestamp_us != LATEST:
                 offset, timestamp_us = log.offset_at_time(entry.timestamp_us) or (log.stable_offset, -1)
             return OffsetsResult(
-                status.OK, offset, timestamp_us, log.start_offset, log.stable_offset, self._ids.epoch, None
+                status.OK, offset, timestamp_us, log.start_offset, log.stable_offset, self._epoch(), None
             )
         except MetamqError as error:
             number, fields = status.encode_error(error)
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields)
+
+    def _epoch(self) -> int:
+        """The term of the master that the logs here are of."""
+        return self._ids.epoch if self.keeper is None else self.keeper.followed_epoch
 
     def _stats(self, request: Request, connection: BrokerProtocol) -> None:
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)

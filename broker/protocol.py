@@ -77,7 +77,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """Set once the peer is a slave: the connection is a stream then, and its acknowledgements wait for nothing."""
-        self.fetches = FetchSession(processors.find, self._answer_get, lambda: self._writable, loop)
+        self.fetches = FetchSession(processors.find, processors, self._answer_get, lambda: self._writable, loop)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it

@@ -65,6 +65,12 @@ POLL_S = 0.2
     type=SIZE,
     help="Send no more a second to each slave; 0 is no limit.  [0]",
 )
+@click.option(
+    "--far-behind",
+    "far_behind_bytes",
+    type=SIZE,
+    help="A reader further behind may be told to read from a slave; 0: none is.  [1GiB]",
+)
 @click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
 @click.option(
     "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"

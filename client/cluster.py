@@ -1,36 +1,60 @@
-"""What a client knows of the cluster: topics' configurations and where the masters are, followed by watches.
+"""What a client knows of the cluster: topics' configurations and where the brokers are, followed by watches.
 
-A watch marks what it was set on as stale; the next use, or the refresh it starts, reads it again. Cut off from
-ZooKeeper, a client goes on with what it knows: brokers serve it all the same.
+Of brokers that is their masters; for a client that also reads from slaves, those that offer its topics, too. A watch
+marks what it was set on as stale; the next use, or the refresh it starts, reads it again. Cut off from ZooKeeper, a
+client goes on with what it knows: brokers serve it all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import NamedTuple
 
 from metamq.client.transport import BrokerConnection, Connections
 from metamq.errors import ConnectError, MetamqError
 from metamq.zk.brokers import BrokerAddress, live_brokers
+from metamq.zk.offers import slaves_offering
+from metamq.zk.replicas import live_slaves
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig, TopicStore
 
 log = logging.getLogger("metamq.client")
 
 RETRY_S = 0.5
+MASTER = -1
+"""In the place of a replica's number: whichever is the master."""
+
+
+class Source(NamedTuple):
+    """Where a partition is read from: a replica of its broker id."""
+
+    broker_id: int
+    replica: int = MASTER
 
 
 class Cluster:
     """Topics and brokers as a client sees them, and its connections. Use within one loop only."""
 
-    def __init__(self, session: Session, changed: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, session: Session, changed: Callable[[], None] | None = None, *, with_slaves: bool = False
+    ) -> None:
         self.session = session
         self.topics = TopicStore(session)
         self.connections = Connections()
         self.configs: dict[str, TopicConfig] = {}
         self.brokers: dict[int, BrokerAddress] = {}
+        """The masters, by broker id."""
+        self.slaves: dict[int, dict[int, BrokerAddress]] = {}
+        """By broker id and replica, for a client that reads from slaves."""
+        self._with_slaves = with_slaves
+        self._offering: dict[str, set[tuple[int, int]]] = {}
+        """By topic: the (broker id, replica) of slaves that have it."""
+        self._fresh_offers: set[str] = set()
         self._changed = changed or (lambda: None)
         self._fresh_topics: set[str] = set()
         self._brokers_fresh = False
@@ -60,7 +84,11 @@ class Cluster:
     def _topic_stale(self, name: str) -> None:
         self._fresh_topics.discard(name)
         if name in self.configs:
-            self._refresh(f"topic {name}", self.topic, name)
+            self._refresh(
+                f"topic {name}",
+                partial(self.topic, name),
+                lambda: name in self._fresh_topics or name not in self.configs,
+            )
 
     async def refresh_brokers(self) -> dict[int, BrokerAddress]:
         """The masters by broker id; the last known while ZooKeeper is away."""
@@ -68,7 +96,10 @@ class Cluster:
             if not self._brokers_fresh:
                 self._brokers_fresh = True
                 try:
-                    self.brokers = await live_brokers(self.session, self._brokers_stale)
+                    brokers = await live_brokers(self.session, self._brokers_stale)
+                    if self._with_slaves:
+                        self.slaves = await live_slaves(self.session, self._brokers_stale)
+                    self.brokers = brokers
                 except BaseException as error:
                     self._brokers_fresh = False
                     if not isinstance(error, MetamqError) or not self.brokers:
@@ -77,39 +108,96 @@ class Cluster:
 
     def _brokers_stale(self) -> None:
         self._brokers_fresh = False
-        self._refresh("brokers", self.refresh_brokers)
+        self._refresh("brokers", self.refresh_brokers, lambda: self._brokers_fresh)
 
-    def _refresh(self, what: str, read: Callable[..., object], *args: str) -> None:
+    async def _refresh_offers(self, topic: str) -> None:
+        """Which slaves have a topic; the last known while ZooKeeper is away."""
+        async with self._reading[f"/offers/{topic}"]:
+            if topic not in self._fresh_offers:
+                self._fresh_offers.add(topic)
+                try:
+                    watch = partial(self._offers_stale, topic)
+                    self._offering[topic] = await slaves_offering(self.session, topic, watch)
+                except BaseException:
+                    self._fresh_offers.discard(topic)
+                    raise
+
+    def _offers_stale(self, topic: str) -> None:
+        self._fresh_offers.discard(topic)
+        self.follow_slaves(topic)
+
+    def follow_slaves(self, topic: str) -> None:
+        """From now on `slaves_with` knows the slaves of this topic, where the client reads from slaves."""
+        if self._with_slaves and topic not in self._fresh_offers:
+            read = partial(self._refresh_offers, topic)
+            self._refresh(f"slaves with {topic}", read, lambda: topic in self._fresh_offers)
+
+    def slaves_with(self, broker_id: int, topic: str) -> list[int]:
+        """The slaves of a broker id that have a topic, as far as is known."""
+        known = self.slaves.get(broker_id, {})
+        return sorted(r for b, r in self._offering.get(topic, ()) if b == broker_id and r in known)
+
+    def _refresh(self, what: str, read: Callable[[], Awaitable[object]], is_fresh: Callable[[], bool]) -> None:
         if not self._closed and what not in self._refreshes:
-            task = asyncio.ensure_future(self._read_until_known(what, read, *args))
+            task = asyncio.ensure_future(self._read_until_known(what, read, is_fresh))
             self._refreshes[what] = task
             task.add_done_callback(lambda _task: self._refreshes.pop(what, None))
 
-    async def _read_until_known(self, what: str, read: Callable[..., object], *args: str) -> None:
+    async def _read_until_known(
+        self, what: str, read: Callable[[], Awaitable[object]], is_fresh: Callable[[], bool]
+    ) -> None:
         while True:
             try:
-                await read(*args)  # type: ignore[misc]
+                await read()
             except ConnectError:
                 await asyncio.sleep(RETRY_S)
                 continue
             except MetamqError as error:
                 log.info("%s: %s", what, error)
             self._changed()
-            if self._is_fresh(args):
+            if is_fresh():  # a watch that fires during a refresh starts none
                 return
 
-    def _is_fresh(self, args: tuple[str, ...]) -> bool:
-        """Whether no watch has fired since: one that fires during a refresh starts none."""
-        return self._brokers_fresh if not args else args[0] in self._fresh_topics or args[0] not in self.configs
+    async def connection(self, broker_id: int, replica: int = MASTER) -> BrokerConnection:
+        """A connection to the master of a broker id, or to a slave. Raises ConnectError when there is none at present.
 
-    async def connection(self, broker_id: int) -> BrokerConnection:
-        """A connection to the master of a broker id. Raises ConnectError when there is none at present."""
-        brokers = await self.refresh_brokers()
-        address = brokers.get(broker_id)
+        A replica that changes its role has another connection then: each has a fetch session of its own.
+        """
+        await self.refresh_brokers()
+        address = self._address(Source(broker_id, replica))
+        if replica != MASTER:
+            if address is None:
+                raise ConnectError(f"slave {replica} of broker {broker_id}", "it is not registered in ZooKeeper")
+            return await self.connections.get(address.host, address.port, purpose="reading from a slave")
         if address is None:
             raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
         self._addresses[broker_id] = f"{address.host}:{address.port}"
         return await self.connections.get(address.host, address.port)
+
+    async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> BrokerConnection:
+        """A connection to the master; while it cannot be reached, to a slave with these topics if slaves are read."""
+        try:
+            return await self.connection(broker_id)
+        except ConnectError:
+            if not self._with_slaves:
+                raise
+            topics = set(topics)
+            for topic in topics:
+                await self._refresh_offers(topic)
+            for replica in sorted(self.slaves.get(broker_id, {})):
+                if all(replica in self.slaves_with(broker_id, topic) for topic in topics):
+                    with contextlib.suppress(ConnectError):
+                        return await self.connection(broker_id, replica)
+            raise
+
+    def _address(self, source: Source) -> BrokerAddress | None:
+        broker_id, replica = source
+        return self.brokers.get(broker_id) if replica == MASTER else self.slaves.get(broker_id, {}).get(replica)
+
+    def is_current(self, source: Source, address: str) -> bool:
+        """Whether the source is at an address still. One that is not registered may be there all the same."""
+        known = self._address(source)
+        return known is None or known.address == address
 
     def broker_name(self, broker_id: int) -> str:
         """The broker, with the address that it was last connected to at."""

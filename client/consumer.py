@@ -52,7 +52,7 @@ class Consumer(ConsumerFace[T]):
     offsets:     where the group's offsets are kept; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
     broadcast:   every member reads every message; needs offsets=FileOffsets(path).
     settings:    commit_interval_ms, fetch_wait_ms, fetch_min_bytes, fetch_max_bytes, partition_fetch_max_bytes,
-                 prefetch_bytes, session_timeout_ms; see metamq.client.consumer_options.ConsumerOptions.
+                 prefetch_bytes, session_timeout_ms, read_from; see metamq.client.consumer_options.ConsumerOptions.
 
     A message, or batch, is done when the next one is asked for, or when the `with` block ends without an exception.
     Membership is the ZooKeeper session: a handler may take as long as it likes without losing its partitions.

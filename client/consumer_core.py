@@ -12,17 +12,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from typing import Any
 
 from metamq.client.assignment import AssignedPartition, not_assigned
-from metamq.client.cluster import Cluster
+from metamq.client.cluster import Cluster, Source
 from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
-from metamq.client.health import ConsumerHealth, PartitionHealth
+from metamq.client.health import ConsumerHealth, health_of
 from metamq.client.inbox import Inbox, PartitionState
 from metamq.client.message_batch import MessageBatch, own_part
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.outages import Outages
 from metamq.client.rebalance import ZKLoadRebalanceListener
+from metamq.client.sources import Sources
 from metamq.client.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
 from metamq.errors import (
@@ -47,9 +48,6 @@ log = logging.getLogger("metamq.client")
 
 LEASE_CHECK_S = 0.1
 PROGRESS_CHECK_S = 1.0
-DAMAGED_FETCHES_MAX = 5
-"""So often the same bytes come damaged before that is raised."""
-
 
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
@@ -75,7 +73,6 @@ class ConsumerCore:
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(self._wake_runner)
-        self._runners: dict[int, FetchRunner] = {}
         self._requests: dict[TopicPartition, FetchRequest] = {}
         self._stalled: dict[FetchRequest, None] = {}
         self.outages = Outages(lambda broker_id: self.cluster.broker_name(broker_id))
@@ -92,7 +89,16 @@ class ConsumerCore:
         options = self.options
         self._session = await Session.open(servers, timeout_ms=options.session_timeout_ms, root=root)
         self._lease = Lease(self._session)
-        self.cluster = Cluster(self._session, self._cluster_changed)
+        reads_slaves = options.read_from == "any"
+        self.cluster = Cluster(self._session, self._cluster_changed, with_slaves=reads_slaves)
+        self._sources = Sources(
+            self.cluster,
+            reads_slaves=reads_slaves,
+            requests=self._requests.values,
+            make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._fetch_limits),
+            spawn=self._spawn,
+            ask_anew=self._ask_anew,
+        )
         self._finder = OffsetFinder(self.cluster, self.plan.start)
         try:
             await warn_without_cluster(self._session)
@@ -247,13 +253,16 @@ class ConsumerCore:
             return
         broker_id, index = parse_partition(state.tp.partition)
         topic_id = state.claim.topic_id if state.claim else ""
-        request = FetchRequest(state.tp, topic_id, broker_id, index, offset)
+        request = FetchRequest(state.tp, topic_id, self._sources.choose(state.tp, broker_id), index, offset)
         self._requests[state.tp] = request
-        if broker_id not in self._runners:
-            runner = FetchRunner(broker_id, self._queue, self.cluster, self, self._fetch_limits)
-            self._runners[broker_id] = runner
-            self._spawn(runner.run())
         self._queue.put(request, self.loop.time())
+
+    def _ask_anew(self, request: FetchRequest) -> None:
+        """The request is to be made elsewhere."""
+        if request in self._stalled and request.damage is None:
+            self._sources.go(request, self._sources.choose(request.tp, request.source.broker_id))
+        else:
+            self._fetch_from(self.inbox.states[request.tp], request.offset)
 
     def _fetch_limits(self) -> FetchLimits:
         options = self.options
@@ -274,17 +283,18 @@ class ConsumerCore:
 
     def _cluster_changed(self) -> None:
         """A broker may be back: those who wait for one need not wait any longer."""
-        for broker_id in self._runners:
-            self._queue.hurry(broker_id, self.loop.time())
+        for source in self._sources.runners:
+            self._queue.hurry(source, self.loop.time())
+        self._sources.changed()
 
     def _stop_fetching(self, state: PartitionState) -> None:
         request = self._requests.pop(state.tp, None)
         if request is not None:
             self._stalled.pop(request, None)
-            self._runners[request.broker_id].cancel(request)
+            self._sources.runner(request.source).cancel(request)
 
-    def _wake_runner(self, broker_id: int) -> None:
-        self._runners[broker_id].wake()
+    def _wake_runner(self, source: Source) -> None:
+        self._sources.runner(source).wake()
 
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
         """Data of one partition: into the inbox, and the request back into the queue."""
@@ -309,7 +319,9 @@ class ConsumerCore:
             return
         request.damaged_fetches = 0
         request.delay_s = 0.0
-        self._outage_ended(request.tp)
+        if not self._sources.is_substitute(request):
+            self._outage_ended(request.tp)
+        self._sources.answered(request, result.preferred_replica)
         if self._has_room(state):
             self._queue.put(request, self.loop.time())
         else:
@@ -318,7 +330,8 @@ class ConsumerCore:
 
     def asked(self, requests: list[FetchRequest]) -> None:
         """Their broker can be reached, and says so of a partition without news by no answer."""
-        for tp in self.outages.cut_off(request.tp for request in requests):
+        masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
+        for tp in self.outages.cut_off(masters):
             self._outage_ended(tp)
 
     def consumed(self) -> None:
@@ -349,24 +362,20 @@ class ConsumerCore:
         if isinstance(error, OffsetOutOfRange):
             self._out_of_range(request, error)
             return
-        self.outages.failed(request.tp, error)
-        self._queue.put(request, self.loop.time() + request.grow_delay())
+        at_once = self._sources.failed(request, error)
+        if not at_once or self._sources.is_substitute(request):
+            self.outages.failed(request.tp, error)
+        self._queue.put(request, self.loop.time() + (0.0 if at_once else request.grow_delay()))
 
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
         """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
-        request.damaged_fetches += 1
         self.outages.failed(request.tp, damage)
-        if request.damaged_fetches < DAMAGED_FETCHES_MAX:
+        request.came_damaged(damage)
+        if request.damage is None:
             self._queue.put(request, self.loop.time() + DELAY_FIRST_S)
-            return
-        request.damage = CorruptData(
-            f"{request.tp} at offset {request.offset}",
-            damage.reason,
-            hint=f"`metamq log verify` on the data folder of broker {request.broker_id} shows every damaged place; to "
-            "go on behind it, seek to a later offset.",
-        )
-        self._stalled[request] = None
-        self.consumed()
+        else:
+            self._stalled[request] = None
+            self.consumed()
 
     def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
         """Handlers get the error, until a seek leads away from it."""
@@ -532,19 +541,8 @@ class ConsumerCore:
         """How consumption goes, without asking anybody."""
         with self.inbox.lock:
             states = list(self.inbox.states.values())
-            partitions = {
-                state.tp: PartitionHealth(
-                    next_offset=state.next_offset,
-                    done_offset=state.done_offset(),
-                    committed_offset=state.committed_offset,
-                    lag=state.lag(),
-                    in_hand=state.hand is not None,
-                    paused=state.paused,
-                    last_error=self.outages.errors.get(state.tp, ""),
-                )
-                for state in states
-            }
-        last = max((runner.last_answer_s for runner in self._runners.values()), default=0.0)
+            partitions = {state.tp: health_of(state, self.outages.errors.get(state.tp, "")) for state in states}
+        last = max((runner.last_answer_s for runner in self._sources.runners.values()), default=0.0)
         return ConsumerHealth(
             partitions=partitions,
             delivering=self._delivering,

@@ -39,6 +39,8 @@ class ConsumerOptions:
     """Fetched and not handled yet: above it no more is asked for."""
     session_timeout_ms: int = 10_000
     """How long after its death a consumer's partitions go to others."""
+    read_from: str = "master"
+    """ "any": also from slaves, while a master cannot be reached, or where it prefers that since we are far behind."""
 
     def __post_init__(self) -> None:
         limits = {
@@ -51,6 +53,8 @@ class ConsumerOptions:
             "session_timeout_ms": (1000, 600_000),
         }
         check_ranges("consumer", self, limits)
+        if self.read_from not in ("master", "any"):
+            raise ConfigError(f"consumer: `read_from` is {self.read_from!r}", hint="Choose 'master' or 'any'.")
 
 
 class ConsumerSettings(TypedDict, total=False):
@@ -63,6 +67,7 @@ class ConsumerSettings(TypedDict, total=False):
     partition_fetch_max_bytes: int
     prefetch_bytes: int
     session_timeout_ms: int
+    read_from: Literal["master", "any"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """FetchRequestQueue: which partition is to be asked for data next, and when.
 
 One FetchRequest a partition goes round: queue → runner → broker → consumer → queue. So a partition has at most one
-fetch under way, and its messages stay in order. The queue is a heap by due time for each broker, since a runner asks
-one broker for all that is due there in one request. Time comes in as an argument; nothing here waits.
+fetch under way, and its messages stay in order. The queue is a heap by due time for each source, since a runner asks
+one replica for all that is due there in one request. Time comes in as an argument; nothing here waits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import sys
 from collections.abc import Callable
 from itertools import count
 
-from metamq.errors import MetamqError
+from metamq.client.cluster import Source
+from metamq.errors import CorruptData, MetamqError
 from metamq.zk.partitions import TopicPartition
 
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 5.0
+DAMAGED_FETCHES_MAX = 5
+"""So often the same bytes come damaged before that is raised."""
 
 
 class FetchRequest:
     """The next fetch of one partition. Replaced by a new one when the partition is rewound."""
 
     __slots__ = (
-        "broker_id",
         "cancelled",
         "damage",
         "damaged_fetches",
@@ -33,14 +35,15 @@ class FetchRequest:
         "index",
         "offset",
         "opened",
+        "source",
         "topic_id",
         "tp",
     )
 
-    def __init__(self, tp: TopicPartition, topic_id: str, broker_id: int, index: int, offset: int) -> None:
+    def __init__(self, tp: TopicPartition, topic_id: str, source: Source, index: int, offset: int) -> None:
         self.tp = tp
         self.topic_id = topic_id
-        self.broker_id = broker_id
+        self.source = source
         self.index = index
         self.offset = offset
         self.due = 0.0
@@ -55,6 +58,17 @@ class FetchRequest:
         self.opened: tuple[object, int] | None = None
         """The fetch session that knows it, and its handle there."""
 
+    def came_damaged(self, damage: CorruptData) -> None:
+        """The bytes at `offset` came damaged once more."""
+        self.damaged_fetches += 1
+        if self.damaged_fetches >= DAMAGED_FETCHES_MAX:
+            self.damage = CorruptData(
+                f"{self.tp} at offset {self.offset}",
+                damage.reason,
+                hint=f"`metamq log verify` on the data folder of broker {self.source.broker_id} shows every damaged "
+                "place; to go on behind it, seek to a later offset.",
+            )
+
     def grow_delay(self) -> float:
         """The delay after one more error: doubled, capped, and spread so that consumers do not come back as one."""
         self.delay_s = min(max(self.delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
@@ -62,22 +76,22 @@ class FetchRequest:
 
 
 class FetchRequestQueue:
-    """Requests by broker and due time. `wake(broker id)` is called when one is put in that may be due first."""
+    """Requests by source and due time. `wake(source)` is called when one is put in that may be due first."""
 
-    def __init__(self, wake: Callable[[int], None]) -> None:
+    def __init__(self, wake: Callable[[Source], None]) -> None:
         self._wake = wake
-        self._heaps: dict[int, list[tuple[float, int, FetchRequest]]] = {}
+        self._heaps: dict[Source, list[tuple[float, int, FetchRequest]]] = {}
         self._numbers = count()
 
     def put(self, request: FetchRequest, due: float) -> None:
         """Queues a request; those due at the same time keep their order."""
         request.due = due
-        heapq.heappush(self._heaps.setdefault(request.broker_id, []), (due, next(self._numbers), request))
-        self._wake(request.broker_id)
+        heapq.heappush(self._heaps.setdefault(request.source, []), (due, next(self._numbers), request))
+        self._wake(request.source)
 
-    def take(self, broker_id: int, now: float, most: int = sys.maxsize) -> list[FetchRequest]:
-        """The requests to a broker that are due, `most` at most, the longest due first; the cancelled are dropped."""
-        heap = self._heaps.get(broker_id, [])
+    def take(self, source: Source, now: float, most: int = sys.maxsize) -> list[FetchRequest]:
+        """The requests to a source that are due, `most` at most, the longest due first; the cancelled are dropped."""
+        heap = self._heaps.get(source, [])
         due: list[FetchRequest] = []
         while heap and heap[0][0] <= now and len(due) < most:
             request = heapq.heappop(heap)[2]
@@ -85,17 +99,17 @@ class FetchRequestQueue:
                 due.append(request)
         return due
 
-    def next_due(self, broker_id: int) -> float | None:
-        """When the next request to a broker is due, None when there is none."""
-        heap = self._heaps.get(broker_id, [])
+    def next_due(self, source: Source) -> float | None:
+        """When the next request to a source is due, None when there is none."""
+        heap = self._heaps.get(source, [])
         while heap and heap[0][2].cancelled:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def hurry(self, broker_id: int, now: float) -> None:
-        """Everything queued for a broker is due now, as when it is back; delays go on growing from where they are."""
-        heap = self._heaps.get(broker_id, [])
+    def hurry(self, source: Source, now: float) -> None:
+        """Everything queued for a source is due now, as when it is back; delays go on growing from where they are."""
+        heap = self._heaps.get(source, [])
         heap[:] = [(min(due, now), number, request) for due, number, request in heap if not request.cancelled]
         heapq.heapify(heap)
         if heap:
-            self._wake(broker_id)
+            self._wake(source)

@@ -1,4 +1,4 @@
-"""A fetch runner: asks one broker for all of a consumer's partitions there, in one fetch session.
+"""A fetch runner: asks one replica for all of a consumer's partitions there, in one fetch session.
 
 The broker remembers what is open and armed (metamq.broker.fetch_session), so a GET carries only what changed. While
 a long poll is parked, requests that become due are sent in a further GET, which the broker takes as an amendment: it
@@ -6,6 +6,9 @@ answers the parked one with nothing and goes on with both.
 
 A GET carries ENTRIES_TARGET changes of a kind at most, so that it fits into a frame; further ones follow in GETs of
 their own, each amending the one before.
+
+Where the replica's address is another one now, as when the master has changed, the connection is given up, and all goes
+on at the new one.
 
 A partition that was answered with an error is opened anew when its turn comes: what the broker found under the old
 handle stays what it was, be it a topic that the broker had not heard of yet.
@@ -20,7 +23,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from metamq.client.cluster import Cluster
+from metamq.client.cluster import Cluster, Source
 from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConnectError, MetamqError
@@ -57,17 +60,17 @@ class FetchLimits(NamedTuple):
 
 
 class FetchRunner:
-    """Serves the queue's requests to one broker until cancelled. `limits` is asked before each GET."""
+    """Serves the queue's requests to one replica until cancelled. `limits` is asked before each GET."""
 
     def __init__(
         self,
-        broker_id: int,
+        source: Source,
         queue: FetchRequestQueue,
         cluster: Cluster,
         sink: FetchSink,
         limits: Callable[[], FetchLimits],
     ) -> None:
-        self.broker_id = broker_id
+        self.source = source
         self._queue = queue
         self._cluster = cluster
         self._sink = sink
@@ -89,6 +92,11 @@ class FetchRunner:
         self._close(request)
         self._changed.set()
 
+    def release(self, request: FetchRequest) -> None:
+        """The request, which is not under way, is to be made elsewhere."""
+        self._close(request)
+        self._changed.set()
+
     def _close(self, request: FetchRequest) -> None:
         if request.opened is not None:
             self._closed_handles.append(request.opened)
@@ -97,34 +105,50 @@ class FetchRunner:
     async def run(self) -> None:
         """Fetches, for ever."""
         while True:
+            while self._queue.next_due(self.source) is None:
+                await self._wait(asyncio.get_running_loop(), None)
             connection: BrokerConnection | None = None
             try:
-                connection = await self._cluster.connection(self.broker_id)
+                connection = await self._cluster.connection(*self.source)
                 await self._fetch(connection)
+                connection.abort()
+                self._move()
             except MetamqError as error:
                 if connection is not None:
                     connection.abort()  # handles begin at 1 again, on a fetch session that knows none
                 self._give_back(error)
                 await self._wait(asyncio.get_running_loop(), None)
 
+    def _move(self) -> None:
+        """What is under way is asked for at the replica's new address."""
+        armed, self._armed = self._armed, {}
+        self._polls.clear()
+        for request in armed.values():
+            request.opened = None
+            if not request.cancelled:
+                self._queue.put(request, asyncio.get_running_loop().time())
+
     def _give_back(self, error: MetamqError) -> None:
         """The connection is gone, or there is none: everybody tries again, each after its own delay."""
         armed, self._armed = self._armed, {}
         self._polls.clear()
-        waiting = self._queue.take(self.broker_id, asyncio.get_running_loop().time())
+        waiting = self._queue.take(self.source, asyncio.get_running_loop().time())
         for request in (*armed.values(), *waiting):
             request.opened = None
             if not request.cancelled:
                 self._sink.fetch_failed(request, error)
 
     async def _fetch(self, connection: BrokerConnection) -> None:
+        """Fetches until the replica is elsewhere. Raises ConnectError."""
         loop = asyncio.get_running_loop()
         handles = count(1)
         connection.closed.add_done_callback(lambda _closed: self._changed.set())
         while True:
             if connection.closed.done():
                 raise connection.closed.result()
-            due = self._queue.take(self.broker_id, loop.time(), ENTRIES_TARGET)
+            if not self._cluster.is_current(self.source, connection.address):
+                return
+            due = self._queue.take(self.source, loop.time(), ENTRIES_TARGET)
             closed = self._next_closed(connection)
             if due or closed or (self._armed and not self._polls):
                 self._send(connection, due, closed, handles)
@@ -174,7 +198,7 @@ class FetchRunner:
         """Until something changed: a request due, an answer, a lost connection, an answer that is late."""
         if self._polls and self._polls[0][0].done():
             return
-        next_due = self._queue.next_due(self.broker_id)
+        next_due = self._queue.next_due(self.source)
         late = self._polls[0][1] if self._polls else None
         wake_up = min((time for time in (next_due, late) if time is not None), default=None)
         timer = None if wake_up is None else loop.call_at(wake_up, self._changed.set)
@@ -194,7 +218,9 @@ class FetchRunner:
             raise error
         response = poll.result()
         if response.status != status.OK:
-            raise ConnectError(f"broker {self.broker_id}", str(status.decode_error(response.status, response.header)))
+            raise ConnectError(
+                f"broker {self.source.broker_id}", str(status.decode_error(response.status, response.header))
+            )
         self.last_answer_s = asyncio.get_running_loop().time()
         position = 0
         for result in unpack_list(GetResult, response.header):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from metamq.client.assignment import RebalanceHealth
+from metamq.client.inbox import PartitionState
 from metamq.zk.partitions import TopicPartition
 
 
@@ -21,7 +22,7 @@ class PartitionHealth:
     """A message or batch of it is being handled."""
     paused: bool
     last_error: str
-    """Why it is not fetched at present, empty when it is."""
+    """Why it is not fetched at present, empty when it is. While slaves are read, why the master is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +38,16 @@ class ConsumerHealth:
     lost_messages: int
     """Messages that retention removed before they were read."""
     group: RebalanceHealth | None
+
+
+def health_of(state: PartitionState, last_error: str) -> PartitionHealth:
+    """How one partition goes. The inbox is locked."""
+    return PartitionHealth(
+        next_offset=state.next_offset,
+        done_offset=state.done_offset(),
+        committed_offset=state.committed_offset,
+        lag=state.lag(),
+        in_hand=state.hand is not None,
+        paused=state.paused,
+        last_error=last_error,
+    )

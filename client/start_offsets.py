@@ -77,7 +77,7 @@ class OffsetFinder:
         While the brokers do not tell where that is, it is left at that: `on_data_loss` goes on from there.
         """
         try:
-            found = await self.ask(topic_ids, LATEST)
+            found = await self.ask(topic_ids, LATEST, master_only=True)  # a slave's end is not the last word
         except MetamqError as error:
             log.info("where %s ends is not known at present: %s", ", ".join(map(str, topic_ids)), error)
             return
@@ -87,7 +87,9 @@ class OffsetFinder:
                 beyond.hint = hint
                 raise beyond
 
-    async def ask(self, topic_ids: Mapping[TopicPartition, str], what: int) -> dict[TopicPartition, OffsetsResult]:
+    async def ask(
+        self, topic_ids: Mapping[TopicPartition, str], what: int, *, master_only: bool = False
+    ) -> dict[TopicPartition, OffsetsResult]:
         """OFFSETS of each partition's broker. Raises the first error."""
         by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
         for tp in topic_ids:
@@ -97,7 +99,11 @@ class OffsetFinder:
             entries = [
                 OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions
             ]
-            results = await ask_offsets(await self._cluster.connection(broker_id), entries)
+            if master_only:
+                connection = await self._cluster.connection(broker_id)
+            else:
+                connection = await self._cluster.reading_connection(broker_id, {tp.topic for tp in partitions})
+            results = await ask_offsets(connection, entries)
             for tp, result in zip(partitions, results, strict=True):
                 if result.status != status.OK:
                     raise status.decode_error(result.status, result.error)

@@ -202,9 +202,12 @@ class Connections:
         self._opening: dict[str, asyncio.Task[BrokerConnection]] = {}
         self._pause_s: dict[str, float] = {}
 
-    async def get(self, host: str, port: int) -> BrokerConnection:
-        """The connection to an address. Raises ConnectError; callers may ask again at once, the pause is in here."""
-        address = f"{host}:{port}"
+    async def get(self, host: str, port: int, *, purpose: str = "") -> BrokerConnection:
+        """The connection to an address. Raises ConnectError; callers may ask again at once, the pause is in here.
+
+        What has a purpose of its own has a connection of its own.
+        """
+        address = f"{host}:{port} {purpose}".strip()
         connection = self._open.get(address)
         if connection is not None and connection.alive:
             return connection

@@ -1,8 +1,8 @@
 """The commands and the headers of their requests and responses.
 
 Headers are msgpack arrays in the order of the fields here; a receiver takes more fields than it knows, so that a
-field can be added at the end. `unpack` raises ProtocolError on anything else that is not as declared.
-docs/wire-protocol.md has the tables and the bytes.
+field can be added at the end. One that was added has a default, for peers that do not send it. `unpack` raises
+ProtocolError on anything else that is not as declared. docs/wire-protocol.md has the tables and the bytes.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ class GetResult(NamedTuple):
     stable_offset: int
     """The end of what can be read now; the lag is the distance to it."""
     error: Any
+    preferred_replica: int = -1
+    """The replica that had better be asked next, -1: this one. Only a hint, to readers that take slaves."""
 
 
 class OffsetsEntry(NamedTuple):
@@ -194,13 +196,13 @@ def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...
 def unpack(cls: type[T], header: Any) -> T:
     """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
     fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
-    if not isinstance(header, list) or len(header) < len(fields):
+    added: dict[str, Any] = cls._field_defaults  # type: ignore[attr-defined]
+    if not isinstance(header, list) or len(header) < len(fields) - len(added):
         raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {reprlib.repr(header)}")
     for value, (name, kind, check) in zip(header, fields, strict=False):
         if not check(value):
             raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {reprlib.repr(value)}")
-    made: T = cls._make(header[: len(fields)])  # type: ignore[attr-defined]
-    return made
+    return cls(*header[: len(fields)])
 
 
 def unpack_list(cls: type[T], header: Any) -> list[T]:

@@ -40,6 +40,7 @@ __all__ = [
     "Mastership",
     "Member",
     "Registration",
+    "Watcher",
     "become_master",
     "cluster_id",
     "known_cluster_id",

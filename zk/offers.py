@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from metamq.errors import Fenced
-from metamq.zk.brokers import Mastership, read_state
+from metamq.zk.brokers import Mastership, Watcher, read_state
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Op
-from metamq.zk.paths import master_offer, slave_offer
+from metamq.zk.paths import master_offer, slave_of_offer, slave_offer
 
 if TYPE_CHECKING:
     from metamq.zk.session import Session
@@ -41,6 +41,19 @@ async def register_topics(
 async def register_slave_topics(session: Session, broker_id: int, replica: int, subscribe: Mapping[str, int]) -> None:
     """Make what this slave offers for reading equal to `subscribe`, topic -> number of partitions. As above."""
     await _register(session, READING, slave_offer(broker_id, replica), subscribe, None)
+
+
+async def slaves_offering(session: Session, topic: str, watch: Watcher | None = None) -> set[tuple[int, int]]:
+    """The (broker id, replica) of slaves that offer a topic for reading. `watch` is called once that changes."""
+    folder = session.paths.offers(READING, topic)
+    while True:
+        try:
+            names = await session.children(folder, watch=watch)
+            break
+        except NoNode:
+            if await session.exists(folder, watch=watch) is None:
+                return set()
+    return set(filter(None, map(slave_of_offer, names)))
 
 
 async def _register(session: Session, kind: str, name: str, wanted: Mapping[str, int], held: Mastership | None) -> None:

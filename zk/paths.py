@@ -15,12 +15,14 @@ Names are checked by the callers at their public faces (`metamq.zk.names`), not 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from metamq.errors import ConfigError
 from metamq.zk.names import check_name
 
 DEFAULT_ROOT = "/meta"
+_SLAVE_OFFER = re.compile(r"(\d+)-s(\d+)")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,12 @@ def master_offer(broker_id: int) -> str:
 def slave_offer(broker_id: int, replica: int) -> str:
     """The name of the node by which a slave offers a topic: "0-s1"."""
     return f"{broker_id}-s{replica}"
+
+
+def slave_of_offer(name: str) -> tuple[int, int] | None:
+    """The (broker id, replica) of a slave's offer; None for a master's."""
+    match = _SLAVE_OFFER.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def check_path(path: str, what: str = "a znode path") -> str:

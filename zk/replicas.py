@@ -108,6 +108,17 @@ async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = No
     return [address_of(broker_id, node, "slave") for node in nodes if node is not None]
 
 
+async def live_slaves(session: Session, watch: Watcher | None = None) -> dict[int, dict[int, BrokerAddress]]:
+    """The slaves of every broker id that are registered now, by broker id and replica. `watch` as in `slaves_of`."""
+    names = await session.children(session.paths.broker_ids())
+    broker_ids = sorted(int(name) for name in names if name.isdecimal())
+    found = await asyncio.gather(*(slaves_of(session, broker_id, watch) for broker_id in broker_ids))
+    return {
+        broker_id: {slave.replica: slave for slave in slaves}
+        for broker_id, slaves in zip(broker_ids, found, strict=True)
+    }
+
+
 async def change_insync(session: Session, held: Mastership, insync: Iterable[Member]) -> Confirmed | Refused | Unknown:
     """Make `insync` the in-sync set, if the state is still as the master holds it. Asked once, never repeated.
 

@@ -68,6 +68,7 @@ class HAClient:
         learner: bool,
         generation: Callable[[], int],
         followed: Callable[[int], None],
+        readable_changed: Callable[[], None],
         failed: Callable[[MetamqError], None],
     ) -> None:
         self.state = HAState.READY
@@ -78,15 +79,19 @@ class HAClient:
         self._learner = learner
         self._generation = generation
         self.followed = followed
+        self._readable_changed = readable_changed
         self._failed = failed
-        self._master: BrokerAddress | None = None
+        self.master: BrokerAddress | None = None
+        """Who is followed; None: there is nobody."""
+        self.readable: set[Partition] = set()
+        """Partitions that hold all that is stable, or did once while this replica was linked: they may be offered."""
         self._changed = asyncio.Event()
         self._link: _Link | None = None
 
     def follow(self, master: BrokerAddress | None) -> None:
         """Who the master is now; None: there is none."""
-        if master != self._master:
-            self._master = master
+        if master != self.master:
+            self.master = master
             self._changed.set()
             if self._link is not None:
                 self._link.end(ConnectError("the master", "it is another one now"))
@@ -97,7 +102,7 @@ class HAClient:
         try:
             while True:
                 self._changed.clear()
-                master = self._master
+                master = self.master
                 if master is None or master.replica == self._registration().replica:
                     await self._changed.wait()
                     continue
@@ -172,8 +177,15 @@ class HAClient:
 
     def closed(self, partition: Partition) -> None:
         """A partition was closed here: its topic was deleted."""
+        self.readable.discard(partition)
         if self._link is not None:
             self._link.detach(partition)
+
+    def holds_stable(self, partition: Partition) -> None:
+        """A partition holds all that the master says is stable."""
+        if partition not in self.readable:
+            self.readable.add(partition)
+            self._readable_changed()
 
     @property
     def linked(self) -> bool:
@@ -313,6 +325,7 @@ class _Link:
             self._forget(partition)
         else:
             if decision is sync.Decision.RESET:
+                self._client.readable.discard(partition)
                 partition.reset_to(result.offset, result.position)
             elif result.position < partition.log.end_position:
                 partition.cut(result.position)
@@ -400,6 +413,8 @@ class _Link:
             partition = self._handles.get(handle)
             if partition is not None:
                 partition.bound(offset, position)
+                if partition.log.end_position >= position:
+                    self._client.holds_stable(partition)
 
     # -- acknowledgements ---------------------------------------------------------------------------------------------
 

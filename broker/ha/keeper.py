@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -220,6 +221,7 @@ class RoleKeeper:
                 learner=self._config.learner,
                 generation=lambda: self._folder.generation,
                 followed=self._folder.follow_generation,
+                readable_changed=self.look_again,
                 failed=self._failed,
             )
             self._following = asyncio.ensure_future(self.client.run())
@@ -238,8 +240,11 @@ class RoleKeeper:
             await asyncio.gather(task, return_exceptions=True)
 
     async def offer(self) -> None:
-        """Offers the topics to clients: to producers and readers as the master, to readers as a slave."""
+        """Offers the topics to clients: to producers and readers as the master, to readers as a slave that has them."""
         broker_id, replica, counts = self._registration.broker_id, self._registration.replica, self._topics.counts()
+        if self.client is not None:
+            readable = Counter(partition.topic for partition in self.client.readable)
+            counts = {topic: number for topic, number in counts.items() if readable[topic] >= number}
         offered = self._session.generation, self.role, counts
         if offered == self._offered:
             return
@@ -343,6 +348,25 @@ class RoleKeeper:
             self.ha.closed_partition(partition)
         elif self.client is not None:
             self.client.closed(partition)
+
+    @property
+    def followed_epoch(self) -> int:
+        """The term of the master that this replica is, or follows."""
+        return max(self.epoch, self.client.epoch) if self.client is not None else self.epoch
+
+    def preferred_replica(self, partition: Partition, position: int) -> int:
+        """The replica that a reader at this byte of a partition had better ask next, -1: this one.
+
+        What is far behind the end is not in the page cache any more: a slave's disk will do as well. Half of the way
+        lies between going there and coming back, so that no reader goes to and fro.
+        """
+        far_bytes = self._config.far_behind_bytes
+        behind_bytes = partition.log.stable_position - position
+        if self.ha is not None:
+            is_far = 0 < far_bytes < behind_bytes
+            return self.ha.slave_beyond(partition, position + far_bytes // 2) if is_far else -1
+        master = self.client.master if self.client is not None else None
+        return master.replica if master is not None and behind_bytes <= far_bytes // 2 else -1
 
     def readiness(self) -> str:
         """Why clients are not served as they should be; empty when they are."""

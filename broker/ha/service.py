@@ -103,6 +103,15 @@ class HAService:
         """A partition was opened. Its slaves attach theirs; until then those that are required hold it back."""
         self._bind(partition)
 
+    def slave_beyond(self, partition: Partition, position: int) -> int:
+        """A slave that holds the partition beyond this byte, by its number; -1 when none does. They take turns."""
+        slaves = [
+            link.replica
+            for link in self.links.values()
+            if (place := link.places.get(partition)) is not None and place.held.position > position
+        ]
+        return sorted(slaves)[partition.index % len(slaves)] if slaves else -1
+
     def closed_partition(self, partition: Partition) -> None:
         """A partition was closed: its topic was deleted."""
         self._missing_since = {key: since for key, since in self._missing_since.items() if key[1] is not partition}

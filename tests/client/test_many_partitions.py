@@ -14,7 +14,7 @@ import pytest
 
 from metamq.broker.processors import page_of
 from metamq.client import admin_brokers
-from metamq.client.cluster import Cluster
+from metamq.client.cluster import MASTER, Cluster, Source
 from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.outgoing import OutgoingBatch
@@ -89,8 +89,14 @@ class Paper:
         self.configs: dict[str, TopicConfig] = {}
         self.closed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def connection(self, broker_id: int) -> Paper:
+    async def connection(self, broker_id: int, replica: int = MASTER) -> Paper:
         return self
+
+    async def reading_connection(self, broker_id: int, topics: set[str]) -> Paper:
+        return self
+
+    def is_current(self, source: Source, address: str) -> bool:
+        return True
 
     def send(self, command: int, header: Any, bodies: list[Any] | None = None) -> asyncio.Future[Response]:
         _opaque, buffers = self._client.request(command, header, bodies)
@@ -157,7 +163,10 @@ class Gets:
 
 
 def fetch_requests(count: int) -> list[FetchRequest]:
-    return [FetchRequest(TopicPartition(TOPIC, partition_name(0, n)), TOPIC_ID, 0, n, 10**15 + n) for n in range(count)]
+    return [
+        FetchRequest(TopicPartition(TOPIC, partition_name(0, n)), TOPIC_ID, Source(0), n, 10**15 + n)
+        for n in range(count)
+    ]
 
 
 def test_a_consumer_of_very_many_partitions_opens_and_closes_them_in_pieces() -> None:
@@ -169,7 +178,7 @@ def test_a_consumer_of_very_many_partitions_opens_and_closes_them_in_pieces() ->
         for request in requests:
             queue.put(request, 0.0)
         limits = FetchLimits(500, 1, 1 << 20, 1 << 18)
-        runner = FetchRunner(0, queue, as_cluster(paper), sink, lambda: limits)
+        runner = FetchRunner(Source(0), queue, as_cluster(paper), sink, lambda: limits)
         running = asyncio.ensure_future(runner.run())
         await until(lambda: sink.errors or running.done() or len(gets.opened) >= MANY)
         assert sink.errors == []
@@ -323,7 +332,7 @@ async def ask_for_nothing(cluster: Cluster, count: int) -> tuple[int, int]:
     queue, sink = FetchRequestQueue(lambda _: None), Sink()
     for request in fetch_requests(count):
         queue.put(request, 0.0)
-    runner = FetchRunner(0, queue, cluster, sink, lambda: FetchLimits(500, 1, 1 << 20, 1 << 18))
+    runner = FetchRunner(Source(0), queue, cluster, sink, lambda: FetchLimits(500, 1, 1 << 20, 1 << 18))
     running = asyncio.ensure_future(runner.run())
     await until(lambda: len(sink.errors) >= count)
     running.cancel()

@@ -58,9 +58,15 @@ def test_a_wrong_field_is_named(sent: Any) -> None:
                 continue
             with pytest.raises(ProtocolError, match=rf"{type(sent).__name__}\.{name} is to be .+, got"):
                 unpack(type(sent), [*good[:number], wrong, *good[number + 1 :]])
-    for short in range(len(good)):
+    for short in range(len(good) - len(type(sent)._field_defaults)):
         with pytest.raises(ProtocolError, match=f"{type(sent).__name__} has {len(good)} fields, got"):
             unpack(type(sent), good[:short])
+
+
+def test_a_peer_of_before_a_field_was_added_is_understood() -> None:
+    good = [1, 0, 120, 0, 2, None]
+    assert unpack(commands.GetResult, good) == commands.GetResult(1, 0, 120, 0, 2, None, preferred_replica=-1)
+    assert unpack(commands.GetResult, [*good, 1, "of a later release"]).preferred_replica == 1
 
 
 @pytest.mark.parametrize("armed", [[[1]], [[1, 2, 3]], [[1, "2"]], [1, 2], [[True, 1]]])
