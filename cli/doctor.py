@@ -28,7 +28,7 @@ from metamq.client.admin_topics import describe_topic
 from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import ConsumerOptions
 from metamq.client.producer_core import ProducerOptions
-from metamq.client.rebalance_decisions import why_idle
+from metamq.client.rebalance_decisions import has_no_topic, why_idle
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire.commands import Command as WireCommand
@@ -50,6 +50,11 @@ SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOp
 OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
 DAMAGE_HINT = "`metamq log verify` on the broker's data folder shows every damaged place. It changes nothing."
+IDLE_HINTS = {
+    False: "Add partitions, or start no more members than there are; one that is left over only stands by.",
+    True: "Create the topic again, with `metamq topic create`, or stop the member, which waits for that.",
+}
+"""By whether the member's topics are gone."""
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -299,10 +304,12 @@ async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> 
             hint = "They end with their owners' sessions; `metamq group evict` removes them at once."
             return Finding(f"group {name}", "warning", f"partitions owned by no member: {', '.join(left)}", hint)
         size = f"{count(len(present), 'member')}, {count(len(owners), 'partition')} owned"
-        idle = {member: why_idle(member, stored.plan) for member in present if stored is not None}
-        reasons = [f"{member} has none: {reason}" for member, reason in idle.items() if reason]
+        plan = stored.plan if stored is not None else None
+        idle = {member: reason for member in present if plan is not None and (reason := why_idle(member, plan))}
+        reasons = [f"{member} has none: {reason}" for member, reason in idle.items()]
         if reasons:
-            hint = "Add partitions, or start no more members than there are; one that is left over only stands by."
+            waits = {plan is not None and has_no_topic(member, plan) for member in idle}
+            hint = " ".join(IDLE_HINTS[is_without_topic] for is_without_topic in sorted(waits))
             return Finding(f"group {name}", "warning", f"{size}; {'; '.join(reasons)}", hint)
         return Finding(f"group {name}", "ok", size)
 

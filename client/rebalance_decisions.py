@@ -166,6 +166,12 @@ def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
     return Plan(previous.generation + 1 if previous else 1, strategy, inputs, assignment)
 
 
+def has_no_topic(consumer_id: str, plan: Plan) -> bool:
+    """Whether none of the topics that a member subscribes to was there when the plan was made."""
+    topics = plan.inputs.members.get(consumer_id)
+    return topics is not None and plan.inputs.topics.keys().isdisjoint(topics)
+
+
 def why_idle(consumer_id: str, plan: Plan) -> str:
     """Why the plan gives a member nothing; nothing when it gives it something, or does not know it."""
     topics = plan.inputs.members.get(consumer_id)
@@ -173,7 +179,7 @@ def why_idle(consumer_id: str, plan: Plan) -> str:
         return ""
     present = [plan.inputs.topics[topic] for topic in topics if topic in plan.inputs.topics]
     partitions = sum(sum(topic.partitions.values()) for topic in present)
-    if not partitions:
+    if has_no_topic(consumer_id, plan):
         return f"none of its topics exists: {', '.join(topics)}"
     rivals = sum(not set(topics).isdisjoint(subscribed) for subscribed in plan.inputs.members.values())
     share = f"{count(rivals, 'member')} share {count(partitions, 'partition')}"

@@ -31,6 +31,12 @@ KEPT_BYTES = 8 * 1024 * 1024
 """Memory of large answers that a connection uses again."""
 
 
+def _reason(error: OSError) -> str:
+    """In the system's words: asyncio's own name the address again."""
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or str(error)
+
+
 def client_name() -> str:
     """How this process introduces itself to brokers."""
     return f"metamq {metamq.__version__} python {platform.python_version()} {socket.gethostname()}:{os.getpid()}"
@@ -64,7 +70,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
             connection.abort()
             raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=_HINT) from None
         except OSError as error:
-            raise ConnectError(address, error.strerror or str(error), hint=_HINT) from error
+            raise ConnectError(address, _reason(error), hint=_HINT) from error
         except ProtocolError as error:
             raise ConnectError(address, error.problem, hint=error.hint) from error
         except BaseException:

@@ -80,6 +80,18 @@ def test_a_member_without_partitions_is_pointed_out(metamq: Metamq, running: Clu
         assert found["hint"].startswith("Add partitions")
 
 
+def test_a_member_whose_topic_was_deleted_is_advised_to_make_it_again(
+    metamq: Metamq, running: Cluster, topic: str, until: Until
+) -> None:
+    with running.consumer(group=topic, topics=[topic], consumer_id="one") as consumer:
+        metamq("topic", "delete", topic, "--yes")
+        until(lambda: consumer.health().group.idle_reason)
+        findings = metamq("doctor", "-o", "json").json
+    (found,) = [finding for finding in findings if finding["what"] == f"group {topic}"]
+    assert found["detail"] == f"1 member, 0 partitions owned; one has none: none of its topics exists: {topic}"
+    assert found["hint"].startswith("Create the topic again")
+
+
 def test_reset_prints_the_plan_and_wants_yes(metamq: Metamq, topic: str) -> None:
     metamq("produce", topic, "a", "b", "c")
     metamq("consume", topic, "-g", topic, "-e")

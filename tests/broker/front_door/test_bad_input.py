@@ -328,6 +328,15 @@ def test_our_client_meets_somebody_else() -> None:
         asyncio.run(BrokerConnection.open("127.0.0.1", port, timeout_s=0.2))
 
 
+def test_our_client_meets_nobody_and_names_the_address_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(ConnectError) as caught:
+            asyncio.run(BrokerConnection.open("127.0.0.1", port))  # on asyncio's own loop, as metamq.aio may be
+        assert caught.value.problem == f"no connection to 127.0.0.1:{port}: Connection refused"
+
+
 def test_our_client_when_the_broker_answers_what_was_not_asked() -> None:
     """What was under way on the connection may have been done: its outcome is unknown."""
 
