@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -71,3 +72,14 @@ class Group(_WithGlobals, click.Group):
     """A command with commands below it."""
 
     command_class = Command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+            if not near or "Did you mean" in error.message:  # a later click may say so itself
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from error

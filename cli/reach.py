@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from metamq.client.first_contact import open_session
 from metamq.zk.paths import Paths
 from metamq.zk.presence import missing_cluster
 from metamq.zk.servers import parse_servers
-from metamq.zk.session import Session
 
 
 def check_cluster(servers: str, root: str) -> None:
@@ -21,7 +21,7 @@ async def look_for_cluster(servers: str, root: str) -> None:
     _hosts, chroot = parse_servers(servers)
     # Without the chroot, which a session makes where it is missing.
     addresses, place = servers.partition("/")[0], chroot + root
-    async with await Session.open(addresses, root=place, patient=False) as session:
+    async with await open_session(addresses, root=place, patient=False) as session:
         problem = await missing_cluster(session)
         if problem is not None:
             raise problem

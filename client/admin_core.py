@@ -22,10 +22,9 @@ from metamq.client.admin_model import (
     TopicSettings,
 )
 from metamq.client.cluster import Cluster
+from metamq.client.first_contact import open_client_session
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.presence import warn_without_cluster
-from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig
 
 SESSION_TIMEOUT_MS = 10_000
@@ -42,8 +41,7 @@ class AdminCore:
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        session = await Session.open(servers, timeout_ms=SESSION_TIMEOUT_MS, root=root)
-        await warn_without_cluster(session)
+        session = await open_client_session(servers, root, SESSION_TIMEOUT_MS)
         self._open_cluster = Cluster(session)
         self.closed_by = None
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from metamq.errors import ConfigError, WrongType
-from metamq.words import measure
+from metamq.words import measure, size
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
@@ -53,13 +53,14 @@ def check_whole(name: str, value: object, low: int) -> None:
         raise ConfigError(f"`{name}` must be a whole number, {low} or more, not {value!r}")
 
 
-def check_ranges(owner: str, settings: object, limits: Mapping[str, tuple[float, float]], real: str = "") -> None:
+def check_ranges(owner: str, settings: object, limits: Mapping[str, tuple[Any, Any]], real: str = "") -> None:
     """Raises ConfigError for the first of the settings that is no number within its limits; `real` may be fractions."""
     for name, (low, high) in limits.items():
         value = getattr(settings, name)
         is_real = name in real.split()
         if not (is_number(value) if is_real else is_whole(value)) or not low <= value <= high:
-            wanted = f"{measure(name, whole=not is_real)} from {low:,} to {high:,}"
+            show = size if name.endswith("_bytes") and not is_real else "{:,}".format
+            wanted = f"{measure(name, whole=not is_real)} from {show(low)} to {show(high)}"
             raise ConfigError(f"the {owner}'s `{name}` must be {wanted}, not {value!r}")
 
 

@@ -17,6 +17,7 @@ from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
+from metamq.client.first_contact import open_client_session
 from metamq.client.health import ConsumerHealth, health_of
 from metamq.client.inbox import Inbox, PartitionState
 from metamq.client.message_batch import MessageBatch, own_part
@@ -41,7 +42,6 @@ from metamq.words import count
 from metamq.zk.lease import Lease
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.presence import warn_without_cluster
 from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -87,7 +87,7 @@ class ConsumerCore:
     async def open(self, servers: str, root: str) -> None:
         """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""
         options = self.options
-        self._session = await Session.open(servers, timeout_ms=options.session_timeout_ms, root=root)
+        self._session = await open_client_session(servers, root, options.session_timeout_ms)
         self._lease = Lease(self._session)
         reads_slaves = options.read_from == "any"
         self.cluster = Cluster(self._session, self._cluster_changed, with_slaves=reads_slaves)
@@ -101,7 +101,6 @@ class ConsumerCore:
         )
         self._finder = OffsetFinder(self.cluster, self.plan.start)
         try:
-            await warn_without_cluster(self._session)
             await self._lease.start()
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
             await self._storage.check()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from metamq.client.accumulator import Accumulator
 from metamq.client.checks import check_ranges
 from metamq.client.cluster import Cluster
+from metamq.client.first_contact import open_client_session
 from metamq.client.outgoing import OutgoingBatch, forget_locks
 from metamq.client.partitioner import Partitioner, partitioner_named
 from metamq.client.sender import Sender
@@ -32,7 +33,6 @@ from metamq.errors import (
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.words import count
-from metamq.zk.presence import warn_without_cluster
 from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.client")
@@ -109,8 +109,7 @@ class ProducerCore:
     async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
         self._thread = threading.get_ident()
-        self._session = await Session.open(servers, timeout_ms=session_timeout_ms, root=root)
-        await warn_without_cluster(self._session)
+        self._session = await open_client_session(servers, root, session_timeout_ms)
         self.cluster = Cluster(self._session, changed=self.wake)
         self.sender = Sender(
             self.cluster,

@@ -15,6 +15,8 @@ Server = tuple[str, int]
 NO_ANSWER = "no answer"
 NO_ANSWER_YET = "no answer yet"
 NOT_RESOLVED = "name not resolved"
+CLOSED = "it closed the connection"
+NOT_ZOOKEEPER = "its answer is not ZooKeeper's"
 _REFUSALS = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL}
 
 
@@ -72,5 +74,5 @@ def _failure(error: Exception) -> _Failure:
     if isinstance(cause, OSError) and cause.errno:
         return _Failure(os.strerror(cause.errno).lower(), is_refusal=cause.errno in _REFUSALS)
     if isinstance(cause, ConnectionDropped):
-        return _Failure("it closed the connection", is_refusal=False)
-    return _Failure(f"its answer makes no sense ({error!r})", is_refusal=False)
+        return _Failure(CLOSED, is_refusal=False)
+    return _Failure(NOT_ZOOKEEPER, is_refusal=True)

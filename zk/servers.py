@@ -17,6 +17,11 @@ def parse_servers(servers: str) -> tuple[list[tuple[str, int]], str]:
 
     Raises ConfigError, which names the part that is wrong.
     """
+    if "://" in servers:
+        raise ConfigError(
+            f"the ZooKeeper address {servers!r} is a URL",
+            hint='Write host and port, as in "zk1:2181,zk2:2181" or "zk1:2181/chroot".',
+        )
     addresses, slash, chroot = servers.strip().partition("/")
     chroot = chroot.rstrip("/")
     if slash and chroot:

@@ -80,8 +80,9 @@ def test_every_broker_setting_is_a_flag() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["topik"], "No such command 'topik'"),
-        (["topic", "lst"], "No such command 'lst'"),
+        (["tpic"], "No such command 'tpic'. Did you mean 'topic'?"),
+        (["topic", "lst"], "No such command 'lst'. Did you mean 'list'?"),
+        (["xyzzy"], "No such command 'xyzzy'."),
         (["topic", "create"], "Missing argument 'NAME'"),
         (["topic", "create", "a b"], "has ' ' at character 2"),
         (["topic", "create", "x", "--retention", "soon"], "write it like 500ms"),
@@ -104,6 +105,19 @@ def test_wrong_usage_ends_with_2(offline: Metamq, arguments: list[str], words: s
     assert words in " ".join(ended.talk.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["broker", "--disk-reserve", "5"], "`disk_reserve_bytes` must be a whole number of bytes from 32 MiB to 1"),
+        (["topic", "list", "--zookeeper", "http://foo"], "ZooKeeper address 'http://foo' is a URL\n  Write host and"),
+    ],
+)
+def test_wrong_values_are_named_in_words(offline: Metamq, arguments: list[str], said: str) -> None:
+    ended = offline(*arguments)
+    assert (ended.status, ended.data) == (1, b"")
+    assert said in ended.talk
+
+
 def test_nobody_there_ends_with_3_at_once(offline: Metamq) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: refused
@@ -116,6 +130,19 @@ def test_nobody_there_ends_with_3_at_once(offline: Metamq) -> None:
             first, second = ended.talk.splitlines()
             assert first == f"metamq: no connection to ZooKeeper at {address}: connection refused"
             assert "metamq up" in second
+
+
+def test_a_broker_is_not_taken_for_a_zookeeper(offline: Metamq, running: Any) -> None:
+    broker = f"127.0.0.1:{running.broker.port}"
+    began = time.monotonic()
+    ended = offline("topic", "list", "--zookeeper", broker)
+    assert (ended.status, ended.talk) == (
+        3,
+        f"metamq: no connection to ZooKeeper at {broker}: {broker} is a metamq broker\n"
+        "  Give ZooKeeper's address: brokers are found through it.\n",
+    )
+    assert time.monotonic() - began < 5  # of 10
+    assert f"{broker} is a metamq broker" in offline("doctor", "--zookeeper", broker).text
 
 
 def test_a_zookeeper_that_answers_nothing_is_told_of_after_a_second(process: Start) -> None:

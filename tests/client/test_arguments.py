@@ -161,7 +161,7 @@ def test_wrong_values_are_refused_at_the_call(
         ({"linger_ms": -1}, "producer's `linger_ms` must be a number of milliseconds from 0 to 60,000, not -1"),
         (
             {"buffer_bytes": 2**50},
-            "`buffer_bytes` must be a whole number of bytes from 1,024 to 1,099,511,627,776",
+            "`buffer_bytes` must be a whole number of bytes from 1 KiB to 1 TiB",
         ),
         ({"linger_ms": "5"}, "`linger_ms` must be a number of milliseconds, not '5'"),
         ({"buffer_bytes": 1e6}, r"`buffer_bytes` must be a whole number of bytes, not 1000000\.0"),
