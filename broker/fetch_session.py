@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from metamq.broker.partition import Partition
-from metamq.errors import Fenced, MetamqError, OffsetOutOfRange, ProtocolError
+from metamq.errors import CorruptData, Fenced, MetamqError, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
@@ -48,6 +48,9 @@ class Role(Protocol):
 
     def preferred_replica(self, partition: Partition, position: int) -> int:
         """The replica that a reader at this byte had better ask next, -1: this one."""
+
+    def found_damage(self, partition: Partition, error: CorruptData) -> None:
+        """A log could not be read."""
 
 
 UNWRITABLE_RETRY_S = 0.05
@@ -271,6 +274,8 @@ class FetchSession:
                 error = read_error if self.role.is_master else _not_here(read_error)
             except MetamqError as read_error:
                 error = read_error
+                if isinstance(error, CorruptData):
+                    self.role.found_damage(partition, error)
         number, fields = status.encode_error(error)
         return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
 

@@ -89,8 +89,7 @@ class Housekeeping:
             try:
                 await self._look_after(partition)
             except CorruptData as error:
-                log.critical("%s is not served any more: %s", partition.name, error)
-                partition.close(error, clean=False)
+                self._topics.is_damaged(partition, error)
             except MetamqError as error:
                 if partition.closed_by is None:  # it may have been, meanwhile
                     self._failed(error)

@@ -19,7 +19,16 @@ from metamq.broker.flusher import Flusher
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
-from metamq.errors import ClosedError, DiskFull, Fenced, MessageTooLarge, MetamqError, ProtocolError, StorageError
+from metamq.errors import (
+    ClosedError,
+    CorruptData,
+    DiskFull,
+    Fenced,
+    MessageTooLarge,
+    MetamqError,
+    ProtocolError,
+    StorageError,
+)
 from metamq.wire import status, sync
 from metamq.wire.batch import check_from_producer
 from metamq.wire.commands import (
@@ -101,6 +110,11 @@ class Processors:
     def preferred_replica(self, partition: Partition, position: int) -> int:
         """The replica that a reader at this byte had better ask next, -1: this one."""
         return self.keeper.preferred_replica(partition, position) if self.keeper is not None else -1
+
+    def found_damage(self, partition: Partition, error: CorruptData) -> None:
+        """A log could not be read: a slave copies it anew, a master goes on with what can be read."""
+        if not self.is_master:
+            self._topics.is_damaged(partition, error)
 
     def greeting(self) -> HelloReply:
         """What this broker answers to HELLO."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from metamq.broker.data_folder import DataFolder, TopicFolder
-from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
+from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
 from metamq.broker.partition import Partition
 from metamq.errors import ConfigError, CorruptData, MetamqError, PartitionNotFound, TopicNotFound
 from metamq.wire.limits import BATCH_BYTES_MAX
@@ -55,7 +55,7 @@ class Topics:
         self._configs: dict[str, TopicConfig] = {}
         self.open: dict[str, dict[int, Partition]] = {}
         """The open partitions, by topic and index. To be read, not changed."""
-        self._broken: dict[tuple[str, int], MetamqError] = {}
+        self._broken: dict[tuple[str, int], CorruptData] = {}
         """Partitions whose logs are damaged: they are not served, the others are."""
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
         self._executor = ThreadPoolExecutor(2, "metamq-topics")
@@ -63,6 +63,9 @@ class Topics:
         """Called with each partition that was opened."""
         self.closing: Callable[[Partition], None] = lambda partition: None
         """Called with each partition of a deleted topic, before it is closed."""
+        self.damaged: Callable[[], None] = lambda: None
+        """Called when a log was found to be damaged."""
+        self._changing = asyncio.Lock()
         self._unreadable: dict[str, MetamqError] = {}
         """Topics whose configuration in ZooKeeper cannot be read or used."""
 
@@ -101,17 +104,52 @@ class Topics:
 
     def broken(self) -> list[MetamqError]:
         """Why partitions or topics are not served as they should be."""
-        closed = [p.closed_by for p in self.partitions() if isinstance(p.closed_by, CorruptData)]
-        return [*self._unreadable.values(), *self._broken.values(), *closed]
+        return [*self._unreadable.values(), *self.damage().values()]
+
+    def damage(self) -> dict[tuple[str, int], CorruptData]:
+        """The partitions whose logs are damaged, and how."""
+        closed = {(p.topic, p.index): p.closed_by for p in self.partitions() if isinstance(p.closed_by, CorruptData)}
+        return self._broken | closed
+
+    def is_damaged(self, partition: Partition, error: CorruptData) -> None:
+        """A partition that is open was found to be damaged: it is not served any more."""
+        if partition.closed_by is None:
+            log.critical("%s is not served any more: %s", partition.name, error)
+            partition.close(error, clean=False)
+            self.damaged()
+
+    async def set_damaged_aside(self) -> None:
+        """On a slave: moves damaged logs away and begins new ones in their place, which its master is to fill.
+
+        From before the first of them is moved this replica is another one than that which acknowledged what is gone.
+        Raises StorageError.
+        """
+        async with self._changing:
+            damage = self.damage()
+            if damage:
+                self._folder.raise_incarnation(f"{', '.join(self._name(*place) for place in damage)}: damaged")
+            for (topic, index), error in damage.items():
+                config, name = self._configs[topic], self._name(topic, index)
+                log.warning("%s is copied anew from the master: %s", name, error)
+                closed = self.open[topic].pop(index, None)
+                if closed is not None:
+                    self.closing(closed)
+                self._broken.pop((topic, index), None)
+                folder = self._folder.partition_folder(topic, config.id, index)
+                set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
+                await self._open(topic, config, [index])
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
         """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
 
-        To be called by one task. A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged
-        log stops its partition, loudly, and no other; so does a configuration that cannot be used, its topic. Raises
-        StorageError when the disk fails.
+        A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged log stops its partition,
+        loudly, and no other; so does a configuration that cannot be used, its topic. Raises StorageError when the disk
+        fails.
         """
-        unreadable = dict(unreadable)
+        async with self._changing:
+            await self._apply(configs, dict(unreadable))
+
+    async def _apply(self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError]) -> None:
         for topic, old in list(self._configs.items()):
             if topic not in unreadable and (topic not in configs or configs[topic].id != old.id):
                 self._remove(topic)
@@ -138,8 +176,14 @@ class Topics:
             partition.log.reconfigure(settings)
         wanted = config.partitions[self._broker_id]
         missing = [index for index in range(wanted) if index not in indexed and (topic, index) not in self._broken]
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, missing)
-        for index in missing:
+        await self._open(topic, config, missing)
+        self._configs[topic] = config
+
+    async def _open(self, topic: str, config: TopicConfig, indexes: list[int]) -> None:
+        """Opens logs, and makes those that are not there."""
+        indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, indexes)
+        for index in indexes:
             name = self._name(topic, index)
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
@@ -158,7 +202,6 @@ class Topics:
             indexed[index] = Partition(topic, config.id, index, opened)
             self.opened(indexed[index])
             await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
-        self._configs[topic] = config
 
     def _name(self, topic: str, index: int) -> str:
         return f"{topic}/{partition_name(self._broker_id, index)}"

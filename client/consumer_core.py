@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from typing import Any
 
 from metamq.client.assignment import AssignedPartition, not_assigned
-from metamq.client.cluster import Cluster, Source
+from metamq.client.cluster import MASTER, Cluster, Source
 from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
@@ -368,6 +368,9 @@ class ConsumerCore:
 
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
         """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
+        if request.source.replica != MASTER:
+            self.fetch_failed(request, damage)
+            return
         self.outages.failed(request.tp, damage)
         request.came_damaged(damage)
         if request.damage is None:

@@ -26,10 +26,11 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq.broker.flusher import Flusher
+from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.client.transport import BrokerConnection
-from metamq.errors import ConnectError, MetamqError, ProtocolError, StorageError, Timeout
+from metamq.errors import ConnectError, CorruptData, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
 from metamq.wire.limits import ENTRIES_TARGET
 from metamq.zk.brokers import BrokerAddress, Registration
@@ -272,6 +273,11 @@ class _Link:
         for partition in partitions:
             if partition.closed_by is not None:
                 continue
+            try:
+                epochs: list[tuple[int, int, int]] = list(partition.log.epochs().entries)
+            except CorruptData as error:
+                self._topics.is_damaged(partition, error)
+                continue
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             self._forget(partition)
             self._handles[handle] = partition
@@ -289,7 +295,7 @@ class _Link:
                     log_.end_offset,
                     log_.end_position,
                     log_.stable_offset,
-                    list(log_.epochs().entries),
+                    epochs,
                 )
             )
         for frame in sync.attach_frames(self._epoch, told):
@@ -328,7 +334,7 @@ class _Link:
                 self._client.readable.discard(partition)
                 partition.reset_to(result.offset, result.position)
             elif result.position < partition.log.end_position:
-                partition.cut(result.position)
+                self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
             self._copied[result.handle] = partition
             self._acknowledge_soon()
@@ -387,7 +393,7 @@ class _Link:
             partition = self._handles.get(handle)
             if partition is None:  # detached: the master does not know it yet
                 continue
-            partition.append_replicated(batches, position)
+            self._append(partition, batches, position)
             if flush:
                 self._unflushed.append((self._held_seq, partition, partition.log.end_position))
             self._flusher.replicated(partition, must_flush=bool(flush))
@@ -400,13 +406,29 @@ class _Link:
         ):
             partition = self._handles.get(handle)
             if partition is not None:
-                partition.append_replicated(batches, position)
+                self._append(partition, batches, position)
                 self._copied[handle] = partition
                 if flush:
                     self._unflushed_copies[partition] = partition.log.end_position
                 self._flusher.replicated(partition, must_flush=bool(flush))
         self._stable(frame.stable)
         self._acknowledge_soon()
+
+    def _append(self, partition: Partition, batches: memoryview, position: int) -> None:
+        try:
+            partition.append_replicated(batches, position)
+        except CopyDamaged:
+            raise
+        except CorruptData as error:
+            self._topics.is_damaged(partition, error)
+            raise
+
+    def _cut(self, partition: Partition, position: int) -> None:
+        try:
+            partition.cut(position)
+        except CorruptData as error:
+            self._topics.is_damaged(partition, error)
+            raise
 
     def _stable(self, marks: list[tuple[int, int, int]]) -> None:
         for handle, offset, position in marks:

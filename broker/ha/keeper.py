@@ -86,6 +86,7 @@ class RoleKeeper:
         self._following: asyncio.Task[None] | None = None
         topics.opened = self._opened
         topics.closing = self._closing
+        topics.damaged = self.look_again
 
     @property
     def _registration(self) -> Registration:
@@ -209,10 +210,8 @@ class RoleKeeper:
         self._processors.not_master = Fenced(self._what, reason)
         self._end_term(reason)
         self.role, self.reason = role, reason
-        registration = self._registration
         for partition in self._topics.partitions():
             partition.freeze()
-        self._folder.incarnation_known()
         if self.client is None:
             self.client = HAClient(
                 self._register_as,
@@ -225,10 +224,16 @@ class RoleKeeper:
                 failed=self._failed,
             )
             self._following = asyncio.ensure_future(self.client.run())
-        await register_slave(self._session, registration)
+        master = await master_of(self._session, self._registration.broker_id, self.look_again)
+        if role is not Role.SLAVE:
+            master = None
+        if master is not None and self._topics.damage():  # else the damaged log may be the best that there is
+            self.client.follow(None)  # what was acknowledged on this link is not all here any more
+            await self._topics.set_damaged_aside()
+        self._folder.incarnation_known()
+        await register_slave(self._session, self._registration)
         await self.offer()
-        master = await master_of(self._session, registration.broker_id, self.look_again)
-        self.client.follow(master if role is Role.SLAVE else None)
+        self.client.follow(master)
         self._registered = self._to_register()
 
     async def _stop_following(self) -> None:
@@ -275,6 +280,9 @@ class RoleKeeper:
             stored = await read_state(self._session, registration.broker_id)
             if stored is None:
                 raise Fenced(self._what, "the broker id has had no master yet: start replica 0")
+            if self._topics.damage():  # nobody is to count on what it acknowledged
+                self._folder.raise_incarnation("a log is damaged")
+                registration = self._registration
             state, version = stored
             in_sync = registration.member in state.insync
             handed_over = False
@@ -331,8 +339,7 @@ class RoleKeeper:
 
     def _log_failed(self, partition: Partition, error: MetamqError) -> None:
         if isinstance(error, CorruptData):
-            log.critical("%s is not served any more: %s", partition.name, error)
-            partition.close(error, clean=False)
+            self._topics.is_damaged(partition, error)
         else:
             self._failed(error)
 

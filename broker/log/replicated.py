@@ -10,6 +10,11 @@ from __future__ import annotations
 from metamq.errors import CorruptData, ProtocolError
 from metamq.wire.batch import BatchHeader, check_stored
 
+
+class CopyDamaged(CorruptData):
+    """What came from the master is damaged; the log here is what it was."""
+
+
 _HINT = "Nothing of it was stored: the copying is to begin anew, from the log's end."
 
 
@@ -18,7 +23,7 @@ def check_replicated(
 ) -> list[BatchHeader]:
     """The headers of the batches, which are whole, undamaged, and the next ones of the log that ends there.
 
-    Raises CorruptData, ProtocolError when they belong somewhere else.
+    Raises CopyDamaged, ProtocolError when they belong somewhere else.
     """
     if position != end_position:
         raise ProtocolError(f"{name} ends at byte {end_position:,}, the copy is of byte {position:,}", hint=_HINT)
@@ -28,7 +33,7 @@ def check_replicated(
         header, problem = check_stored(batches, at, len(batches))
         if header is None or problem is not None:
             reason = problem or "there is no header"
-            raise CorruptData(f"the copy of {name}", reason, position=position + at, hint=_HINT)
+            raise CopyDamaged(f"the copy of {name}", reason, position=position + at, hint=_HINT)
         if header.base_offset != offset or header.epoch < epoch:
             raise ProtocolError(
                 f"{name}: at byte {position + at:,} the copy has offset {header.base_offset:,} of epoch "

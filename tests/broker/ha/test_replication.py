@@ -77,6 +77,8 @@ def log_bytes(data: Path) -> dict[str, bytes]:
     """The bytes of each partition's log, by its place below the topics' folder."""
     logs: dict[str, bytes] = {}
     for path in sorted((data / "topics").glob("*/*/*.log")):
+        if not path.parent.name.isdecimal():  # set aside
+            continue
         place = str(path.parent.relative_to(data))
         logs[place] = logs.get(place, b"") + path.read_bytes()
     return logs

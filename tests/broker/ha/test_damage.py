@@ -1,0 +1,143 @@
+"""Damaged logs of real replicas: a slave copies its own anew, a master refuses its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq.client.transport import BrokerConnection
+from metamq.errors import CorruptData
+from metamq.testing import BrokerProcess, cluster
+from metamq.wire import status
+from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, raises_fenced, send
+from tests.parts import statistics, wait_until
+
+BASE_OFFSET_AT = 8
+"""In a batch's header."""
+FAR_BYTES = 2048
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, far_behind_bytes=FAR_BYTES) as running:
+        made = Group(running)
+        yield made
+        for slave in made.replicas[1:]:
+            if slave.running:
+                slave.kill()
+
+
+def damage(broker: BrokerProcess, at: int = 0) -> None:
+    """Changes a byte of the log of partition 0."""
+    (path,) = (broker.data / "topics").glob("*/0/*.log")
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data[at : at + 1])
+
+
+def set_aside(broker: BrokerProcess) -> list[Path]:
+    return list((broker.data / "topics").glob("*/0.damaged-*"))
+
+
+def incarnation(broker: BrokerProcess) -> int:
+    return int(statistics(broker)["incarnation"])
+
+
+def test_a_slave_that_finds_damage_at_its_start_copies_the_log_anew_and_a_master_refuses_it(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=2)
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 100)
+    first = incarnation(slave)
+    slave.kill()
+    damage(slave)
+    slave.start()
+    wait_until(lambda: incarnation(slave) == first + 1, what="another incarnation")
+    group.wait_insync(0, 1)
+    group.wait_equal(0, 1)
+    assert len(set_aside(slave)) == 1
+    assert "is copied anew from the master" in slave.log_path.read_text()
+    assert sorted(group.read(topic)) == sorted(values)
+
+    master = group.cluster.broker
+    master.kill()
+    damage(master)
+    master.start()
+    wait_until(lambda: group.replication(0)["role"] == "master", what="a master again")
+    assert set_aside(master) == [], "nobody else may have what is in it"
+    assert "is not served" in master.log_path.read_text()
+    group.wait_insync(0, 1)
+    group.promote(1)  # which has it all; then the former master is a slave, and copies
+    wait_until(lambda: set_aside(master) != [], what="the former master's log aside")
+    group.wait_insync(0, 1, master=1)
+    group.wait_equal(0, 1)
+    assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_a_slave_that_is_damaged_while_it_runs_copies_the_log_anew(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=1)
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 50)
+    damage(slave, at=BASE_OFFSET_AT)
+
+    async def read() -> None:
+        connection = await BrokerConnection.open("127.0.0.1", slave.port)
+        try:
+            poll = Get(1000, 1, 1 << 20, 1 << 20, [GetPartition(1, topic, identity, 0)], [(1, 0)], [])
+            (result,) = unpack_list(GetResult, await connection.request(Command.GET, poll, timeout_s=5))
+            assert isinstance(status.decode_error(result.status, result.error), CorruptData)
+        finally:
+            await connection.close()
+
+    with group.cluster.admin() as admin:
+        identity = admin.describe_topic(topic).config.id
+    asyncio.run(read())
+    wait_until(lambda: set_aside(slave) != [], what="the log aside")
+    assert incarnation(slave) == 2
+    group.wait_insync(0, 1)
+    values += send(group, topic, 10, b"more")
+    group.wait_equal(0, 1)
+    group.cluster.broker.kill()
+    group.promote(1)
+    assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_what_comes_damaged_from_a_slave_is_read_from_the_master(group: Group) -> None:
+    topic = a_sync_topic(group, partitions=1)
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 50)
+    with group.cluster.consumer(
+        topics=[topic], read_from="any", partition_fetch_max_bytes=1, prefetch_bytes=1, idle_timeout_s=2
+    ) as consumer:
+        read: list[bytes] = []
+        for message in consumer:
+            read.append(message.value)
+            if len(read) == 5:
+                assert statistics(slave)["counters"]["bytes_out"] > 0
+                damage(slave, at=2400)  # one value or checksum; only its reader looks
+    assert read == values
+
+
+def test_a_damaged_slave_without_a_master_keeps_its_log_and_is_not_promoted(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=1)
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    send(group, topic, 50)
+    slave.kill()
+    group.cluster.broker.stop()
+    damage(slave)
+    slave.start()
+    assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote(1)))
+    assert set_aside(slave) == [], "it may be the best copy that there is"
+    group.cluster.broker.start()
+    wait_until(lambda: set_aside(slave) != [], what="the log aside")
+    group.wait_insync(0, 1)
+    group.wait_equal(0, 1)
