@@ -57,7 +57,7 @@ def bench(messages: int, size: int, partitions: int, compression: str | None, ke
     """
     current().log()
     topic = f"bench-{secrets.token_hex(4)}"
-    settings = current().client()
+    settings = current().client("producer", "consumer", compression=compression)
     with current().admin() as admin:
         admin.create_topic(topic, partitions)
         try:

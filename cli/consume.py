@@ -89,7 +89,7 @@ def consume(
         )
     current().log()
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
-    settings = current().client()
+    settings = current().client("consumer")
     with contextlib.suppress(KeyboardInterrupt):
         partitions = _partitions(topics) if exit_at_end or isinstance(place, int) else {}
         ends = {tp: _end(tp, found) for tp, found in partitions.items()} if exit_at_end else None

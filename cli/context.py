@@ -5,16 +5,26 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from metamq.client.settings import CONFIG_FILE_VARIABLE, zookeeper_root, zookeeper_servers
+from metamq.client.settings import CONFIG_FILE_VARIABLE, load, zookeeper_root, zookeeper_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+Kind = Literal["producer", "consumer"]
+
+
+def _options(kind: Kind) -> type[Any]:
+    from metamq.client.consumer_options import ConsumerOptions
+    from metamq.client.producer_core import ProducerOptions
+
+    return ProducerOptions if kind == "producer" else ConsumerOptions
 
 
 @dataclass
@@ -40,10 +50,15 @@ class Globals:
         """The file with the settings, where there is one."""
         return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
 
-    def client(self) -> dict[str, Any]:
-        """The arguments of a Producer, Consumer or Admin. Raises ConfigError, ConnectError when no cluster is there."""
+    def client(self, *kinds: Kind, **settings: Any) -> dict[str, Any]:
+        """The arguments of a Producer, Consumer or Admin. Raises ConfigError, ConnectError when no cluster is there.
+
+        What is wrong with the settings of those `kinds`, of which some are given here, is told before anybody is asked.
+        """
         from metamq.cli.reach import check_cluster
 
+        for kind in kinds:
+            load(_options(kind), kind, file=self.config, arguments=settings if kind == kinds[0] else {})
         servers, root = self.servers(), self.place()
         check_cluster(servers, root)
         return {"zookeeper": servers, "config": self.config, "root": root}

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -44,8 +44,8 @@ def print_json_line(value: Any) -> None:
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Columns as wide as they need to be; None shows as "-", numbers stand right.
 
-    Where that is wider than the terminal, the column with the longest text gets what is left; longer text in it moves
-    the rest of its own line only.
+    Where that is wider than the terminal, the columns with the longest texts become narrower; after a text that does
+    not fit into its column, the rest of its line goes on below.
     """
     for line in table_lines(headings, rows):
         click.echo(line)
@@ -55,21 +55,34 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> li
     """The lines of a table."""
     plain = list(rows)
     cells = [[_cell(value) for value in row] for row in plain]
-    widths = [max(len(line[column]) for line in [list(headings), *cells]) for column in range(len(headings))]
     right = [_are_numbers([row[column] for row in plain]) for column in range(len(headings))]
+    widths = _widths(headings, cells, right)
+
+    def lines(texts: Sequence[str]) -> Iterator[str]:
+        begun: list[str] = []
+        for column, (text, width) in enumerate(zip(texts, widths, strict=True)):
+            begun.append(text.rjust(width) if right[column] else text.ljust(width))
+            if len(text) > width and column < len(texts) - 1:
+                yield GAP.join(begun).rstrip()
+                begun = [" " * width for width in widths[: column + 1]]
+        yield GAP.join(begun).rstrip()
+
+    return [styled(next(lines(headings)), sys.stdout, bold=True), *(line for row in cells for line in lines(row))]
+
+
+def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
+    """As wide as the longest text; in a terminal, so narrow that all fit, but no narrower than the heading."""
+    widths = [max(len(line[column]) for line in [headings, *cells]) for column in range(len(headings))]
     excess = sum(widths) + len(GAP) * (len(widths) - 1) - (_width(sys.stdout) or sys.maxsize)
-    if excess > 0:
-        widest = max(range(len(widths)), key=lambda column: 0 if right[column] else widths[column])
-        widths[widest] = max(widths[widest] - excess, len(headings[widest]))
-
-    def line(texts: Sequence[str]) -> str:
-        padded = (
-            text.rjust(width) if is_right else text.ljust(width)
-            for text, width, is_right in zip(texts, widths, right, strict=True)
-        )
-        return GAP.join(padded).rstrip()
-
-    return [styled(line(headings), sys.stdout, bold=True), *(line(row) for row in cells)]
+    least = [width if right[column] else len(headings[column]) for column, width in enumerate(widths)]
+    while excess > 0 and widths != least:
+        spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
+        widest = spare.index(max(spare))
+        next_widest = max((width for column, width in enumerate(spare) if column != widest), default=0)
+        before = widths[widest]
+        widths[widest] = max(before - excess, min(next_widest, before - 1), least[widest])
+        excess -= before - widths[widest]
+    return widths
 
 
 def _cell(value: object) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 CHUNK_BYTES = 256 * 1024
 QUIET_S = 2.0
+STORING = b"Storing what has been read. Ctrl-C again gives up.\n"
 
 Lines = Iterator[list[bytes]]
 
@@ -74,7 +75,8 @@ def produce(
     """Send each line of standard input to TOPIC, or each VALUE.
 
     Lines may hold any bytes; the newline is not part of the message, and the last line may lack it. With -K a line
-    without the separator has no key. Ctrl-C stores what has been read, and ends with status 130.
+    without the separator has no key. Ctrl-C stores what has been read, and ends with status 130; a second one does not
+    wait for that, and says how much is not known to be stored.
 
     \b
     echo hello | metamq produce flights
@@ -94,7 +96,7 @@ def produce(
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
 
-    settings = current().client()
+    settings = current().client("producer", compression=compression)
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**settings, compression=compression)
     with producer, interrupt:
@@ -104,9 +106,12 @@ def produce(
                 sending.send([os.fsencode(value) for value in values])
             else:
                 sending.send_all(file or sys.stdin.buffer, interrupt)
-            if interrupt.asked:
-                say("Storing what has been read. Ctrl-C again gives up.")
             sending.finish()
+        except KeyboardInterrupt:
+            with contextlib.suppress(MetamqError, ExceptionGroup):
+                producer.close(timeout=0)
+            say(sending.given_up())
+            raise
         except MetamqError:
             say(f"{count(sending.stored(), 'message')} of the input stored, then:")
             raise
@@ -115,7 +120,10 @@ def produce(
 
 
 class Interrupt:
-    """SIGINT and SIGTERM end the reading, not the sending: raised while we wait for input, noted at other times."""
+    """SIGINT and SIGTERM end the reading, not the sending: raised while we wait for input, noted at other times.
+
+    A second one ends the sending, too.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -133,7 +141,11 @@ class Interrupt:
 
     def _interrupt(self, _number: int, _frame: object) -> None:
         again, self.asked = self.asked, True
-        if self.reading or again:
+        if again:
+            raise KeyboardInterrupt
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), STORING)  # the stream may be in the middle of a write of ours
+        if self.reading:
             raise KeyboardInterrupt
 
     def read(self, stream: Any) -> bytes:
@@ -198,6 +210,7 @@ class Sending:
         self._began = time.monotonic()
         self._took_s = 0.0
         self._lines = 0
+        self._offered = 0
         self._stored = 0
 
     def send_all(self, stream: IO[bytes], interrupt: Interrupt) -> None:
@@ -217,6 +230,7 @@ class Sending:
         """Sends messages. Raises MessageTooLarge, naming the line; what an earlier one failed with."""
         keys: list[bytes | None] | None = None
         values = lines
+        self._offered += len(lines)  # before a Ctrl-C in the sending
         if self._separator is not None:
             keys, values = split_keys(lines, self._separator)
         elif self._key is not None:
@@ -252,6 +266,12 @@ class Sending:
         """Waits until the fate of all that was accepted is known; how many of them are stored."""
         self._flush()
         return self._stored + sum(number for delivery, number in self._pending if delivery.exception() is None)
+
+    def given_up(self) -> str:
+        """What became of the messages, once the producer is closed."""
+        pending = (number for delivery, number in self._pending if delivery.done() and delivery.exception() is None)
+        stored = self._stored + sum(pending)
+        return f"Given up: {count(stored, 'message')} stored, {self._offered - stored:,} not known to be."
 
     def _flush(self) -> None:
         told = False

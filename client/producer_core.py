@@ -75,6 +75,8 @@ class ProducerOptions:
             "request_timeout_s": (0.05, 3_600),
         }
         check_ranges("producer", self, limits, real="linger_ms delivery_timeout_s request_timeout_s")
+        codec_named(self.compression)
+        partitioner_named(self.partitioner)
 
 
 class ProducerCore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 from collections.abc import Callable
@@ -68,6 +69,12 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
             child = process(*command, env={"METAMQ_ZOOKEEPER": running.zookeeper}, stdin=subprocess.DEVNULL)
             assert child.stderr is not None
             assert child.stderr.readline().decode().endswith(WAITING[command[0]])
+            if command[0] == "produce":
+                child.send_signal(signal.SIGINT)
+                assert child.stderr.readline() == b"Storing what has been read. Ctrl-C again gives up.\n"
+                child.send_signal(signal.SIGTERM)
+                assert child.stderr.readline() == b"Given up: 0 messages stored, 1 not known to be.\n"
+                assert child.wait(20) == 130
             child.kill()
         ended = offline("consume", "flights", "-e", *here)
         assert (ended.status, ended.talk.splitlines()[0]) == (3, f"metamq: {NOT_REGISTERED}")

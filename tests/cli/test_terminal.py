@@ -134,8 +134,23 @@ def test_one_long_name_widens_no_other_line_than_its_own(terminal: Terminal, mon
         monkeypatch.setattr("sys.stdout", stdout)
         monkeypatch.setenv("NO_COLOR", "1")
         lines = table_lines(["TOPIC", "PARTITIONS", "CLEANUP"], [["a", 4, "delete"], ["b" * 100, 12, "delete"]])
-    assert [len(line) for line in lines] == [80, 79, 100 + 2 + 10 + 2 + 6]
+    assert [len(line) for line in lines] == [80, 79, 100, 79]
     assert lines[1].index("4") == lines[0].index("PARTITIONS") + 9
+    assert lines[3].split() == ["12", "delete"]
+    assert lines[3].index("2") == lines[1].index("4")
+
+
+def test_several_long_names_leave_a_table_in_its_place(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [["a", 1, "range", "t"], ["g" * 150, 2, "range", "t" * 100], ["b" * 20, 3, "range", "t"]]
+    with os.fdopen(os.dup(terminal.end), "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        monkeypatch.setenv("NO_COLOR", "1")
+        lines = table_lines(["GROUP", "MEMBERS", "STRATEGY", "TOPICS"], rows)
+    place = lines[0].index("MEMBERS")
+    assert len(lines) == 5
+    assert place > 20, "who fits is not broken"
+    assert [line[place:].split()[:2] for line in (lines[1], *lines[3:])] == [[n, "range"] for n in "123"]
+    assert (lines[2], lines[3].split()[-1]) == ("g" * 150, "t" * 100)
 
 
 @pytest.mark.parametrize("command", all_commands(), ids=" ".join)
