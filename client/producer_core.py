@@ -112,7 +112,7 @@ class ProducerCore:
         """Connects to ZooKeeper. Raises ConnectError."""
         self._thread = threading.get_ident()
         self._session = await open_client_session(servers, root, session_timeout_ms)
-        self.cluster = Cluster(self._session, changed=self.wake)
+        self.cluster = Cluster(self._session, changed=self._cluster_changed)
         self.sender = Sender(
             self.cluster,
             self._codec,
@@ -123,6 +123,10 @@ class ProducerCore:
         self.sender.on_room = self._pump
         self.sender.on_topic_lost = self._topic_lost
         self._ticker = asyncio.ensure_future(self.sender.run())
+
+    def _cluster_changed(self) -> None:
+        self.sender.follow()
+        self.wake()
 
     def wake(self) -> None:
         """There is something to send. Any thread, also under the accumulator's lock."""

@@ -10,6 +10,9 @@
     any other error               the batch fails
     none within its time          the batch fails with DeliveryTimeout
 
+Once ZooKeeper has another master, nothing is waited for from the former one: it may hang, and what it answers may not
+hold. What is under way there goes to the new one, which knows the batches that it has by their numbers.
+
 Where batches wait, at a partition or at a broker that nothing can be sent to, it is *busy*: open batches may as well
 grow, and messages without a key go elsewhere.
 Everything here runs in the producer's loop.
@@ -28,7 +31,7 @@ from enum import Enum
 from typing import Any
 
 from metamq.client.accumulator import Busy
-from metamq.client.cluster import Cluster
+from metamq.client.cluster import Cluster, Source
 from metamq.client.outgoing import OutgoingBatch
 from metamq.client.partition_queue import PartitionQueue
 from metamq.client.transport import BrokerConnection
@@ -108,7 +111,8 @@ class BrokerSender:
         self._ready: dict[PartitionQueue, None] = {}
         self._sent: dict[_Sent, None] = {}
         self._connection: BrokerConnection | None = None
-        self._connecting = False
+        self._last_connection: BrokerConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self.last_error: MetamqError | None = None
         """Since a batch was last stored."""
         self._failing_since_s: float | None = None
@@ -134,6 +138,21 @@ class BrokerSender:
         """Another one may be the master now."""
         self._connection = None
 
+    def follow(self) -> None:
+        """Brokers have come or gone."""
+        for connection in {sent.connection for sent in self._sent}:
+            if not self._is_current(connection):
+                log.info("broker %d is not at %s any more", self.broker_id, connection.address)
+                connection.abort()
+        if self._connection is not None and not self._is_current(self._connection):
+            self._connection = None
+        if self._connecting is not None:  # perhaps to one that hangs
+            self._connecting.cancel()
+            self._connecting = None
+
+    def _is_current(self, connection: BrokerConnection) -> bool:
+        return self._sender.cluster.is_current(Source(self.broker_id), connection.address)
+
     def pump(self) -> None:
         """Sends what can be sent now."""
         if not self._ready or len(self._sent) >= INFLIGHT_REQUESTS:
@@ -141,17 +160,18 @@ class BrokerSender:
         if self._connection is not None and self._connection.alive:
             while len(self._sent) < INFLIGHT_REQUESTS and self._send_one(self._connection):
                 pass
-        elif not self._connecting:
-            self._connecting = True
-            self._sender.spawn(self._connect())
+        elif self._connecting is None:
+            self._connecting = self._sender.spawn(self._connect())
 
     async def _connect(self) -> None:
         try:
             self._connection = await self._sender.cluster.connection(self.broker_id)
         except MetamqError as error:
             self.last_error = error  # the tick tries again; the connections keep their own pauses
-        finally:
-            self._connecting = False
+        self._connecting = None
+        if self._connection is not self._last_connection:
+            self._last_connection = self._connection
+            self._sender.begin_anew(self.broker_id)
         if self._connection is not None and self._connection.alive:
             self.pump()
 
@@ -298,11 +318,23 @@ class Sender:
         self.on_topic_lost: Callable[[str, str, TopicNotFound], None] = _nothing
         """The topic with this id is not there any more."""
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs a coroutine as a task of the sender's."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def follow(self) -> None:
+        """Brokers have come or gone."""
+        for broker in self._brokers.values():
+            broker.follow()
+
+    def begin_anew(self, broker_id: int) -> None:
+        """There is another connection, perhaps to another replica: it may not know the producer ids."""
+        for queue in self._queues.values():
+            if queue.broker_id == broker_id:
+                queue.established = False
 
     def busy(self) -> Busy:
         """Where batches wait."""
@@ -378,7 +410,7 @@ class Sender:
         broker = self._brokers[queue.broker_id]
         broker.last_error = error
         queue.paused_until_s = time.monotonic() + RETRY_PAUSE_S
-        self.back(queue, batch, unsure=verdict is Verdict.UNSURE)
+        self.back(queue, batch, unsure=verdict is Verdict.UNSURE or error.outcome == "unknown")
         if verdict is Verdict.MOVE:
             broker.look_up()
         elif verdict is Verdict.LOOK and queue.topic not in self._looking_at:

@@ -12,13 +12,15 @@ import secrets
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
 from metamq.broker.partition import BatchIds, Partition
 from metamq.client import partition_queue, sender
+from metamq.client.cluster import Cluster, Source
 from metamq.client.outgoing import OutgoingBatch
 from metamq.client.partition_queue import PartitionQueue
 from metamq.client.sender import Sender, Verdict, verdict_on
@@ -32,6 +34,7 @@ from metamq.errors import (
     MessageTooLarge,
     MetamqError,
     NotEnoughReplicas,
+    Outcome,
     PartitionNotFound,
     SequenceGap,
     StorageError,
@@ -102,6 +105,23 @@ def test_verdict(error: MetamqError, verdict: Verdict) -> None:
     number, fields = status.encode_error(error)
     assert verdict_on(error) is verdict
     assert verdict_on(status.decode_error(number, fields)) is verdict
+
+
+@pytest.mark.parametrize("outcome", ["not_done", "unknown"])
+def test_what_a_deposed_master_had_taken_may_be_stored(outcome: Outcome) -> None:
+    sent_by = Sender(
+        cast(Cluster, SimpleNamespace(configs={"t": TOPIC})), Codec.NONE, delivery_timeout_s=9, request_timeout_s=9
+    )
+    batch, error = a_batch(), Fenced("broker 0", "replica 1 is")
+    error.outcome = outcome
+    sent_by.add([batch])
+    (queue,) = sent_by._queues.values()
+    queue.next_batch(Codec.NONE, 0.0)
+    sent_by.refused(queue, batch, error)
+    assert batch.unsure == (outcome == "unknown")
+    queue.established = True
+    sent_by.begin_anew(0)
+    assert not queue.established, "the new master need not know the producer id"
 
 
 # -- one queue, by value ------------------------------------------------------------------------------------------
@@ -341,6 +361,10 @@ class World:
             wire = Wire(self)
             self.wires.append(wire)
         return wire
+
+    def is_current(self, source: Source, address: str) -> bool:
+        """As metamq.client.cluster.Cluster has it."""
+        return True
 
     def stored(self) -> list[bytes]:
         """The values in the log, by offset."""

@@ -1,0 +1,47 @@
+"""A producer whose master is replaced: what was under way goes to the new one at once, in order, and once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from metamq.client.producer_core import ProducerOptions
+from metamq.testing import cluster
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS) as running:
+        made = Group(running)
+        yield made
+        for broker in made.replicas:
+            broker.thaw()
+        for slave in made.replicas[1:]:
+            slave.kill()
+
+
+def test_a_master_that_hangs_is_left_as_soon_as_another_is_promoted(group: Group) -> None:
+    topic = a_sync_topic(group, partitions=1)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    values = [b"%d" % number for number in range(60)]
+    with group.cluster.producer(linger_ms=0) as producer:
+        for value in values[:10]:
+            producer.send(topic, value).result(20)
+        group.replicas[0].freeze()
+        deliveries = [producer.send(topic, value) for value in values[10:40]]
+        group.promote(1)
+        promoted_at = time.monotonic()
+        for delivery in deliveries:
+            delivery.result(20)
+        waited_s = time.monotonic() - promoted_at
+        group.replicas[0].thaw()
+        for value in values[40:]:
+            producer.send(topic, value).result(20)
+    assert waited_s < ProducerOptions().request_timeout_s / 4
+    group.wait_insync(0, 1, master=1)
+    assert group.read(topic) == values
+    group.wait_equal(0, 1)
