@@ -7,6 +7,10 @@ So the broker remembers. A partition is opened once under a handle, and *armed* 
 room for more. An armed partition is in one of two places: in `_ready` when there is data (or an error) to send, or
 in its partition's set of readers, from where an append moves it to `_ready`. Work is in proportion to what changes.
 
+A reader that opens a partition may say of which epoch the message is that it has read last. Where the log has another
+one there, a loss was accepted since, and the reader is told up to where the two are the same. A log is cut only at a
+slave; whoever has it open then is told to open it anew, and so is looked at again.
+
 A slave knows less than its master. It takes an offset beyond its end for one that is to come, and sends a reader of
 what lies before its start to the master; only a master says that an offset is out of range.
 
@@ -21,7 +25,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from metamq.broker.partition import Partition
-from metamq.errors import CorruptData, Fenced, MetamqError, OffsetOutOfRange, ProtocolError
+from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
@@ -46,6 +50,10 @@ class Role(Protocol):
     def is_master(self) -> bool:
         """Whether its word on the log's ends is the last one."""
 
+    @property
+    def epoch(self) -> int:
+        """The term that its logs are of."""
+
     def preferred_replica(self, partition: Partition, position: int) -> int:
         """The replica that a reader at this byte had better ask next, -1: this one."""
 
@@ -61,14 +69,17 @@ PLENTY_BYTES = 1 << 64
 class _Place:
     """One opened partition in one session. Implements metamq.broker.partition.Reader."""
 
-    __slots__ = ("entry", "error", "offset", "partition", "seen", "session", "start_position")
+    __slots__ = ("checked", "cuts", "entry", "error", "offset", "partition", "seen", "session", "start_position")
 
     def __init__(self, session: FetchSession, entry: GetPartition) -> None:
         self.session = session
         self.entry = entry
         self.partition: Partition | None = None
         self.error: MetamqError | None = None
-        """Why there is no partition."""
+        """Why there is no partition, or none that goes on where the reader is."""
+        self.checked = False
+        """Whether it was looked at if it does."""
+        self.cuts = 0
         self.offset: int | None = None
         self.start_position = 0
         """Where the bytes begin that `bytes_min` counts."""
@@ -80,6 +91,8 @@ class _Place:
         self.offset = offset
         if self.partition is None or self.partition.closed_by:
             return True
+        if self.refusal(offset) is not None:
+            return True
         log, (seen_offset, seen_position) = self.partition.log, self.seen
         if self.is_ahead():
             self.start_position = log.stable_position
@@ -88,9 +101,20 @@ class _Place:
         self.start_position = seen_position if offset == seen_offset < log.stable_offset else -PLENTY_BYTES
         return True
 
+    def refusal(self, offset: int) -> MetamqError | None:
+        """Why nothing is read there; None: it may be."""
+        partition = self.partition
+        if self.error is None and partition is not None:
+            if not self.checked:
+                self.checked, self.cuts = True, partition.cuts
+                self.error = _parted(partition, offset, self.entry.epoch, self.session.role)
+            elif self.cuts != partition.cuts:
+                self.error = Fenced("this replica", f"{partition.name} was cut here meanwhile: open it anew")
+        return self.error
+
     def available_bytes(self) -> int:
         """What counts for `bytes_min`; plenty when there is an error to tell."""
-        if self.partition is None or self.partition.closed_by:
+        if self.partition is None or self.partition.closed_by or self.error is not None:
             return PLENTY_BYTES
         return self.partition.log.stable_position - self.start_position
 
@@ -104,8 +128,9 @@ class _Place:
         return not self.session.role.is_master
 
     def data_ready(self, added_bytes: int) -> None:
-        if self.partition is not None and not self.partition.closed_by and self.is_ahead():
-            self.partition.readers.add(self)
+        partition = self.partition
+        if partition is not None and not partition.closed_by and self.cuts == partition.cuts and self.is_ahead():
+            partition.readers.add(self)
         else:
             self.session.place_ready(self)
 
@@ -263,6 +288,9 @@ class FetchSession:
         partition, offset = place.partition, place.offset
         place.offset = None
         error = place.error or (partition.closed_by if partition else None)
+        if error is None:
+            assert offset is not None
+            error = place.refusal(offset)
         if partition is not None:
             partition.readers.discard(place)
         if error is None:
@@ -295,6 +323,28 @@ class FetchSession:
         for place in self._places.values():
             self._close(place)
         self._places.clear()
+
+
+def _parted(partition: Partition, offset: int, epoch: int, role: Role) -> MetamqError | None:
+    """Where a reader's log, up to a message of an epoch, and this one have parted; None: they have not.
+
+    Only a master knows, and only one that is none of the past.
+    """
+    log = partition.log
+    if epoch > role.epoch:
+        return Fenced("this replica", f"it is of epoch {role.epoch}, and the reader has a message of epoch {epoch}")
+    try:
+        epochs = log.epochs()
+    except MetamqError as error:
+        return error
+    agreed = epochs.agrees_with_reader(offset, epoch, log.start_offset, log.end_offset)
+    if agreed == offset or (offset >= log.stable_offset and not role.is_master):
+        return None
+    if not role.is_master:
+        return Fenced("this replica", f"its log has something else from {agreed} on: ask the master")
+    return OffsetDiverged(
+        partition.name, offset, log.start_offset, log.stable_offset, agreed, epochs.epoch_of_reader(agreed)
+    )
 
 
 def _not_here(error: OffsetOutOfRange) -> Fenced:

@@ -55,6 +55,7 @@ class Partition:
 
     __slots__ = (
         "closed_by",
+        "cuts",
         "dirty_since_ms",
         "flush_began_ms",
         "flush_wanted_position",
@@ -93,6 +94,8 @@ class Partition:
         self.dirty_since_ms: int | None = None
         """Since when there is something to flush; None when there is nothing."""
         self.closed_by: MetamqError | None = None
+        self.cuts = 0
+        """How often something was given up here."""
 
     def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds) -> Appended:
         """Stores a batch, or finds the one it repeats.
@@ -132,11 +135,19 @@ class Partition:
         """On a slave: gives up what lies behind this byte of the log. Raises StorageError, CorruptData."""
         self.log.truncate(position)
         self.published_position = min(self.published_position, self.log.stable_position)
+        self._was_cut()
 
     def reset_to(self, offset: int, position: int) -> None:
         """On a slave: gives up all of the log, which begins anew there. Raises StorageError."""
         unlink_all(self.log.reset_to(offset, position))
         self.published_position = self.log.stable_position
+        self._was_cut()
+
+    def _was_cut(self) -> None:
+        self.cuts += 1
+        readers, self.readers = self.readers, set()
+        for reader in readers:
+            reader.data_ready(0)
 
     def bound(self, offset: int, position: int) -> None:
         """Lets readers see up to there, as far as it is stored here; never less than they saw."""

@@ -107,6 +107,11 @@ class Processors:
         """Whether this replica is the master."""
         return self.ha is not None
 
+    @property
+    def epoch(self) -> int:
+        """The term of the master that the logs here are of."""
+        return self._ids.epoch if self.keeper is None else self.keeper.followed_epoch
+
     def preferred_replica(self, partition: Partition, position: int) -> int:
         """The replica that a reader at this byte had better ask next, -1: this one."""
         return self.keeper.preferred_replica(partition, position) if self.keeper is not None else -1
@@ -225,16 +230,11 @@ class Processors:
                 offset = log.start_offset
             elif entry.timestamp_us != LATEST:
                 offset, timestamp_us = log.offset_at_time(entry.timestamp_us) or (log.stable_offset, -1)
-            return OffsetsResult(
-                status.OK, offset, timestamp_us, log.start_offset, log.stable_offset, self._epoch(), None
-            )
+            epoch = log.epochs().epoch_of_reader(offset)
+            return OffsetsResult(status.OK, offset, timestamp_us, log.start_offset, log.stable_offset, epoch, None)
         except MetamqError as error:
             number, fields = status.encode_error(error)
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields)
-
-    def _epoch(self) -> int:
-        """The term of the master that the logs here are of."""
-        return self._ids.epoch if self.keeper is None else self.keeper.followed_epoch
 
     def _stats(self, request: Request, connection: BrokerProtocol) -> None:
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)

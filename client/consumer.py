@@ -47,7 +47,8 @@ class Consumer(ConsumerFace[T]):
     on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own; a revoked partition is
                  given away after the callback has returned.
     on_data_loss: when retention was faster than the group: go on at "earliest" or "latest", with a warning and a count
-                 in health(), or "fail" with OffsetOutOfRange.
+                 in health(), or "fail" with OffsetOutOfRange. Also for what a promotion with an accepted loss took
+                 back: "fail" with OffsetDiverged, else on from where the logs agree.
     strategy:    "range", "round_robin", "consistent_hash" or "sticky"; one for a group.
     offsets:     where the group's offsets are kept; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
     broadcast:   every member reads every message; needs offsets=FileOffsets(path).

@@ -32,6 +32,7 @@ from metamq.errors import (
     CorruptData,
     ForkedError,
     MetamqError,
+    OffsetDiverged,
     OffsetOutOfRange,
     OwnershipLost,
     closed_client,
@@ -175,13 +176,12 @@ class ConsumerCore:
                 delay_s = min(delay_s * 2, 5.0)
                 continue
             with self.inbox.lock:
-                state.epoch = state.epoch or first.epoch
                 if first.is_committed:
                     state.committed_offset = first.offset
                 else:
                     state.first_offset = first.offset
                 if state.next_offset < 0:  # else the application was faster with a seek
-                    state.begin_at(first.offset)
+                    state.begin_at(first.offset, first.epoch)
             self._fetch_from(state, state.next_offset)
             self._outage_ended(state.tp, begins=self.fetching_since is None)
             return
@@ -244,7 +244,7 @@ class ConsumerCore:
 
     # Fetching
 
-    def _fetch_from(self, state: PartitionState, offset: int) -> None:
+    def _fetch_from(self, state: PartitionState, offset: int, epoch: int | None = None) -> None:
         """Fetches a partition from an offset on, in place of whatever was under way."""
         self._stop_fetching(state)
         held_back = state.paused or state.starting or not self._delivering or self._closing
@@ -252,7 +252,9 @@ class ConsumerCore:
             return
         broker_id, index = parse_partition(state.tp.partition)
         topic_id = state.claim.topic_id if state.claim else ""
-        request = FetchRequest(state.tp, topic_id, self._sources.choose(state.tp, broker_id), index, offset)
+        source = self._sources.choose(state.tp, broker_id)
+        epoch = state.epoch_before(offset) if epoch is None else epoch
+        request = FetchRequest(state.tp, topic_id, source, index, offset, epoch)
         self._requests[state.tp] = request
         self._queue.put(request, self.loop.time())
 
@@ -261,7 +263,7 @@ class ConsumerCore:
         if request in self._stalled and request.damage is None:
             self._sources.go(request, self._sources.choose(request.tp, request.source.broker_id))
         else:
-            self._fetch_from(self.inbox.states[request.tp], request.offset)
+            self._fetch_from(self.inbox.states[request.tp], request.offset, request.epoch)
 
     def _fetch_limits(self) -> FetchLimits:
         options = self.options
@@ -307,7 +309,7 @@ class ConsumerCore:
                 if header.end_offset > request.offset:
                     whole = data[position : position + header.size]
                     batches.append(MessageBatch(request.tp, header, whole, request.offset, self.plan.decode))
-                    request.offset = header.end_offset
+                    request.offset, request.epoch = header.end_offset, header.epoch
         except CorruptData as error:
             damage = error
         if batches:
@@ -396,12 +398,16 @@ class ConsumerCore:
         if policy == "fail":
             self._fail(request.tp, error)
             return
-        # Above the end the log was cut: what was read before is not to be read again.
-        place = error.start if policy == "earliest" and request.offset < error.start else error.end
-        lost = max(place - request.offset, 0)
-        self._lost_messages += lost
-        log.warning("%s: %s Going on at %d; lost to this group: %s", request.tp, error, place, count(lost, "message"))
-        self.inbox.skip_to(state, place)
+        if isinstance(error, OffsetDiverged):
+            log.warning("%s: %s Going on at %d", request.tp, error, error.agreed)
+            place = self.inbox.take_back_to(state, error.agreed, error.epoch)
+        else:
+            # Above the end the log was cut: what was read before is not to be read again.
+            place = error.start if policy == "earliest" and request.offset < error.start else error.end
+            lost = max(place - request.offset, 0)
+            self._lost_messages += lost
+            log.warning("%s: %s Going on at %d; lost: %s", request.tp, error, place, count(lost, "message"))
+            self.inbox.skip_to(state, place)
         self._fetch_from(state, place)
 
     # The lease

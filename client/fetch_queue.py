@@ -32,6 +32,7 @@ class FetchRequest:
         "damaged_fetches",
         "delay_s",
         "due",
+        "epoch",
         "index",
         "offset",
         "opened",
@@ -40,12 +41,16 @@ class FetchRequest:
         "tp",
     )
 
-    def __init__(self, tp: TopicPartition, topic_id: str, source: Source, index: int, offset: int) -> None:
+    def __init__(
+        self, tp: TopicPartition, topic_id: str, source: Source, index: int, offset: int, epoch: int = -1
+    ) -> None:
         self.tp = tp
         self.topic_id = topic_id
         self.source = source
         self.index = index
         self.offset = offset
+        self.epoch = epoch
+        """Of the message before `offset`; -1: not known."""
         self.due = 0.0
         self.delay_s = 0.0
         """The delay after the last error, 0 after data."""

@@ -181,7 +181,7 @@ class FetchRunner:
             if request.opened is None or request.opened[0] is not connection:
                 handle = next(handles)
                 request.opened = connection, handle
-                opened.append(GetPartition(handle, request.tp.topic, request.topic_id, request.index))
+                opened.append(GetPartition(handle, request.tp.topic, request.topic_id, request.index, request.epoch))
             handle = request.opened[1]
             self._armed[handle] = request
             armed.append((handle, request.offset))

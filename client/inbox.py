@@ -66,8 +66,8 @@ class PartitionState:
         """Between these two is what was handed out since the partition is ours, before the last seek."""
         self.sought_offset: int | None = None
         """Where the application went by a seek, until the next commit in a transaction of its own."""
-        self.epoch = 0
-        """The master's term that wrote the last message that is done, or in which it was found where to start."""
+        self.epoch = -1
+        """The master's term that wrote the message before `next_offset`; -1: not known."""
         self.buffered: deque[MessageBatch[Any]] = deque()
         self.buffered_bytes = 0
         """What is buffered and in hand."""
@@ -88,14 +88,20 @@ class PartitionState:
         """The offset after the last message that is done; `in_hand` counts the one in hand as done."""
         return self.next_offset if self.hand is None else self.hand.done_offset(in_hand=in_hand)
 
-    def begin_at(self, offset: int) -> None:
-        """Where the partition begins, for it has just become ours, or for a seek."""
+    def begin_at(self, offset: int, epoch: int = -1) -> None:
+        """Where the partition begins, for it has just become ours, or for a seek; and the message before it was of."""
         if self.next_offset < 0:
             self.lowest_offset = self.reached_offset = offset
         else:
             self.reached_offset = max(self.reached_offset, self.done_offset(in_hand=True))
             self.lowest_offset = min(self.lowest_offset, offset)
-        self.next_offset = offset
+        self.next_offset, self.epoch = offset, epoch
+
+    def epoch_before(self, offset: int) -> int:
+        """The epoch of the message before an offset; -1: not known."""
+        if self.hand is not None and offset > self.hand.batch.offset:
+            return self.hand.batch.epoch
+        return self.epoch if offset == self.next_offset else -1
 
     def has_handed_out(self, end_offset: int) -> bool:
         """Whether the message before `end_offset` was handed out since the partition is ours."""
@@ -272,7 +278,7 @@ class Inbox:
                     state.released()
                     state.released = None
 
-    def rewind(self, state: PartitionState, next_offset: int | None = None) -> int:
+    def rewind(self, state: PartitionState, next_offset: int | None = None, epoch: int = -1) -> int:
         """Drops what is buffered and takes back what is not handed out; returns where to fetch from.
 
         With `next_offset`, as for a seek, that is the place; it is the next to be handed out and what is committed.
@@ -281,7 +287,7 @@ class Inbox:
             self._drop_buffered(state)
             state.rewinding = False
             if next_offset is not None:
-                state.begin_at(next_offset)
+                state.begin_at(next_offset, epoch)
                 self._detach_hand(state)
             elif state.hand is not None:
                 state.hand.take_back()
@@ -292,7 +298,14 @@ class Inbox:
         """The messages from the last one fetched up to `offset` are gone; what was fetched before is still good."""
         with self.lock:
             if state.hand is None and not state.buffered:
-                state.next_offset = offset
+                state.next_offset, state.epoch = offset, -1
+
+    def take_back_to(self, state: PartitionState, agreed: int, epoch: int) -> int:
+        """The log has something else from `agreed` on: drops what is buffered, and what is in hand of that. Returns
+        where to fetch from."""
+        with self.lock:
+            goes_on = state.next_offset if state.hand is None else state.hand.handed_out()
+        return self.rewind(state) if goes_on <= agreed else self.rewind(state, agreed, epoch)
 
     def remove(self, state: PartitionState) -> None:
         """The partition is not ours any more; what is in hand does not count."""

@@ -262,6 +262,20 @@ class OffsetOutOfRange(MetamqError):
         self.reason = reason
 
 
+class OffsetDiverged(OffsetOutOfRange):
+    """What was read before `offset` is not what the log has there: its loss was accepted with a promotion.
+
+    `agreed` is up to where the two are the same, and `epoch` is that of the message before it.
+    """
+
+    def __init__(self, what: str, offset: int, start: int, end: int, agreed: int, epoch: int) -> None:
+        reason = f"what was read from {agreed} on was given up by a promotion with an accepted loss"
+        super().__init__(what, offset, start, end, reason)
+        self.hint = "Seek to where reading is to go on, or choose `on_data_loss='earliest'|'latest'`."
+        self.agreed = agreed
+        self.epoch = epoch
+
+
 class CorruptData(MetamqError):
     """Bytes on disk or on the wire fail their checksum or their lengths."""
 

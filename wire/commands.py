@@ -95,6 +95,9 @@ class GetPartition(NamedTuple):
     topic: str
     topic_id: str
     partition: int
+    epoch: int = -1
+    """Of the message before the offset that it is armed with first; -1: not known. The broker looks whether its log has
+    the same up to there (OffsetDiverged)."""
 
 
 class Get(NamedTuple):
@@ -152,7 +155,10 @@ class Stats(NamedTuple):
 
 
 class OffsetsResult(NamedTuple):
-    """The offset, and its message's timestamp where it was asked for by time (-1 where there is none)."""
+    """The offset, and its message's timestamp where it was asked for by time (-1 where there is none).
+
+    `epoch` is that of the message before the offset; -1 where there is none.
+    """
 
     status: int
     offset: int

@@ -33,6 +33,7 @@ _NUMBERS: dict[int, type[MetamqError]] = {
     15: errors.TransactionError,
     16: errors.ClosedError,
     17: errors.Timeout,
+    18: errors.OffsetDiverged,
 }
 _BY_CLASS = {cls: number for number, cls in _NUMBERS.items()}
 _PLAIN = (str, int, float, bool, type(None))

@@ -119,6 +119,29 @@ class EpochList:
         count = bisect_left(self.entries, position, key=_POSITION)
         return self.entries[count - 1].epoch if count else -1
 
+    def agrees_with_reader(self, offset: int, epoch: int, start_offset: int, end_offset: int) -> int:
+        """Up to where a reader that is at `offset`, behind a message of `epoch`, has read what this log has.
+
+        That is `offset` itself, unless somebody accepted a loss since. Then the log has less of that epoch: they agree
+        up to its end here. Or it has nothing of it: what was before that epoch is not known from one number, and the
+        answer is where the newest older epoch begins here, or the log. So the reader may get something again, and
+        misses nothing. An epoch of -1 is not known, and agrees.
+        """
+        if epoch < 0 or offset <= start_offset:
+            return offset
+        agreed = start_offset
+        for entry, end in zip(self.entries, self.ends(end_offset, 0), strict=True):
+            if entry.epoch == epoch:
+                return min(offset, end.offset)
+            if entry.epoch < epoch:
+                agreed = entry.offset
+        return min(offset, max(agreed, start_offset))
+
+    def epoch_of_reader(self, offset: int) -> int:
+        """The epoch of the message before `offset`; -1 when the log does not know it."""
+        found = [entry.epoch for entry in self.entries if entry.offset < offset]
+        return found[-1] if found else -1
+
     def is_of(self, start_position: int, end_position: int, last_epoch: int) -> bool:
         """Whether this is the list of the log between these positions, whose last batch is of `last_epoch`.
 

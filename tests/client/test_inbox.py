@@ -99,7 +99,7 @@ def test_an_exception_at_the_first_message_makes_nothing_done() -> None:
     next(hand.iterate())
     assert one.inbox.finish(hand, in_hand=False) is True
     assert one.state.done_offset() == 0
-    assert one.state.epoch == 0, "no message is done: no master's term wrote the last one"
+    assert one.state.epoch == -1, "no message is done: no master's term wrote the last one"
 
 
 def test_the_epoch_is_that_of_the_last_message_that_is_done() -> None:

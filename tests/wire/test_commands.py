@@ -19,7 +19,7 @@ TUPLES = [
     commands.HelloReply(1, 0, 5, 4, 16, 64, "metamq"),
     PutEntry("flights", "id", 3, 100),
     PutResult(0, 10, 20, None),
-    GetPartition(1, "flights", "id", 3),
+    GetPartition(1, "flights", "id", 3, 5),
     Get(100, 1, 2, 3, [GetPartition(1, "flights", "id", 3)], [(1, 10)], [2]),
     commands.GetResult(1, 0, 100, 0, 10, None),
     OffsetsEntry("flights", "id", 3, commands.LATEST),

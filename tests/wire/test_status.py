@@ -39,6 +39,7 @@ SAMPLES: list[MetamqError] = [
     errors.Fenced("broker 0", "epoch 4 is over"),
     errors.SequenceGap("flights/0-0", 4, 6),
     errors.OffsetOutOfRange("flights/0-0", 5, 10, 20, "retention"),
+    errors.OffsetDiverged("flights/0-0", 15, 10, 20, 12, 3),
     errors.CorruptData("flights/0-0", "checksum", position=77, hint="Restore it."),
     errors.StorageError("fsync failed"),
     errors.DiskFull("data", 1, 2),
@@ -129,6 +130,7 @@ def test_numbers_are_never_used_twice() -> None:
         15: "TransactionError",
         16: "ClosedError",
         17: "Timeout",
+        18: "OffsetDiverged",
     }
     assert (status.OK, status.UNKNOWN) == (0, 1)
 

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
-from metamq.errors import OffsetOutOfRange, ProtocolError, TopicNotFound
+from metamq.errors import Fenced, OffsetDiverged, OffsetOutOfRange, ProtocolError, TopicNotFound
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, GetResult, unpack_list
 from metamq.wire.limits import ENTRIES_MAX, FETCH_BYTES_MAX, FETCH_RESULTS_MAX
 
 KIB = 1024
 names = (f"fetch-{n}" for n in itertools.count())
+
+
+EPOCH = 1
+"""That of a broker that was started once."""
 
 
 class Session:
@@ -235,7 +239,7 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
         ({"armed": [(1, 0)] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
         ({"closed": [1] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
         ({"opened": [three._replace(topic="x" * 1000)]}, "fetch handle 3: a name has at most"),
-        ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 4 fields"),
+        ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 5 fields"),
         ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle is to be"),  # type: ignore[arg-type]
     ):
         assert problem in session.refused(**changes)
@@ -267,6 +271,24 @@ def test_offsets_that_are_not_there(front: Any) -> None:
         assert isinstance(error, OffsetOutOfRange)
         assert (error.offset, error.start, error.end) == (offset, 0, 1)
     assert session.poll(armed=[(1, 0)]) == [(1, [b"a"])]
+
+
+def test_a_reader_of_another_epoch_is_told_up_to_where_they_agree(front: Any) -> None:
+    """Once a place is found to agree it is not looked at again; who comes from a later master than this is sent on."""
+    session = Session(front, opened=False)
+    session.put(0, b"a", b"b")
+    place = session.places[0]
+    for handle, epoch in enumerate((0, EPOCH + 1), start=2):
+        opened = [place._replace(handle=handle, epoch=epoch)]
+        ((_, error),) = session.errors(opened=opened, armed=[(handle, 1)], wait_ms=20_000)
+        if epoch:
+            assert isinstance(error, Fenced)
+        else:
+            assert isinstance(error, OffsetDiverged)
+            assert (error.offset, error.agreed, error.epoch) == (1, 0, -1)
+    agreeing = [place._replace(handle=4, epoch=EPOCH)]
+    assert session.poll(opened=agreeing, armed=[(4, 1)]) == [(4, [b"a", b"b"])]
+    assert session.poll(armed=[(4, 0)]) == [(4, [b"a", b"b"])]
 
 
 def test_a_topic_that_comes_later(front: Any) -> None:

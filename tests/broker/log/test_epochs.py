@@ -221,3 +221,44 @@ def test_empty_epochs_hide_nothing() -> None:
     assert [entry.epoch for entry in old.epochs().entries] == [1]
     assert [entry.epoch for entry in new.epochs().entries] == [1, 4]
     assert point_of_agreement(old, new) == equal_up_to(old, new) == 8
+
+
+@st.composite
+def two_logs_of_one_partition(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """What two replicas hold, an epoch for each message: every epoch goes on from where some replica had got to."""
+    written: list[list[int]] = [[]]
+    for epoch in range(1, draw(st.integers(1, 6))):
+        before = draw(st.sampled_from(written))
+        written.append(before[: draw(st.integers(0, len(before)))] + [epoch] * draw(st.integers(0, 4)))
+    first, second = (draw(st.sampled_from(written)) for _ in range(2))
+    return first[: draw(st.integers(0, len(first)))], second[: draw(st.integers(0, len(second)))]
+
+
+@given(both=two_logs_of_one_partition(), data=st.data())
+def test_a_reader_is_told_up_to_where_it_agrees_with_a_log(
+    both: tuple[list[int], list[int]], data: st.DataObject
+) -> None:
+    """What is accepted is the same; where it is not, that is noticed, and nothing that is new is passed over."""
+    read, log = both
+    offset = data.draw(st.integers(0, len(read)))
+    epochs = EpochList()
+    for at, epoch in enumerate(log):
+        epochs = epochs.add(epoch, at, at)
+    # Of one epoch the same messages lie at the same places, and what is before it is the same, too.
+    common = next((n for n, pair in enumerate(zip(read[:offset], log, strict=False)) if len(set(pair)) > 1), None)
+    common = min(offset, len(log)) if common is None else common
+    epoch = read[offset - 1] if offset else -1
+    agreed = epochs.agrees_with_reader(offset, epoch, 0, len(log))
+    assert (agreed == offset) == (common == offset)
+    if epoch in log:
+        assert agreed == common
+    assert epochs.epoch_of_reader(agreed) == (log[agreed - 1] if agreed else -1)
+    assert epochs.agrees_with_reader(offset, -1, 0, len(log)) == offset
+
+
+def test_a_reader_at_the_start_of_a_log_agrees_whatever_it_has_read() -> None:
+    """Retention took what it has read."""
+    epochs = EpochList.of([(5, 100, 100)])
+    assert epochs.agrees_with_reader(100, 3, 100, 120) == 100
+    assert epochs.agrees_with_reader(90, 3, 100, 120) == 90
+    assert epochs.agrees_with_reader(110, 3, 100, 120) == 100

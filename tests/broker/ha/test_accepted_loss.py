@@ -1,0 +1,138 @@
+"""Readers and groups after a promotion with an accepted loss: told, and led to where the logs agree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq import Consumer, DatabaseOffsets, FileOffsets
+from metamq.client.offsets import OffsetStorage
+from metamq.errors import OffsetDiverged
+from metamq.testing import cluster
+from metamq.zk.partitions import TopicPartition
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
+from tests.parts import wait_until
+
+TOPIC = "t"
+AGREED = 10
+"""Up to here both replicas have the same."""
+GONE = 20
+NEW = 40
+"""So many come after the promotion: more than were lost, so that no offset is beyond the end."""
+
+
+class Reader:
+    """Notes what a consumer is given, in a thread, until it is closed."""
+
+    def __init__(self, consumer: Consumer[Any]) -> None:
+        self.given: list[bytes] = []
+        self._consumer = consumer
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for message in self._consumer:
+            self.given.append(message.value)
+
+    def close(self) -> None:
+        self._consumer.close()
+        self._thread.join(20)
+
+
+def values(name: bytes, count: int) -> list[bytes]:
+    return [b"%s-%d" % (name, number) for number in range(count)]
+
+
+def storages(folder: Path) -> dict[str, Callable[[], OffsetStorage | None]]:
+    """A new one each time, by the name of the group that uses it."""
+
+    def database() -> DatabaseOffsets:
+        offsets = DatabaseOffsets(lambda: sqlite3.connect(folder / "offsets.db"))
+        asyncio.run(offsets.create_table())
+        return offsets
+
+    return {"zookeeper": lambda: None, "file": lambda: FileOffsets(folder / "offsets.json"), "database": database}
+
+
+@contextmanager
+def a_loss(folder: Path) -> Iterator[tuple[Group, list[Reader]]]:
+    """A master that was read to its end dies; a slave that lacks the last of it is promoted, and written to.
+
+    A reader and a member of a group live through it.
+    """
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, folder=folder / "cluster") as running:
+        group = Group(running)
+        a_sync_topic(group, TOPIC, 1)
+        slave = group.add_slave()
+        group.wait_insync(0, 1)
+        send(group, TOPIC, AGREED, b"both")
+        group.wait_equal(0, 1)
+        slave.kill()
+        group.wait_insync(0)
+        send(group, TOPIC, GONE, b"gone")
+        for name, storage in storages(folder).items():
+            offsets = settings_of(storage)
+            with running.consumer(topics=[TOPIC], group=name, start="earliest", idle_timeout_s=1, **offsets) as one:
+                assert len(list(one)) == AGREED + GONE
+        readers = [Reader(running.consumer(topics=[TOPIC], start="earliest"))]
+        readers.append(Reader(running.consumer(topics=[TOPIC], start="earliest", group="living")))
+        try:
+            for reader in readers:
+                wait_until(lambda reader=reader: len(reader.given) == AGREED + GONE, what="all of it read")  # type: ignore[misc]
+            group.replicas[0].kill()
+            slave.start()
+            group.promote(1, accept_loss=True)
+            send(group, TOPIC, NEW, b"new")
+            yield group, readers
+        finally:
+            for reader in readers:
+                reader.close()
+            slave.kill()
+
+
+def test_who_has_read_or_committed_what_was_given_up_is_told_and_misses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), a_loss(tmp_path) as (group, readers):
+        for reader in readers:
+            wait_until(lambda reader=reader: len(reader.given) >= AGREED + GONE + NEW, what="all of it read")  # type: ignore[misc]
+            assert reader.given == values(b"both", AGREED) + values(b"gone", GONE) + values(b"new", NEW)
+        with group.cluster.consumer(
+            topics=[TOPIC], group="database", on_data_loss="fail", **_database(tmp_path)
+        ) as one:
+            with pytest.raises(OffsetDiverged, match=f"read from {AGREED} on") as caught:
+                next(iter(one))
+            assert (caught.value.agreed, caught.value.offset) == (AGREED, AGREED + GONE)
+            one.seek(TopicPartition(TOPIC, "0-0"), AGREED)
+            assert next(iter(one)).value == b"new-0"
+        for name, storage in storages(tmp_path).items():
+            caplog.clear()
+            with group.cluster.consumer(topics=[TOPIC], group=name, idle_timeout_s=1, **settings_of(storage)) as one:
+                # The group that keeps its offsets in the database has the first one already.
+                assert [message.value for message in one] == values(b"new", NEW)[name == "database" :]
+            told = [record.getMessage() for record in caplog.records if "Going on at" in record.getMessage()]
+            if name != "database":
+                (message,) = told
+                assert f"not {AGREED + GONE} (what was read from {AGREED} on was given up" in message
+            with group.cluster.consumer(topics=[TOPIC], group=name, idle_timeout_s=0.5, **settings_of(storage)) as one:
+                assert list(one) == [], "it is committed at the new log's end"
+        group.replicas[0].start()
+        group.wait_insync(0, 1, master=1)
+        group.wait_equal(0, 1)
+
+
+def settings_of(storage: Callable[[], OffsetStorage | None]) -> dict[str, Any]:
+    offsets = storage()
+    return {} if offsets is None else {"offsets": offsets}
+
+
+def _database(folder: Path) -> dict[str, Any]:
+    return settings_of(storages(folder)["database"])
