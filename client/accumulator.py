@@ -573,6 +573,15 @@ class Accumulator:
                 self._seal_all(buffer)  # a `send` that is just now looking at one of them finds none
             self.room.notify_all()
 
+    def check_not_inside(self) -> None:
+        """Raises ConfigError where waiting would be for ever: this thread has the lock, and goes on only afterwards."""
+        if self._is_inside():
+            raise ConfigError(
+                "the call waits, and it interrupts a send() of the same thread, as a signal handler does: that would "
+                "never go on",
+                hint="Set a flag or raise an exception in the handler, and wait behind the send().",
+            )
+
     def check_open(self) -> None:
         """Raises what closed the producer."""
         if self.closed_by is not None:

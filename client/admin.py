@@ -52,7 +52,6 @@ class Admin:
         servers, place = zookeeper_servers(zookeeper, config), zookeeper_root(root, config)
         self._background.run(self._core.open(servers, place))
         self._closed = False
-        self._background.add(self._core)
 
     # Topics
 

@@ -23,6 +23,7 @@ from metamq.client.admin_model import (
 )
 from metamq.client.cluster import Cluster
 from metamq.client.first_contact import open_client_session
+from metamq.client.forks import tell_of_forks
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
@@ -38,6 +39,7 @@ class AdminCore:
             "admin", "it was never opened", hint="Use `async with Admin()`."
         )
         self._open_cluster: Cluster | None = None
+        tell_of_forks(self)
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
@@ -46,7 +48,9 @@ class AdminCore:
         self.closed_by = None
 
     async def close(self) -> None:
-        """Disconnects; may be repeated."""
+        """Disconnects; may be repeated. Nothing happens in a fork's child."""
+        if isinstance(self.closed_by, ForkedError):
+            return
         cluster, self._open_cluster = self._open_cluster, None
         if cluster is not None:
             self.closed_by = closed_client("admin")

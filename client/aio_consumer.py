@@ -25,7 +25,7 @@ from metamq.client.opened_later import OpenedLater
 from metamq.client.retrying import RetryPolicy
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, ForkedError
 from metamq.zk.partitions import TopicPartition
 
 
@@ -207,6 +207,8 @@ class Consumer(OpenedLater, ConsumerFace[T]):
     async def _close(self, *, in_hand_done: bool) -> None:
         if not self._closed:
             self._closed = True
+            if isinstance(self._core.inbox.error, ForkedError):
+                raise self._core.inbox.error
             await self._core.close(in_hand_done=in_hand_done)
 
     async def __aenter__(self) -> Self:
@@ -215,10 +217,11 @@ class Consumer(OpenedLater, ConsumerFace[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._close(in_hand_done=kind is None)
+        if not isinstance(self._core.inbox.error, ForkedError):  # else a child leaves its parent's block
+            await self._close(in_hand_done=kind is None)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and not isinstance(self._core.inbox.error, ForkedError):
             warnings.warn(
                 "a Consumer was not closed: use `async with` or close()", ResourceWarning, source=self, stacklevel=2
             )

@@ -1,7 +1,7 @@
 """The background loop of the blocking API: one asyncio loop in one thread a process, started on first use.
 
-A fork copies the client objects but not the thread. So the child's clients are told (`forked()`), raise ForkedError
-when used, and new ones in the child start a loop of their own.
+A fork copies the client objects but not the thread: see metamq.client.forks. New ones in the child start a loop of
+their own.
 """
 
 from __future__ import annotations
@@ -9,21 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from metamq.errors import ConfigError, closed_client
 
 T = TypeVar("T")
-
-
-class Forkable(Protocol):
-    """The core of a client that lives on a background loop."""
-
-    def forked(self) -> None:
-        """Called in the child after a fork; every later use is to raise ForkedError."""
 
 
 class BackgroundLoop:
@@ -31,22 +23,12 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self.loop = _new_loop()
-        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
-
-    def add(self, client: Forkable) -> None:
-        """Registers a client to be told of a fork, for as long as it is referenced."""
-        self._clients.add(client)
-
-    def forked(self) -> None:
-        """Tells them, in the child."""
-        for client in list(self._clients):
-            client.forked()
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Runs `callback(*args)` in the loop; returns at once."""
@@ -99,9 +81,7 @@ def background() -> BackgroundLoop:
 def _after_fork_in_child() -> None:
     global _current, _lock
     _lock = threading.Lock()
-    parent, _current = _current, None
-    if parent is not None:
-        parent.forked()
+    _current = None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

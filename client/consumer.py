@@ -118,7 +118,6 @@ class Consumer(ConsumerFace[T]):
         self._root = zookeeper_root(root, config)
         self._background.run(self._core.open(self._servers, self._root))
         self._closed = False
-        self._background.add(self._core)
 
     def __iter__(self) -> Iterator[Message[T]]:
         """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""

@@ -18,6 +18,7 @@ from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_sta
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.first_contact import open_client_session
+from metamq.client.forks import tell_of_forks
 from metamq.client.health import ConsumerHealth, health_of
 from metamq.client.inbox import Inbox, PartitionState
 from metamq.client.message_batch import MessageBatch, own_part
@@ -84,6 +85,7 @@ class ConsumerCore:
         self._callback_error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._session: Session | None = None
+        tell_of_forks(self)
 
     async def open(self, servers: str, root: str) -> None:
         """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""

@@ -46,6 +46,9 @@ class Owner(Protocol):
     def is_loop_thread(self) -> bool:
         """Whether this is the thread of the producer's loop, which must not wait for a delivery."""
 
+    def check_not_inside(self) -> None:
+        """Raises ConfigError in what interrupts a `send` of this thread, as a signal handler, and must not wait."""
+
 
 class OutgoingBatch:
     """Messages of one topic, and of one partition once it is known, on their way to a broker."""
@@ -270,6 +273,7 @@ class _Waitable:
                 "waiting here would block the event loop that is to bring the answer",
                 hint="Await the delivery, or use add_done_callback().",
             )
+        self._producer.check_not_inside()
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         """Calls `callback(self)` once the outcome is known; at once when it is.

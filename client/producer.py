@@ -76,10 +76,12 @@ class Producer(ProducerFace[T]):
     def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Waits until everything accepted so far is stored.
 
-        Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds.
+        Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds; ConfigError in a
+        signal handler that interrupts a send(), which holds what this waits for. So do close() and Delivery.result().
         """
         self._check_usable()
         check_timeout("timeout", timeout)
+        self._core.check_not_inside()
         self._background.run(self._core.flush(timeout))
 
     def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
@@ -87,6 +89,7 @@ class Producer(ProducerFace[T]):
         check_timeout("timeout", timeout)
         if self._closed:
             return
+        self._core.check_not_inside()
         self._closed = True
         _unclosed.discard(self)
         if isinstance(self._core.accumulator.closed_by, ForkedError):

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from metamq.client.accumulator import Accumulator
 from metamq.client.checks import check_ranges
 from metamq.client.cluster import Cluster
 from metamq.client.first_contact import open_client_session
+from metamq.client.forks import tell_of_forks
 from metamq.client.outgoing import OutgoingBatch, forget_locks
 from metamq.client.partitioner import Partitioner, partitioner_named
 from metamq.client.sender import Sender
@@ -106,7 +105,7 @@ class ProducerCore:
             wait_s=wait_s,
             owner=self,
         )
-        _cores.add(self)
+        tell_of_forks(self)
 
     async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
@@ -143,6 +142,10 @@ class ProducerCore:
     def is_loop_thread(self) -> bool:
         """Whether this is the thread of the producer's loop."""
         return threading.get_ident() == self._thread
+
+    def check_not_inside(self) -> None:
+        """Raises ConfigError in what interrupts a `send` of this thread, as a signal handler, and must not wait."""
+        self.accumulator.check_not_inside()
 
     def in_loop(self, callback: Callable[..., object], *args: object) -> None:
         """Runs a callback in the loop, from any thread. Raises ForkedError in a fork."""
@@ -339,6 +342,7 @@ class ProducerCore:
 
     def forked(self) -> None:
         """In a fork's child: nothing works any more."""
+        forget_locks()
         self._forked = True
         self._session = None
         self.accumulator.forked(ForkedError("producer"))
@@ -348,15 +352,3 @@ def _made_anew(topic: str) -> TopicNotFound:
     return TopicNotFound(
         topic, hint="It was deleted and made anew while messages for it waited to be sent. Send them again."
     )
-
-
-_cores: weakref.WeakSet[ProducerCore] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    forget_locks()
-    for core in list(_cores):
-        core.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

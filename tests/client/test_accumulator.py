@@ -41,6 +41,9 @@ class Loopless:
     def in_loop(self, callback: Callable[..., object], *args: object) -> None:
         callback(*args)
 
+    def check_not_inside(self) -> None:
+        pass
+
     def is_loop_thread(self) -> bool:
         return self.loop_thread
 

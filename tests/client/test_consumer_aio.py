@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import logging
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,7 @@ import pytest
 
 import metamq
 from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
-from metamq.errors import ClosedError, ConfigError, OffsetOutOfRange, PartitionNotFound, TopicNotFound
+from metamq.errors import ClosedError, ConfigError, ForkedError, OffsetOutOfRange, PartitionNotFound, TopicNotFound
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -434,6 +435,45 @@ def test_a_second_task_that_iterates_is_refused_while_the_first_is_at_it(shop: S
             assert values(await one) == [2]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_in_a_forks_child_consumer_and_admin_say_so_and_new_ones_work(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 2)
+    read, write = os.pipe()
+
+    async def in_the_child(consumer: Any, admin: aio.Admin, messages: Any) -> bytes:
+        for use in (anext(messages), first(consumer, 1), consumer.commit(), consumer.close(), admin.topics()):
+            with pytest.raises(ForkedError, match="in the child"):
+                async with asyncio.timeout(10):
+                    await use
+        await admin.close()
+        async with consuming(shop, topic) as mine:
+            return b"well" if values(await first(mine, 1)) == [0] else b"wrong message"
+
+    async def scenario() -> None:
+        async with aio.Admin(shop.cluster.zookeeper) as admin, consuming(shop, topic, group) as consumer:
+            messages = aiter(consumer)
+            assert (await anext(messages)).offset == 0
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.write(write, asyncio.run(in_the_child(consumer, admin, messages)))
+                except BaseException as error:
+                    os.write(write, repr(error).encode())
+                finally:
+                    os._exit(0)
+            await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.read(read, 1000) == b"well"
+            assert (await anext(messages)).offset == 1
+            assert topic in await admin.topics()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> None:

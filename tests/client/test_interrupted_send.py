@@ -13,6 +13,7 @@ import pytest
 
 from metamq.client.accumulator import Accumulator
 from metamq.client.outgoing import Delivery, OutgoingBatch
+from metamq.errors import ConfigError
 from metamq.testing import cluster
 from tests.client.test_accumulator import Loopless, an_accumulator, known, take
 
@@ -162,6 +163,38 @@ def test_handlers_that_send_within_a_send_neither_wait_for_ever_nor_lose_a_messa
     assert all(delivery.exception(0) is None for delivery in sent + inner)
     assert sum(batch.count for batch in taken) == len(sent) + len(inner)
     assert len({(delivery._batch, delivery._index) for delivery in sent + inner}) == len(sent) + len(inner)
+
+
+def test_who_waits_within_a_send_is_told_instead_of_waiting_for_ever(alarm: Alarm) -> None:
+    flushed, refused = [], []
+    with cluster() as parts:
+        parts.create_topic("t", 1)
+        with parts.producer() as producer:
+            delivery = producer.send("t", b"x")
+            assert delivery.result(20).offset == 0
+            with producer._core.accumulator.lock:  # as in the middle of a send
+                waiting = producer.send("t", b"x")
+                for wait in (producer.flush, producer.close, waiting.result):
+                    with pytest.raises(ConfigError, match="interrupts a send"):
+                        wait()
+                assert delivery.result().offset == 0
+
+            def handler() -> None:
+                try:
+                    producer.flush(20)
+                    flushed.append(True)
+                except ConfigError:
+                    refused.append(True)
+
+            alarm.rings = handler
+            until = time.monotonic() + 5
+            while not (refused and flushed):
+                assert time.monotonic() < until
+                alarm.set(1e-4)
+                for _ in range(100):
+                    producer.send("t", b"x", b"k")
+            alarm.set(0)
+            assert waiting.result(20).offset == 1
 
 
 def test_a_partitioner_may_send() -> None:
