@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import raw
+
 from metamq.testing import Cluster
 
 ROUND_TRIPS = 3000
@@ -68,10 +70,14 @@ def _send(zookeeper: str, topic: str, count: int) -> None:
 
 
 def measure(cluster: Cluster) -> dict[str, dict[str, float]]:
-    """Both, on a topic of one partition."""
+    """All of it, on a topic of one partition."""
     topic = f"latency-{time.monotonic_ns()}"
     cluster.create_topic(topic, partitions=1)
-    return {"round_trip": round_trip(cluster, topic), "end_to_end": end_to_end(cluster, topic)}
+    return {
+        "round_trip": round_trip(cluster, topic),
+        "raw_round_trip": percentiles(raw.round_trips(ROUND_TRIPS, 100)[100:]),
+        "end_to_end": end_to_end(cluster, topic),
+    }
 
 
 if __name__ == "__main__":

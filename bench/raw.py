@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
@@ -64,6 +65,46 @@ def _run(sender_path: str | None, receiver_path: str | None) -> float:
         _send(listener.getsockname(), sender_path)
         receiver.join()
         return TOTAL / (time.perf_counter() - began)
+
+
+def _echo(listener: socket.socket) -> None:
+    connection, _address = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connection:
+        while data := connection.recv(4096):
+            connection.sendall(data)
+
+
+def round_trips(count: int, size: int) -> list[float]:
+    """Seconds of each: a thread wakes another one, that asks another process, whose answer wakes both again.
+
+    What a blocking call to a broker through an event loop in the background cannot beat.
+    """
+    samples = []
+    asked, answered = threading.Semaphore(0), threading.Semaphore(0)
+
+    def ask() -> None:
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(count):
+                asked.acquire()
+                connection.sendall(bytes(size))
+                connection.recv(4096)
+                answered.release()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = multiprocessing.get_context("fork").Process(target=_echo, args=(listener,))
+        process.start()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        for _ in range(count):
+            began = time.perf_counter()
+            asked.release()
+            answered.acquire()
+            samples.append(time.perf_counter() - began)
+        thread.join()
+        process.join()
+    return samples
 
 
 def copy_to_file(folder: str) -> float:
