@@ -4,13 +4,13 @@
       │ JOIN ─────────────────────────────────▶ │  a request: answered by ACCEPT, or by an error
       │ ◀──────────────────────────────  ACCEPT │  from here on both ends push
       │ ATTACH ───────────────────────────────▶ │  what the slave's logs have
-      │ ◀────────────────────────────  ATTACHED │  what becomes of each
+      │ ◀────────────────  ATTACHED (PRODUCERS) │  what becomes of each
       │ ◀────────────────────  COPY, DATA, BEAT │
       │ ACK ──────────────────────────────────▶ │
 
 The header of each frame is one of the named tuples here, as a msgpack array. It begins with its kind and with the
-epoch in which it is said: the receiver refuses any other. Bodies are whole batches, as they lie in the log. `unpack`
-takes nothing but what is declared, and no negative number. docs/wire-protocol.md has the tables.
+epoch in which it is said: the receiver refuses any other. Bodies are whole batches, as they lie in the log, save that
+of PRODUCERS. `unpack` takes nothing but what is declared, and no negative number. docs/wire-protocol.md has the tables.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ BEAT = 8
 DETACH = 9
 HANDOVER = 10
 HANDED_OVER = 11
+PRODUCERS = 12
 
 
 class Decision(enum.IntEnum):
@@ -198,8 +199,20 @@ class HandedOver(NamedTuple):
     reason: str
 
 
+class Producers(NamedTuple):
+    """What producers stored before the master's log begins, as the body: nothing else tells that to a new copy of it.
+
+    The body is a snapshot of producer states as of the log's start, as in docs/log-format.md. It comes before the first
+    Copy of the partition.
+    """
+
+    kind: int
+    epoch: int
+    handle: int
+
+
 FromSlave = Join | Attach | Ack | Detach | HandOver
-FromMaster = Accept | Attached | Data | Copy | Beat | HandedOver
+FromMaster = Accept | Attached | Data | Copy | Beat | HandedOver | Producers
 
 FROM_SLAVE: dict[int, type[FromSlave]] = {
     JOIN: Join,
@@ -215,6 +228,7 @@ FROM_MASTER: dict[int, type[FromMaster]] = {
     COPY: Copy,
     BEAT: Beat,
     HANDED_OVER: HandedOver,
+    PRODUCERS: Producers,
 }
 
 _DECISIONS = frozenset(Decision)

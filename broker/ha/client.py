@@ -373,6 +373,9 @@ class _Link:
                     self._attached(result)
                     self._undecided.discard(result.handle)
                 self._all_decided()
+            elif isinstance(frame, sync.Producers):
+                if (begun := self._handles.get(frame.handle)) is not None:
+                    begun.log.begin_with_producers(bytes(body))
             elif isinstance(frame, sync.Beat):
                 self._stable(frame.stable)
             elif isinstance(frame, sync.HandedOver):

@@ -328,9 +328,9 @@ class HAConnection:
         """A heartbeat, with what there is to tell of stable marks."""
         self._push(sync.Beat(sync.BEAT, self._service.epoch, self.sent_seq, self._news()))
 
-    def push(self, message: tuple[object, ...]) -> None:
+    def push(self, message: tuple[object, ...], bodies: list[Buffer] | None = None) -> None:
         """Sends any other message of the link."""
-        self._push(message)
+        self._push(message, bodies)
 
     def _push(self, message: tuple[object, ...], bodies: list[Buffer] | None = None) -> None:
         self.spoke_at = self._now()

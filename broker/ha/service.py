@@ -32,6 +32,7 @@ from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.errors import ConfigError, ConnectError, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
+from metamq.wire.limits import FRAME_BYTES_MAX
 from metamq.zk.brokers import BrokerState
 
 log = logging.getLogger("metamq.broker")
@@ -200,7 +201,7 @@ class HAService:
             raise ProtocolError(f"replica {link.replica} sent a {type(frame).__name__} in the middle of a link")
 
     def _attach(self, link: HAConnection, partitions: Iterable[sync.AttachPartition]) -> None:
-        results = []
+        results, begun = [], []
         for asked in partitions:
             partition = self._topics.get(asked.topic, asked.partition)
             master = None if partition is None else self._side(partition)
@@ -220,7 +221,23 @@ class HAService:
             )
             if partition is not None and verdict.decision in (sync.Decision.FROM, sync.Decision.RESET):
                 link.attach(asked.handle, partition, Mark(verdict.offset, verdict.position))
+                if verdict.position == partition.log.start_position:
+                    begun.append((partition, asked.handle))
         link.push(sync.Attached(sync.ATTACHED, self.epoch, results))
+        for partition, handle in begun:
+            self._push_producers(link, partition, handle)
+
+    def _push_producers(self, link: HAConnection, partition: Partition, handle: int) -> None:
+        """What the log does not tell: of the batches that retention removed from it."""
+        try:
+            states = partition.log.producers_before_start()
+        except MetamqError as error:
+            self.failed(partition, error)
+            return
+        if len(states) > FRAME_BYTES_MAX // 2:
+            log.warning("replica %d, %s: too many producers to tell it of", link.replica, partition.name)
+        elif states:
+            link.push(sync.Producers(sync.PRODUCERS, self.epoch, handle), [states])
 
     def _side(self, partition: Partition) -> Side:
         log_ = partition.log

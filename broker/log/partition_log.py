@@ -41,7 +41,7 @@ from metamq.broker.log.files import FileCache, storage_error
 from metamq.broker.log.flushed import NO_EPOCHS
 from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
-from metamq.broker.log.replicated import check_replicated, fitting
+from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, LogSlice, SegmentStore
@@ -267,6 +267,34 @@ class PartitionLog(DurableLog):
         self._producers = states
         self._expire_producers(self._expired_us)
         return states
+
+    def producers_before_start(self) -> bytes:
+        """What producers stored below the log's start, as a snapshot; empty when nothing is known of that.
+
+        Raises CorruptData, StorageError.
+        """
+        if not self.start_offset:
+            return b""
+        states = self._producers if self._producers is not None else self._load_producers()
+        gone = states.before(self.start_offset)
+        return gone.to_bytes(self.start_offset, self.start_position) if gone else b""
+
+    def begin_with_producers(self, snapshot: bytes) -> None:
+        """Takes what `producers_before_start` of the master's log says; a log with batches knows it already.
+
+        Raises CopyDamaged, StorageError, ClosedError.
+        """
+        self._check_writable()
+        if self.start_position != self.end_position:
+            return
+        states = ProducerStates.from_bytes(snapshot, self.end_offset, self.end_position)
+        if states is None:
+            raise CopyDamaged(f"the copy of {self.name}", "its producer states are none")
+        self._producers = states
+        try:
+            self._save_producers(states)
+        except OSError as error:
+            raise self._fail("saving the producer states", error) from error
 
     def _save_producers(self, states: ProducerStates) -> None:
         """Saves the states as of the end; the next flush makes them durable. Raises OSError."""

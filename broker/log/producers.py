@@ -102,6 +102,15 @@ class ProducerStates:
         if len(batches) > KEPT_BATCHES:
             del batches[0]
 
+    def before(self, offset: int) -> ProducerStates:
+        """What they stored below an offset, as far as it is kept."""
+        states = ProducerStates()
+        for producer_id, batches in self._batches.items():
+            kept = [batch for batch in batches if batch.base_offset < offset]
+            if kept:
+                states._batches[producer_id] = kept
+        return states
+
     def expire(self, before_us: int) -> None:
         """Forgets the producers whose last batch was appended before that time."""
         for producer_id in [p for p, b in self._batches.items() if b[-1].append_time_us < before_us]:

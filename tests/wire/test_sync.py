@@ -29,6 +29,7 @@ FROM_MASTER = [
     sync.Attached(sync.ATTACHED, 5, [AttachResult(1, Decision.FROM, 20, 2000, "it goes on")]),
     sync.Data(sync.DATA, 5, 91, [(1, 2000, 120, 1), (2, 0, 80, 0)], [(1, 20, 2000)]),
     sync.Copy(sync.COPY, 5, [(1, 2000, 120, 1)], []),
+    sync.Producers(sync.PRODUCERS, 5, 1),
     sync.Beat(sync.BEAT, 5, 92, [(1, 20, 2000), (2, 1, 80)]),
     sync.HandedOver(sync.HANDED_OVER, 5, 92, ""),
 ]
