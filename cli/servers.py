@@ -28,7 +28,7 @@ POLL_S = 0.2
 @click.option("--learner", is_flag=True, default=None, help="A slave that never counts as in sync.")
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.  [8123]")
-@click.option("--advertise", help="Host that clients connect to, where it is not --host (containers, NAT).")
+@click.option("--advertise", help="Host for clients, where it is not --host; of several, as in a,b, one that works.")
 @click.option("--data", metavar="FOLDER", help="Data folder; one broker a folder.  [./metamq-data/broker]")
 @click.option(
     "--http-port",

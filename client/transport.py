@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import metamq
-from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout
+from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
 from metamq.wire import status
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.connection import PUSHED, ClientConnection, Response
@@ -25,6 +25,8 @@ from metamq.wire.rooms import Rooms
 log = logging.getLogger("metamq.client")
 
 CONNECT_TIMEOUT_S = 5.0
+NEXT_HOST_S = 1.0
+"""So long a host is waited for when the broker has told of another one."""
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 KEPT_BYTES = 8 * 1024 * 1024
@@ -58,9 +60,31 @@ class BrokerConnection(asyncio.BufferedProtocol):
 
     @classmethod
     async def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BrokerConnection:
-        """Connects and greets. Raises ConnectError, UnsupportedVersion, or what the broker refuses with."""
-        loop = asyncio.get_running_loop()
+        """Connects and greets. `host` may be several, separated by commas: they are tried in their order.
+
+        Raises ConnectError, UnsupportedVersion, or what the broker refuses with.
+        """
         address = f"{host}:{port}"
+        *others, last = (one.strip() for one in host.split(","))
+        reasons = []
+        for one in others:
+            try:
+                return await cls._open(address, one, port, min(timeout_s, NEXT_HOST_S))
+            except UnsupportedVersion:
+                raise
+            except ConnectError as error:
+                reasons.append(f"{one}: {error.reason}")
+        try:
+            return await cls._open(address, last, port, timeout_s)
+        except ConnectError as error:
+            if isinstance(error, UnsupportedVersion) or not reasons:
+                raise
+            reasons.append(f"{last}: {error.reason}")
+            raise ConnectError(address, "; ".join(reasons), hint=error.hint) from error
+
+    @classmethod
+    async def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BrokerConnection:
+        loop = asyncio.get_running_loop()
         connection = cls(address, loop)
         try:
             async with asyncio.timeout(timeout_s):

@@ -102,7 +102,7 @@ class Load:
         return self.told
 
 
-def blocking(zookeeper: str, *, keyed: bool, **settings: Any) -> Callable[[Load], None]:
+def blocking(zookeeper: str, *, keyed: bool, topic: str = "t", **settings: Any) -> Callable[[Load], None]:
     """send(), many deliveries open at once."""
 
     def run(load: Load) -> None:
@@ -111,7 +111,7 @@ def blocking(zookeeper: str, *, keyed: bool, **settings: Any) -> Callable[[Load]
             while not load.ending.is_set():
                 for _ in range(load.random.randint(1, 40)):
                     key, value = load.next_message(keyed=keyed)
-                    pending.append((value, producer.send("t", value, key)))
+                    pending.append((value, producer.send(topic, value, key)))
                 load.ending.wait(load.random.random() * 0.01)
                 while len(pending) > 2000:
                     value, delivery = pending.pop(0)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
 import subprocess
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from metamq import Admin
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container
+    from docker.models.networks import Network
 
+CONTAINERS = [pytest.mark.containers, pytest.mark.timeout(600)]
+"""The marks of all these tests: whichever comes first may have to wait for an image to be built from nothing."""
 ROOT = Path(__file__).parent.parent.parent
 TAG = "metamq-test"
-ZOOKEEPER_PORT, BROKER_PORT, STATUS_PORT = 2181, 8123, 8120
+ZOOKEEPER_PORT = 2181
+REPLICAS = {"broker-0": (0, 0), "broker-0-slave": (0, 1), "broker-1": (1, 0), "broker-1-slave": (1, 1)}
+"""Broker id and number of what docker-compose.yml starts."""
+PORTS = (ZOOKEEPER_PORT, 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153)
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +38,16 @@ def engine() -> Iterator[DockerClient]:
     """The engine that DOCKER_HOST names, or the one at the default socket."""
     import docker
 
-    try:
-        client = docker.from_env(timeout=120)
-    except docker.errors.DockerException as error:
-        pytest.skip(f"no Docker engine answers; start one, or point DOCKER_HOST at one ({error})")
+    reason = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # docker leaves the socket of a failed attempt unclosed
+        try:
+            client = docker.from_env(timeout=120)
+        except docker.errors.DockerException as error:
+            reason = str(error)
+        gc.collect()
+    if reason:
+        pytest.skip(f"no Docker engine answers; start one, or point DOCKER_HOST at one ({reason})")
     try:
         yield client
     finally:
@@ -41,15 +56,26 @@ def engine() -> Iterator[DockerClient]:
 
 @pytest.fixture(scope="session")
 def image(engine: DockerClient) -> str:
-    """The tag of an image built from this checkout. On the host's network, as docker-compose.yml has it."""
+    """The tag of an image built from this checkout."""
+    return build(engine, "metamq", TAG)
+
+
+@pytest.fixture(scope="session")
+def spark_image(engine: DockerClient, image: str) -> str:
+    """The image with Spark, which is the other one and Spark."""
+    return build(engine, "spark", f"{image}-spark")
+
+
+def build(engine: DockerClient, target: str, tag: str) -> str:
+    """Builds a target of the Dockerfile. On the host's network, as docker-compose.yml has it."""
     import docker
 
     try:
-        engine.images.build(path=str(ROOT), tag=TAG, network_mode="host", rm=True)
+        engine.images.build(path=str(ROOT), target=target, tag=tag, network_mode="host", rm=True)
     except docker.errors.BuildError as error:
         end = "".join(line.get("stream", "") for line in error.build_log)[-3000:]
         pytest.fail(f"the image cannot be built: {error}\n{end}")
-    return TAG
+    return tag
 
 
 def compose_command() -> list[str]:
@@ -65,7 +91,7 @@ def compose_command() -> list[str]:
 def free_address() -> str:
     """Where to publish the ports: as docker-compose.yml does, or on another loopback address where they are taken."""
     for address in ("127.0.0.1", "127.0.81.23"):
-        if all(_is_free(address, port) for port in (ZOOKEEPER_PORT, BROKER_PORT, STATUS_PORT)):
+        if all(_is_free(address, port) for port in PORTS):
             return address
     pytest.fail("the ports of docker-compose.yml are taken on this machine")
 
@@ -91,22 +117,22 @@ class Composition:
         self.zookeeper = f"{self.address}:{ZOOKEEPER_PORT}"
         self._command = [*compose_command(), "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
 
-    def compose(self, *arguments: str, advertise: str = "") -> None:
+    def compose(self, *arguments: str) -> None:
         """Runs a command of Compose; fails with what it said."""
-        settings = {
-            "METAMQ_IMAGE": self.image,
-            "METAMQ_PUBLISH": self.address,
-            "METAMQ_ADVERTISE": advertise or self.address,
-        }
+        settings = {"METAMQ_IMAGE": self.image, "METAMQ_PUBLISH": self.address, "METAMQ_ADVERTISE": self.address}
         done = subprocess.run(
             [*self._command, *arguments], env={**os.environ, **settings}, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
 
-    def up(self, advertise: str = "") -> None:
-        """Starts all, or what changed; returns once the broker is ready."""
-        self.compose("up", "-d", "--no-build", advertise=advertise)
-        self.wait_ready()
+    def up(self) -> None:
+        """Starts all; returns once every slave is in sync."""
+        self.compose("up", "-d", "--no-build")
+        for service in REPLICAS:
+            self.wait_ready(service)
+        with Admin(self.zookeeper) as admin:
+            for broker_id in (0, 1):
+                self.wait_in_sync(admin, broker_id)
 
     def container(self, service: str) -> Container:
         """The service's container as it is now."""
@@ -126,19 +152,38 @@ class Composition:
         assert command[0] == "CMD"
         return bool(container.exec_run(command[1:]).exit_code == 0)
 
-    def wait_ready(self) -> None:
-        """Returns once the broker is registered and takes writes."""
+    def wait_ready(self, service: str) -> None:
+        """Returns once the broker is registered and serves."""
         wait_until(
-            lambda: self.state("broker")["Status"] == "running" and self.check_health("broker"), 60, "a ready broker"
+            lambda: self.state(service)["Status"] == "running" and self.check_health(service), 60, f"a ready {service}"
         )
 
+    def wait_in_sync(self, admin: Admin, broker_id: int) -> None:
+        """Returns once both replicas are there and in sync."""
+        wait_until(lambda: self._all_in_sync(admin, broker_id), 60, f"all of broker {broker_id} in sync")
 
-@pytest.fixture
+    def _all_in_sync(self, admin: Admin, broker_id: int) -> bool:
+        found = admin.replicas().get(broker_id)
+        replicas = found.replicas if found is not None else ()
+        return len(replicas) == 2 and all(one.in_sync and one.address is not None for one in replicas)
+
+    def roles(self, admin: Admin, broker_id: int) -> dict[str, str]:
+        """The services that are now the master and the slave of a broker."""
+        names = {place: service for service, place in REPLICAS.items()}
+        return {one.role: names[broker_id, one.replica] for one in admin.replicas()[broker_id].replicas}
+
+    def network(self) -> Network:
+        """The network of all containers."""
+        (found,) = self.engine.networks.list(names=[f"{self.project}_default"])
+        return found
+
+
+@pytest.fixture(scope="session")
 def composition(engine: DockerClient, image: str) -> Iterator[Composition]:
-    """docker-compose.yml, running; gone with its data after the test."""
+    """docker-compose.yml, running, for all tests; gone with its data after them. Roles change: ask for them."""
     composition = Composition(engine, image)
     try:
         composition.up()
         yield composition
     finally:
-        composition.compose("down", "--volumes", "--timeout", "2")
+        composition.compose("--profile", "spark", "down", "--volumes", "--timeout", "2")

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
+from tests.containers.conftest import CONTAINERS
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container
 
-pytestmark = pytest.mark.containers
+pytestmark = CONTAINERS
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""A master in a container is cut off, frozen or killed under load, and its slave promoted.
+
+Nothing that was acknowledged is lost, and the former master comes back as a slave, by itself.
+"""
+
+from __future__ import annotations
+
+from tests.containers.conftest import CONTAINERS, REPLICAS, Composition
+from tests.containers.under_load import BROKER_ID, UnderLoad
+
+pytestmark = CONTAINERS
+
+
+def promote_and_go_on(load: UnderLoad) -> None:
+    _, replica = REPLICAS[load.slave]
+    load.admin.promote(BROKER_ID, replica)
+    load.wait_for_more()
+
+
+def test_a_master_that_is_cut_off_its_network(composition: Composition) -> None:
+    with UnderLoad(composition, "cut-off") as load:
+        container, network = composition.container(load.master), composition.network()
+        network.disconnect(container)
+        promote_and_go_on(load)
+        network.connect(container, aliases=[load.master])
+        composition.wait_in_sync(load.admin, BROKER_ID)
+        load.wait_for_more()
+        assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+
+
+def test_a_master_that_is_frozen(composition: Composition) -> None:
+    with UnderLoad(composition, "frozen") as load:
+        container = composition.container(load.master)
+        container.pause()
+        promote_and_go_on(load)
+        container.unpause()
+        composition.wait_in_sync(load.admin, BROKER_ID)
+        load.wait_for_more()
+        assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+
+
+def test_a_master_that_is_killed(composition: Composition) -> None:
+    with UnderLoad(composition, "killed") as load:
+        container = composition.container(load.master)
+        container.kill()
+        promote_and_go_on(load)
+        container.start()
+        composition.wait_in_sync(load.admin, BROKER_ID)
+        load.wait_for_more()
+        assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+
+
+def test_a_slave_that_is_cut_off_is_let_go_and_comes_back(composition: Composition) -> None:
+    with UnderLoad(composition, "slave-cut-off") as load:
+        container, network = composition.container(load.slave), composition.network()
+        network.disconnect(container)
+        load.wait_for_more()
+        network.connect(container, aliases=[load.slave])
+        composition.wait_in_sync(load.admin, BROKER_ID)
+        load.wait_for_more()
