@@ -284,7 +284,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connections.discard(self)
         if self._link is not None:
             link, service = self._link
-            service.leave(link, str(exc) if exc else "it closed the connection")
+            service.closed_by_slave(link, str(exc) if exc else "it closed the connection")
 
     def close(self) -> None:
         """Closes after what is written has been sent."""

@@ -325,6 +325,7 @@ class Broker:
         self._ready_reason = "stopping"
         self._processors.refuse_writes = Fenced(f"broker {self.config.id}", "it is stopping")
         self._acceptor.close()
+        self._keeper.say_goodbye()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

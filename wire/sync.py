@@ -47,6 +47,7 @@ DETACH = 9
 HANDOVER = 10
 HANDED_OVER = 11
 PRODUCERS = 12
+LEAVE = 13
 
 
 class Decision(enum.IntEnum):
@@ -199,6 +200,13 @@ class HandedOver(NamedTuple):
     reason: str
 
 
+class Leave(NamedTuple):
+    """The slave stops: nobody is to wait for it. It goes on to acknowledge until it closes the link."""
+
+    kind: int
+    epoch: int
+
+
 class Producers(NamedTuple):
     """What producers stored before the master's log begins, as the body: nothing else tells that to a new copy of it.
 
@@ -211,7 +219,7 @@ class Producers(NamedTuple):
     handle: int
 
 
-FromSlave = Join | Attach | Ack | Detach | HandOver
+FromSlave = Join | Attach | Ack | Detach | HandOver | Leave
 FromMaster = Accept | Attached | Data | Copy | Beat | HandedOver | Producers
 
 FROM_SLAVE: dict[int, type[FromSlave]] = {
@@ -220,6 +228,7 @@ FROM_SLAVE: dict[int, type[FromSlave]] = {
     ACK: Ack,
     DETACH: Detach,
     HANDOVER: HandOver,
+    LEAVE: Leave,
 }
 FROM_MASTER: dict[int, type[FromMaster]] = {
     ACCEPT: Accept,

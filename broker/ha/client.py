@@ -193,6 +193,11 @@ class HAClient:
         """Whether the master has accepted this replica."""
         return self._link is not None
 
+    def say_goodbye(self) -> None:
+        """This replica stops: its master is not to wait for it."""
+        if self._link is not None:
+            self._link.say_goodbye()
+
     async def hand_over(self, wait_ms: int) -> None:
         """Asks the master to stop writing, and waits until this replica holds all of it.
 
@@ -489,6 +494,10 @@ class _Link:
         if now - self._spoke_at >= self._heartbeat_s / 2:
             self._acknowledge()
         self._timer = self.loop.call_later(self._heartbeat_s / 4, self._beat)
+
+    def say_goodbye(self) -> None:
+        """See HAClient.say_goodbye."""
+        self._push(sync.Leave(sync.LEAVE, self._epoch))
 
     async def hand_over(self, wait_ms: int) -> None:
         """See HAClient.hand_over."""

@@ -138,6 +138,8 @@ class HAConnection:
         self.sent_seq = 0
         self.held_seq = 0
         self.closed = False
+        self.is_leaving = False
+        """The slave has said that it stops."""
         self._service = service
         self._wire = wire
         self._loop = loop

@@ -385,6 +385,11 @@ class RoleKeeper:
             return "not linked to its master"
         return ""
 
+    def say_goodbye(self) -> None:
+        """The broker is going to end."""
+        if self.client is not None:
+            self.client.say_goodbye()
+
     async def close(self) -> None:
         """The broker ends."""
         self._end_term("it is stopping")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ from metamq.zk.brokers import BrokerState
 log = logging.getLogger("metamq.broker")
 
 TICK_S = 0.1
+CLOSED_SHARE = 0.2
+"""Of the time that a slave may be behind: so long it may take to come back after it has closed its link."""
 HEARTBEATS_MISSED_MAX = 3
 HAND_OVER_CHECK_S = 0.005
 
@@ -193,6 +196,11 @@ class HAService:
         elif isinstance(frame, sync.Detach):
             for handle in frame.handles:
                 link.detach(handle)
+        elif isinstance(frame, sync.Leave):
+            log.info("replica %d stops", link.replica)
+            link.is_leaving = True
+            self._look_after(link.member, self._loop.time())
+            self._change_soon()
         elif isinstance(frame, sync.HandOver):
             task = asyncio.ensure_future(self._hand_over(link, frame.wait_ms))
             link.tasks.add(task)
@@ -250,10 +258,17 @@ class HAService:
             self._settings.generation,
         )
 
-    def leave(self, link: HAConnection, reason: str) -> None:
-        """A link is gone, or is to go. A second call does nothing."""
+    def closed_by_slave(self, link: HAConnection, reason: str) -> None:
+        """The slave's end of a link is closed: it was killed, or comes back very soon."""
+        self.leave(link, reason, since=self._loop.time() - (1 - CLOSED_SHARE) * self._settings.insync_lag_ms / 1000)
+
+    def leave(self, link: HAConnection, reason: str, *, since: float | None = None) -> None:
+        """A link is gone, or is to go; its slave counts as behind since then. A second call does nothing."""
         link.close(reason)
         if self.links.get(link.replica) is link:
+            self._away_since[link.member] = (
+                -math.inf if link.is_leaving else self._loop.time() if since is None else since
+            )
             del self.links[link.replica]
             self.membership.gone(link.member)
             self._members_changed()
@@ -289,7 +304,7 @@ class HAService:
 
     def _look_at_joiner(self, link: HAConnection) -> None:
         """Whether a slave counts from now on, and whether it holds all that is stable."""
-        if link.learner or link.copying:
+        if link.learner or link.copying or link.is_leaving:
             return
         partitions = [partition for partition in self._topics.partitions() if partition.closed_by is None]
         if not link.all_live(partitions):
@@ -306,15 +321,18 @@ class HAService:
         heartbeat_s = self._settings.heartbeat_ms / 1000
         for link in list(self.links.values()):
             if now - link.heard_at > HEARTBEATS_MISSED_MAX * heartbeat_s:
-                self.leave(link, f"nothing was heard of it for {now - link.heard_at:.1f} s")
+                self.leave(link, f"nothing was heard of it for {now - link.heard_at:.1f} s", since=link.heard_at)
             elif now - link.spoke_at >= heartbeat_s / 2:
                 link.beat()
         slaves = {link.member for link in self.links.values() if not link.learner}
         for member in slaves | self.membership.required:
-            self.membership.behind(member, self._behind_since(member, now), now)
+            self._look_after(member, now)
         if self.membership.required != frozenset(self._required):  # one that was joining is let go
             self._members_changed()
         self._change_soon()
+
+    def _look_after(self, member: Member, now: float) -> None:
+        self.membership.behind(member, self._behind_since(member, now), now)
 
     def fell_back(self, link: HAConnection) -> None:
         """A slave is not sent every append any more: what is joining does not hold the others up."""
@@ -324,8 +342,10 @@ class HAService:
 
     def _behind_since(self, member: Member, now: float) -> float | None:
         link = self.links.get(member[0])
-        if link is None or link.member != member:
+        if link is None:
             return self._away_since.setdefault(member, now)
+        if link.member != member or link.is_leaving:  # it does not come back, or not soon
+            return -math.inf
         self._away_since.pop(member, None)
         since = link.behind_since()
         for partition in self._topics.partitions():

@@ -23,6 +23,7 @@ FROM_SLAVE = [
     sync.Ack(sync.ACK, 5, 100, 90, [(1, 1500, 1400)]),
     sync.Detach(sync.DETACH, 5, [1, 2]),
     sync.HandOver(sync.HANDOVER, 5, 3000),
+    sync.Leave(sync.LEAVE, 5),
 ]
 FROM_MASTER = [
     sync.Accept(sync.ACCEPT, 5, 2, 1000),

@@ -236,6 +236,23 @@ def test_a_dead_slave_holds_sync_writes_up_until_it_has_left_the_set(group: Grou
     group.wait_equal(0, 1)
 
 
+def test_a_slave_that_is_stopped_holds_nothing_up_and_one_that_was_killed_not_for_long() -> None:
+    lag_ms = 40_000
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=lag_ms) as running:
+        group = Group(running)
+        topic = a_sync_topic(group)
+        slave = group.add_slave(insync_lag_ms=lag_ms)
+        group.wait_insync(0, 1)
+        with group.cluster.producer() as producer:
+            slave.stop()
+            producer.send(topic, b"1").result(lag_ms / 1000 / 10)
+            slave.start()
+            group.wait_insync(0, 1)
+            slave.kill()
+            producer.send(topic, b"2").result(lag_ms / 1000 / 2)
+        group.wait_insync(0)
+
+
 def test_min_insync_refuses_writes_and_stores_nothing(group: Group) -> None:
     topic = a_sync_topic(group, min_insync=2)
     few = "has 1 in-sync replica, 2 needed"

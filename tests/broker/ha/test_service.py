@@ -39,9 +39,11 @@ class Slave:
     peer = "a test"
     writable = True
 
-    def __init__(self, service: HAService, epoch: int = EPOCH, broker_id: int = 0, replica: int = 1) -> None:
+    def __init__(
+        self, service: HAService, epoch: int = EPOCH, broker_id: int = 0, replica: int = 1, incarnation: int = 7
+    ) -> None:
         self.sent_seq = 0
-        join = sync.Join(sync.JOIN, epoch, sync.MAGIC, broker_id, replica, 7, "folder", False, 1)
+        join = sync.Join(sync.JOIN, epoch, sync.MAGIC, broker_id, replica, incarnation, "folder", False, 1)
         self.link: HAConnection
         self.service = service
         self.link, _accept = service.join(join, self)
@@ -192,6 +194,66 @@ def test_under_constant_load_a_slave_joins_that_was_let_go_before(tmp_path: Path
             slave.acknowledges(slave.sent_seq - 1)
             master.after(0)
         assert [change.members for change in master.asked] == [{(0, 1), (1, 7)}]
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+async def in_sync(master: Any) -> Slave:
+    slave = Slave(master.service)
+    slave.attach()
+    slave.acknowledges(0)
+    await turns()
+    assert [change.members for change in master.asked] == [{(0, 1), (1, 7)}]
+    master.append()
+    await turns()
+    assert master.stable == 0, "it is waited for"
+    return slave
+
+
+def test_a_slave_that_says_it_stops_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        slave = await in_sync(master)
+        slave.says(sync.Leave(sync.LEAVE, EPOCH))
+        await turns()
+        assert [change.members for change in master.asked[1:]] == [{(0, 1)}]
+        assert master.stable == 1
+        slave.acknowledges(slave.sent_seq)
+        master.after(0)
+        master.service.closed_by_slave(slave.link, "it stops")
+        await turns()
+        assert len(master.asked) == 2, "and does not come in again"
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+def test_a_slave_that_closed_its_link_is_waited_for_a_fifth_of_the_time(tmp_path: Path) -> None:
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        slave = await in_sync(master)
+        master.service.closed_by_slave(slave.link, "it was killed")
+        master.after(LAG_S / 5 - 0.1)
+        await turns()
+        assert (master.stable, len(master.asked)) == (0, 1)
+        master.after(LAG_S / 5 + 0.1)
+        await turns()
+        assert (master.stable, len(master.asked)) == (1, 2)
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+def test_what_a_slave_was_before_it_lost_something_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        former = await in_sync(master)
+        master.service.closed_by_slave(former.link, "it was killed")
+        Slave(master.service, incarnation=8)
+        master.after(0)
+        await turns()
+        assert master.stable == 1
 
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))
