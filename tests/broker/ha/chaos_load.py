@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from metamq import Consumer, Producer
@@ -31,13 +31,14 @@ BURST = 20
 class Load:
     """Begins at once; `stop_sending`, then `stop`. What threads fail with is raised there."""
 
-    def __init__(self, zookeeper: str, own_zookeeper: str, seed: int, **consumer_settings: Any) -> None:
+    def __init__(self, zookeeper: str, own_zookeeper: str, seed: int, *, loss_accepted: bool = False) -> None:
         """`zookeeper` is that of the clients under test, `own_zookeeper` that of what watches them."""
-        self.reader, self.group = Given("the reader"), Given("the group")
+        self.reader = Given("the reader", loss_accepted=loss_accepted)
+        self.group = Given("the group", loss_accepted=loss_accepted)
         self._histories = [History() for _ in range(PRODUCERS)]
         self._zookeeper = zookeeper
         self._own_zookeeper = own_zookeeper
-        self._settings = {"session_timeout_ms": SESSION_MS, "start": "earliest", **consumer_settings}
+        self._settings: dict[str, Any] = {"session_timeout_ms": SESSION_MS, "start": "earliest", "read_from": "any"}
         self._random = random.Random(seed)
         self._sent_enough, self._read_enough, self._seen_enough = (threading.Event() for _ in range(3))
         self._errors: list[BaseException] = []
@@ -119,10 +120,10 @@ class Load:
         while not self._read_enough.is_set():
             stay_s = chance.uniform(*MEMBER_S)
             with contextlib.suppress(MetamqError):  # cut off from ZooKeeper it cannot begin, nor commit at its end
-                self._be_member(stay_s)
+                self._be_member(stay_s, chance)
 
-    def _be_member(self, stay_s: float) -> None:
-        settings = {"commit_interval_ms": 100, **self._settings}
+    def _be_member(self, stay_s: float, chance: random.Random) -> None:
+        settings = {"commit_interval_ms": 100, **self._settings, "read_from": chance.choice(["any", "master"])}
         with Consumer(self._zookeeper, topics=[TOPIC], group=GROUP, **settings) as consumer:
             self._close_when(consumer, lambda: self._read_enough.wait(stay_s))
             for batch in consumer.batches():
@@ -149,6 +150,6 @@ class Load:
 
         asyncio.run(look())
 
-    def read_to(self, ends: dict[str, int]) -> bool:
+    def has_read(self, logs: Mapping[str, Sequence[bytes]]) -> bool:
         """Whether the reader and the group were given all of it."""
-        return all(given.upto[p] >= end for given in (self.reader, self.group) for p, end in ends.items())
+        return self.reader.has_all(logs) and self.group.has_all(logs)

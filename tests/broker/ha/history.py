@@ -30,7 +30,8 @@ class History:
 class Given:
     """What one group, or one reader, was given. Any thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, loss_accepted: bool = False) -> None:
+        """`loss_accepted`: what was given may be taken back, and the group set back to before that."""
         self.seen: list[tuple[Place, bytes]] = []
         self.again = 0
         """Messages that were given before: at least once is what is promised."""
@@ -39,6 +40,7 @@ class Given:
         self.upto: dict[str, int] = defaultdict(int)
         """Up to where everything was given."""
         self._name = name
+        self._loss_accepted = loss_accepted
         self._committed: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
 
@@ -57,11 +59,17 @@ class Given:
         with self._lock:
             before, self._committed[partition] = self._committed[partition], offset
             self.commits += offset > before
-            if offset < before:
+            if offset < before and not self._loss_accepted:
                 self.faults.append(f"the offset of {self._name} for {partition} went from {before} back to {offset}")
             if offset > self.upto[partition]:
                 upto = self.upto[partition]
                 self.faults.append(f"{self._name} has committed {partition}/{offset}, and was given it up to {upto}")
+
+    def has_all(self, log: Mapping[str, Sequence[bytes]]) -> bool:
+        """Whether everything in the log was given, and nothing else at its place later."""
+        with self._lock:
+            last = dict(self.seen)
+        return all(last.get((p, n)) == value for p, values in log.items() for n, value in enumerate(values))
 
 
 def faults(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:
@@ -69,15 +77,9 @@ def faults(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:
     return [*_lost(history, log), *_doubled_or_displaced(log), *_taken_back(history.seen, log)]
 
 
-def faults_of_async(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:
-    """As faults(), where a loss was accepted: what was acknowledged or seen may be gone, and nothing else."""
-    gone = set(history.acknowledged) - {value for values in log.values() for value in values}
-    kept = {value: place for value, place in history.acknowledged.items() if value not in gone}
-    found = _doubled_or_displaced(log)
-    for value, (partition, _) in kept.items():
-        if value not in log[partition]:
-            found.append(f"{value!r} was acknowledged in {partition} and is elsewhere")
-    return found
+def faults_after_accepted_loss(history: History, log: Mapping[str, Sequence[bytes]], generation: int) -> list[str]:
+    """As faults(): what was acknowledged may be gone, and what was seen as well, if the generation says so."""
+    return [*_doubled_or_displaced(log), *(_taken_back(history.seen, log) if generation == 1 else [])]
 
 
 def _lost(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:

@@ -15,34 +15,37 @@ import pytest
 
 from tests.broker.ha.chaos import REPLICAS, Chaos, NetworkedGroup, networked_group
 from tests.broker.ha.chaos_load import PARTITIONS, TOPIC, Load
-from tests.broker.ha.history import Given, History, faults
+from tests.broker.ha.history import Given, History, faults, faults_after_accepted_loss
 from tests.parts import wait_until
 
 
-def survive(group: NetworkedGroup, duration_s: float, seed: int) -> None:
+def survive(group: NetworkedGroup, duration_s: float, seed: int, *, accept_loss: bool = False) -> None:
     """Chaos for so long; then all is mended, read to the end, and looked at."""
     print(f"METAMQ_SEED={seed}")
-    group.cluster.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
+    group.cluster.create_topic(TOPIC, partitions=PARTITIONS, replication="async" if accept_loss else "sync")
     group.wait_insync(*range(REPLICAS))
-    chaos = Chaos(group, seed)
-    load = Load(group.zookeeper, group.cluster.zookeeper, seed)
+    chaos = Chaos(group, seed, accept_loss=accept_loss)
+    load = Load(group.zookeeper, group.cluster.zookeeper, seed, loss_accepted=accept_loss)
     try:
         chaos.run(time.monotonic() + duration_s)
         chaos.healed()
         load.stop_sending()
         logs = logs_of(group)
-        ends = {partition: len(values) for partition, values in logs.items()}
-        wait_until(lambda: load.read_to(ends), limit_s=60, what="all of it read")
+        wait_until(lambda: load.has_read(logs), limit_s=60, what="all of it read")
     finally:
         load.stop()
         print(", ".join(f"{count} x {what}" for what, count in sorted(chaos.done.items())))
+    with group.cluster.admin() as admin:
+        generation = admin.replicas()[0].generation
     history = load.history
+    stored = sum(map(len, logs.values()))
     print(
-        f"{len(history.acknowledged):,} acknowledged, {sum(ends.values()):,} stored, {len(load.reader.seen):,} read, "
+        f"{len(history.acknowledged):,} acknowledged, {stored:,} stored, {len(load.reader.seen):,} read, "
         f"{len(load.group.seen):,} handled by the group, {load.group.again:,} of them again, "
-        f"{load.group.commits:,} commits seen, {sum(chaos.done.values())} faults"
+        f"{load.group.commits:,} commits seen, {sum(chaos.done.values())} faults, {generation - 1} losses accepted"
     )
-    assert load.faults + faults(history, logs) == []
+    found = faults_after_accepted_loss(history, logs, generation) if accept_loss else faults(history, logs)
+    assert load.faults + found == []
     assert len(history.acknowledged) > 100
     group.wait_equal(*range(REPLICAS))
 
@@ -64,6 +67,12 @@ def a_seed() -> int:
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(tmp_path: Path) -> None:
     with networked_group(tmp_path) as group:
         survive(group, float(os.environ.get("METAMQ_CHAOS_S", "60")), a_seed())
+
+
+@pytest.mark.timeout(300)
+def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_what_stayed(tmp_path: Path) -> None:
+    with networked_group(tmp_path) as group:
+        survive(group, float(os.environ.get("METAMQ_CHAOS_S", "20")), a_seed(), accept_loss=True)
 
 
 @pytest.mark.long
