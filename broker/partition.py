@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from metamq.broker.log import FlushTicket, PartitionLog
-from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.producers import Duplicate
 from metamq.errors import MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
@@ -137,11 +136,15 @@ class Partition:
         self.published_position = min(self.published_position, self.log.stable_position)
         self._was_cut()
 
-    def reset_to(self, offset: int, position: int) -> None:
-        """On a slave: gives up all of the log, which begins anew there. Raises StorageError."""
-        unlink_all(self.log.reset_to(offset, position))
+    def reset_to(self, offset: int, position: int) -> list[str]:
+        """On a slave: gives up all of the log, which begins anew there; returns files to be removed, in any thread.
+
+        Raises StorageError.
+        """
+        void = self.log.reset_to(offset, position)
         self.published_position = self.log.stable_position
         self._was_cut()
+        return void
 
     def _was_cut(self) -> None:
         self.cuts += 1

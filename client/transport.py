@@ -208,6 +208,16 @@ class BrokerConnection(asyncio.BufferedProtocol):
             raise ConnectError(self.address, "the connection is closed")
         self._transport.writelines(self._connection.push(header))
 
+    def pause(self) -> None:
+        """Reads nothing more until resume(): what comes stays with the sender. What was read already still comes."""
+        if self._transport is not None and self.alive:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Reads on. May be called at any time."""
+        if self._transport is not None and self.alive:
+            self._transport.resume_reading()
+
     def abort(self) -> None:
         """Closes at once."""
         if self._transport is not None:

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq.broker.flusher import Flusher
+from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
@@ -41,6 +42,8 @@ JOIN_TIMEOUT_S = 5.0
 PAUSE_FIRST_S = 0.05
 PAUSE_MAX_S = 1.0
 ATTACH_AGAIN_S = 0.2
+DECIDING_S = 0.02
+"""So long the loop is busy with what the master has said of partitions, before others have their turn."""
 HEARTBEATS_MISSED_MAX = 3
 
 
@@ -228,8 +231,10 @@ class _Link:
         self._generation = 0
         self._undecided: set[int] = set()
         """Handles for which the master has not said where to go on."""
+        self._deciding: deque[sync.AttachResult] = deque()
+        """What the master has said of partitions, and is still to be done."""
         self._early: list[tuple[Any, memoryview]] = []
-        """What came before the link has begun."""
+        """What came before the link has begun, or behind what is still to be done."""
         self._copied: dict[int, Partition] = {}
         """Handles whose copies are to be acknowledged."""
         self._unflushed_copies: dict[Partition, int] = {}
@@ -249,10 +254,13 @@ class _Link:
         self._generation = accept.generation
         self._beat()
         self.attach(list(self._topics.partitions()))
+        self._receive_early()
+        self._all_decided()
+
+    def _receive_early(self) -> None:
         early, self._early = self._early, []
         for header, body in early:
             self.received(header, body)
-        self._all_decided()
 
     def end(self, error: MetamqError) -> None:
         """Ends the link, for this reason."""
@@ -322,6 +330,30 @@ class _Link:
         partition.flushed_listener = None
         return handle
 
+    def _decide(self) -> None:
+        """Does what the master has said, a part at a time: a cut waits for the disk, and there may be thousands.
+
+        What comes meanwhile waits, most of it unread.
+        """
+        if self._closed or self.ended.done():
+            return
+        self._heard_at = self.loop.time()
+        try:
+            while self._deciding:
+                result = self._deciding.popleft()
+                self._attached(result)
+                self._undecided.discard(result.handle)
+                if self._deciding and self.loop.time() - self._heard_at > DECIDING_S:
+                    self._connection.pause()
+                    self.loop.call_soon(self._decide)
+                    return
+        except MetamqError as error:
+            self.end(error)
+            return
+        self._connection.resume()
+        self._all_decided()
+        self._receive_early()
+
     def _attached(self, result: sync.AttachResult) -> None:
         partition = self._handles.get(result.handle)
         if partition is None:
@@ -337,7 +369,8 @@ class _Link:
         else:
             if decision is sync.Decision.RESET:
                 self._client.readable.discard(partition)
-                partition.reset_to(result.offset, result.position)
+                void = partition.reset_to(result.offset, result.position)
+                self.loop.run_in_executor(None, _remove, void)
             elif result.position < partition.log.end_position:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
@@ -361,7 +394,7 @@ class _Link:
         """One frame of the master's."""
         if self._closed or self.ended.done():
             return
-        if not self._epoch:
+        if not self._epoch or self._deciding:
             self._early.append((header, body))
             return
         self._heard_at = self.loop.time()
@@ -374,10 +407,8 @@ class _Link:
             elif isinstance(frame, sync.Copy):
                 self._copy(frame, body)
             elif isinstance(frame, sync.Attached):
-                for result in frame.results:
-                    self._attached(result)
-                    self._undecided.discard(result.handle)
-                self._all_decided()
+                self._deciding.extend(frame.results)
+                self._decide()
             elif isinstance(frame, sync.Producers):
                 if (begun := self._handles.get(frame.handle)) is not None:
                     begun.log.begin_with_producers(bytes(body))
@@ -514,3 +545,11 @@ class _Link:
             raise MetamqError(f"the master does not hand over: {answer.reason}")
         if answer.end_seq != self._held_seq:
             raise ProtocolError(f"handed over at {answer.end_seq}, but held is {self._held_seq}")
+
+
+def _remove(paths: list[str]) -> None:
+    """Removes what is left of a log that was emptied; it may take its time."""
+    try:
+        unlink_all(paths)
+    except OSError as error:
+        log.warning("what is left of an emptied log stays until the next start: %s", error)
