@@ -10,13 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import metamq
+from metamq.broker.ha.client import HAState
+from metamq.broker.ha.role import Role
 from metamq.broker.sync_times import BOUNDS_S
 
 if TYPE_CHECKING:
     from metamq.broker.server import Broker
 
 _GAUGES = {
-    "epoch": ("metamq_broker_epoch", "The master's term"),
     "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack what it acknowledged"),
     "connections": ("metamq_broker_connections", "Open connections"),
     "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
@@ -41,6 +42,19 @@ _PER_PARTITION = {
 }
 
 
+_PER_SLAVE = {
+    "lag_messages": ("metamq_replication_lag_messages", "At the master: messages that a slave does not hold yet"),
+    "lag_bytes": ("metamq_replication_lag_bytes", "At the master: bytes that a slave does not hold yet"),
+    "lag_ms": ("metamq_replication_lag_seconds", "At the master: age of the oldest batch that a slave does not hold"),
+    "in_sync": ("metamq_replication_in_sync", "At the master: 1 when a slave is in sync"),
+    "sent_bytes": ("metamq_replication_sent_bytes", "At the master: bytes sent to a slave, over its present link"),
+}
+_UNITS = {"lag_ms": 1000}
+_LINKED = "At a slave: 1 when it is linked to its master"
+_RECEIVED = "At a slave: bytes of logs that came from masters"
+_IN_SYNC = "At the master: replicas in sync, itself included"
+
+
 class BrokerCollector(Collector):
     """Collects one broker."""
 
@@ -58,6 +72,7 @@ class BrokerCollector(Collector):
         yield build
         for name, (metric, text) in _TOTALS.items():
             yield CounterMetricFamily(metric, text, value=counters[name])
+        yield from _replication(statistics["replication"])
         flushes = statistics["flushes"]
         yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
         yield self._fsyncs()
@@ -78,3 +93,38 @@ class BrokerCollector(Collector):
         buckets = list(zip(bounds, accumulate(found.counts), strict=True))
         text = "How long fsyncs took, those of files that are not logs included"
         return HistogramMetricFamily("metamq_disk_fsync_seconds", text, buckets=buckets, sum_value=found.sum_s)
+
+
+def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
+    """The replica's role, and how its links go."""
+    text = "The term of the master that this replica is, or follows"
+    yield GaugeMetricFamily("metamq_broker_epoch", text, value=statistics["epoch"])
+    roles = GaugeMetricFamily("metamq_replication_role", "1 for the role that this replica plays", labels=["role"])
+    for role in Role:
+        roles.add_metric([role.value], int(role.value == statistics["role"]))
+    yield roles
+    for family, value in (
+        (GaugeMetricFamily("metamq_replication_linked", _LINKED, labels=[]), _linked(statistics)),
+        (
+            CounterMetricFamily("metamq_replication_received_bytes", _RECEIVED, labels=[]),
+            statistics.get("received_bytes"),
+        ),
+        (
+            GaugeMetricFamily("metamq_replication_insync_replicas", _IN_SYNC, labels=[]),
+            len(statistics["insync"]) if "insync" in statistics else None,
+        ),
+    ):
+        if value is not None:  # it is of the other role
+            family.add_metric([], value)
+        yield family
+    for name, (metric, text) in _PER_SLAVE.items():
+        kind = CounterMetricFamily if name == "sent_bytes" else GaugeMetricFamily
+        family = kind(metric, text, labels=["slave"])
+        for slave in statistics.get("slaves", []):
+            values = {**slave, "in_sync": slave["replica"] in statistics["insync"]}
+            family.add_metric([str(slave["replica"])], values[name] / _UNITS.get(name, 1))
+        yield family
+
+
+def _linked(statistics: dict[str, Any]) -> int | None:
+    return int(statistics["link"] == HAState.TRANSFER.value) if "link" in statistics else None

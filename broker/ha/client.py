@@ -77,6 +77,8 @@ class HAClient:
     ) -> None:
         self.state = HAState.READY
         self.epoch = 0
+        self.received_bytes = 0
+        """Of logs, since this replica became a slave."""
         self._registration = registration
         self._topics = topics
         self._flusher = flusher
@@ -398,6 +400,7 @@ class _Link:
             self._early.append((header, body))
             return
         self._heard_at = self.loop.time()
+        self._client.received_bytes += len(body)
         try:
             frame = sync.unpack_from_master(header)
             if frame.epoch != self._epoch:

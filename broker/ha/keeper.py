@@ -397,10 +397,16 @@ class RoleKeeper:
         await self._lease.close()
 
     def statistics(self) -> dict[str, Any]:
-        """For `ha status` and STATS."""
-        found: dict[str, Any] = {"replica": self._registration.replica, "role": self.role.value, "reason": self.reason}
+        """For `ha status`, STATS and metrics. Any thread."""
+        found: dict[str, Any] = {
+            "replica": self._registration.replica,
+            "role": self.role.value,
+            "reason": self.reason,
+            "epoch": self.followed_epoch,
+        }
         if self.ha is not None:
             found |= self.ha.statistics()
         elif self.client is not None:
             found["link"] = self.client.state.value
+            found["received_bytes"] = self.client.received_bytes
         return found

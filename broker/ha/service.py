@@ -460,11 +460,11 @@ class HAService:
             self._changing.cancel()
 
     def statistics(self) -> dict[str, Any]:
-        """For `ha status`, STATS and metrics."""
+        """For `ha status`, STATS and metrics. Any thread."""
         now = self._loop.time()
         return {
             "insync": sorted(replica for replica, _ in self.membership.insync),
-            "slaves": [self._link_statistics(link, now) for link in self.links.values()],
+            "slaves": [self._link_statistics(link, now) for link in list(self.links.values())],
         }
 
     def _link_statistics(self, link: HAConnection, now: float) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from metamq import Producer
 from metamq.client.transport import BrokerConnection
 from metamq.errors import DeliveryTimeout, Fenced, MetamqError
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.wire.commands import Command, Promote
-from tests.parts import statistics, wait_until
+from tests.parts import http_get, statistics, wait_until
 
 SESSION_MS = 3000
 LAG_MS = 1000
@@ -84,6 +85,17 @@ def log_bytes(data: Path) -> dict[str, bytes]:
     return logs
 
 
+def metrics(broker: BrokerProcess) -> dict[tuple[str, str], float]:
+    """By name, and the value of the one label, if any."""
+    _status, text = http_get(broker.http_port, "/metrics")
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if len(sample.labels) < 2
+    }
+
+
 @pytest.fixture
 def group() -> Iterator[Group]:
     with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS) as running:
@@ -125,6 +137,35 @@ def test_a_slave_has_every_byte_of_its_master_whenever_it_comes(group: Group) ->
         producer.send_many(topic, [b"many"] * 20_000).result(20)
     group.wait_equal(0, 1)
     assert sorted(group.read(topic)) == sorted(values + [b"many"] * 20_000)
+
+
+def test_metrics_tell_of_roles_links_and_lag(group: Group) -> None:
+    topic = a_sync_topic(group, partitions=1)
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    send(group, topic, 20)
+    group.wait_equal(0, 1)
+    size = float(sum(size for _end, size in group.ends(0).values()))
+    master = metrics(group.replicas[0])
+    assert master["metamq_replication_role", "master"] == 1
+    assert master["metamq_replication_role", "slave"] == 0
+    assert master["metamq_replication_insync_replicas", ""] == 2
+    assert master["metamq_replication_in_sync", "1"] == 1
+    assert master["metamq_replication_sent_bytes_total", "1"] == size
+    wait_until(lambda: metrics(group.replicas[0])["metamq_replication_lag_bytes", "1"] == 0, what="no lag")
+    at_slave = metrics(slave)
+    assert at_slave["metamq_replication_role", "slave"] == 1
+    assert at_slave["metamq_replication_linked", ""] == 1
+    assert at_slave["metamq_replication_received_bytes_total", ""] == size
+    assert at_slave["metamq_broker_epoch", ""] == master["metamq_broker_epoch", ""] == 1
+    slave.freeze()
+    with group.cluster.producer() as producer:
+        delivery = producer.send(topic, b"x" * 1000)
+        lag = "metamq_replication_lag_bytes", "1"
+        wait_until(lambda: metrics(group.replicas[0]).get(lag, 0) > 1000, what="a lag")
+        delivery.result(20)
+    assert metrics(group.replicas[0])["metamq_replication_insync_replicas", ""] == 1
+    slave.thaw()
 
 
 def test_topics_made_enlarged_and_deleted_reach_the_slave(group: Group) -> None:
