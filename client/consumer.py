@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from itertools import chain
 from types import TracebackType
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
@@ -28,6 +30,10 @@ from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ClosedError, ConfigError, ForkedError
 from metamq.zk.partitions import TopicPartition
+
+log = logging.getLogger("metamq.client")
+
+R = TypeVar("R")
 
 
 class Consumer(ConsumerFace[T]):
@@ -189,11 +195,11 @@ class Consumer(ConsumerFace[T]):
         """
         self._core.check_usable()
         if isinstance(position, Mapping):
-            self._background.run(self._check_given(position))
+            self._wait_for(self._check_given(position))
         if connection is not None:
             self._commit_in(position, connection)
             return
-        refused = self._background.run(self._core.commits.commit(self._requests(position)))
+        refused = self._wait_for(self._core.commits.commit(self._requests(position)))
         for error in refused.values():
             raise error
 
@@ -205,10 +211,10 @@ class Consumer(ConsumerFace[T]):
         not answer. PartitionNotFound, ConfigError for what is none, OwnershipLost for another member's partition.
         """
         self._core.check_usable()
-        self._background.run(self._core.seek_to(partition_of(partition), where))
+        self._wait_for(self._core.seek_to(partition_of(partition), where))
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
-        self._background.run(self._core.seek_to(tp, offset))
+        self._wait_for(self._core.seek_to(tp, offset))
 
     def pause(self, *partitions: tuple[str, str]) -> None:
         """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""
@@ -226,12 +232,12 @@ class Consumer(ConsumerFace[T]):
         async def run() -> None:
             call(partitions_of(partitions) or self._core.assignment())
 
-        self._background.run(run())
+        self._wait_for(run())
 
     def lag(self) -> dict[TopicPartition, int]:
         """Messages that are stored and not done, per assigned partition, as the brokers know now."""
         self._core.check_usable()
-        return self._background.run(self._core.lag())
+        return self._wait_for(self._core.lag())
 
     def run(
         self,
@@ -264,7 +270,8 @@ class Consumer(ConsumerFace[T]):
     def close(self) -> None:
         """Commits what is done, gives the partitions back, disconnects. Any thread; further calls do nothing.
 
-        What is in hand is not done. The loop over the consumer ends.
+        What is in hand is not done. The loop over the consumer ends. In a signal handler that interrupts that loop it
+        may return before all of this is done; leaving the `with` block waits for it.
         """
         self._close(in_hand_done=False)
 
@@ -273,10 +280,30 @@ class Consumer(ConsumerFace[T]):
             self._closed = True
             if isinstance(self._core.inbox.error, ForkedError):
                 raise self._core.inbox.error
+            closing = self._core.close(in_hand_done=in_hand_done)
+            if self._core.inbox.is_inside():
+                asyncio.run_coroutine_threadsafe(closing, self._background.loop).add_done_callback(self._has_closed)
+                return
             try:
-                self._background.run(self._core.close(in_hand_done=in_hand_done))
+                self._background.run(closing)
             finally:
                 self._close_ended.set()
+
+    def _has_closed(self, closing: Future[None]) -> None:
+        if (error := closing.exception()) is not None:
+            log.error("a consumer was closed by a signal handler: %s", error, exc_info=error)
+        self._close_ended.set()
+
+    def _wait_for(self, work: Coroutine[Any, Any, R]) -> R:
+        """Has the loop do it. Raises ConfigError where waiting would be for ever."""
+        if self._core.inbox.is_inside():
+            work.close()
+            raise ConfigError(
+                "the call waits, and it interrupts the loop over this consumer in the same thread, as a signal handler "
+                "does: that would never go on",
+                hint="Set a flag or raise an exception in the handler. close() may be called there.",
+            )
+        return self._background.run(work)
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self)

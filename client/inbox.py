@@ -22,7 +22,8 @@ the handler stopped (`rewinding`, until the loop calls `rewind`).
 A batch may also be taken from under a handler, by a seek or with the partition. What is in its hand then counts no
 more, but the handler may still be busy with it: until it lets go, nobody gets another message of that partition.
 
-One lock guards all of it. The loop and the handlers hold it for moments only.
+One lock guards all of it. The loop and the handlers hold it for moments only. A signal handler may run in such a moment
+in the thread that has the lock: it may look, so the lock is a re-entrant one, but not wait for the loop.
 """
 
 from __future__ import annotations
@@ -194,8 +195,7 @@ class Inbox:
     """
 
     def __init__(self, may_deliver: Callable[[], bool]) -> None:
-        self.lock = threading.Lock()
-        self.filled = threading.Condition(self.lock)
+        self._make_lock()
         self.states: dict[TopicPartition, PartitionState] = {}
         self.buffered_bytes = 0
         self.error: BaseException | None = None
@@ -204,6 +204,12 @@ class Inbox:
         self._may_deliver = may_deliver
         self._ready: dict[PartitionState, None] = {}
         self._detached: dict[TopicPartition, Hand] = {}
+
+    def _make_lock(self) -> None:
+        self.lock = threading.RLock()
+        self.filled = threading.Condition(self.lock)
+        self.is_inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # as Condition does
+        """Whether this thread has the lock: it is in here, and was interrupted by a signal handler."""
 
     def add(self, state: PartitionState) -> None:
         """Starts to keep batches for a partition."""
@@ -374,8 +380,7 @@ class Inbox:
 
     def forked(self, error: MetamqError) -> None:
         """In a fork's child, which has one thread: handlers get `error`, at once."""
-        self.lock = threading.Lock()
-        self.filled = threading.Condition(self.lock)
+        self._make_lock()
         self.notify = self.filled.notify_all
         for state in self.states.values():
             if state.hand is not None:

@@ -333,6 +333,45 @@ def _in_the_child(shop: Shop, topic: str, consumer: object, messages: Iterator[o
         return "well" if int(next(iter(mine)).value) == 0 else "wrong message"
 
 
+def test_a_signal_handler_that_waits_in_the_middle_of_the_loop_is_told_and_may_close(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 2)
+    with shop.consumer(topic, group) as consumer:
+        messages = iter(consumer)
+        assert next(messages).offset == 0
+        with consumer._core.inbox.lock:  # as in the middle of taking a batch
+            for wait in (consumer.commit, consumer.lag, consumer.pause, lambda: consumer.seek(tp(topic), 0)):
+                with pytest.raises(ConfigError, match="interrupts the loop over this consumer"):
+                    wait()
+            assert consumer.assignment == [tp(topic)]
+            assert consumer.health().partitions[tp(topic)].in_hand
+            consumer.close()
+        shop.until(lambda: consumer._core.inbox.closed)
+        assert list(messages) == []
+    assert shop.admin.describe_group(group).members == ()
+
+
+def test_a_signal_handler_may_close_whenever_it_comes(shop: Shop, group: str) -> None:
+    topic = shop.topic()
+    shop.numbers(topic, 200)
+    body = """
+        import contextlib, signal
+        for number in range(20):
+            closed = contextlib.suppress(errors.ClosedError, errors.OwnershipLost)
+            with closed, Consumer(servers, topics=topic) as consumer:
+                signal.signal(signal.SIGALRM, lambda *_: consumer.close())
+                for message in consumer:
+                    if message.offset == 0:
+                        signal.setitimer(signal.ITIMER_REAL, 1e-4 * (number + 1))
+                    if message.offset == 199:
+                        consumer.seek((topic, "0-0"), 0)  # which may come after it was closed
+        say("well")
+    """
+    with script(shop, body, topic, group) as process:
+        assert line(process) == "well"
+        assert process.wait(20) == 0
+
+
 WAYS: dict[str, Callable[[Any], object]] = {
     "iteration": lambda consumer: next(iter(consumer)),
     "batches": lambda consumer: next(consumer.batches()),
