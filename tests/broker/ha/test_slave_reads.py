@@ -137,6 +137,33 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(gro
             new.close()
 
 
+@pytest.mark.parametrize("read_from", ["master", "any"])
+def test_readers_go_on_at_the_new_master_and_at_the_old_one_again(group: Group, read_from: str) -> None:
+    topic = a_sync_topic(group)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    wait_offered(group, topic, 1)
+    values = send(group, topic, 20)
+    reader = Reader(group, topic, read_from=read_from)
+    try:
+        reader.read_all(values)
+        for master, former in ((1, 0), (0, 1)):
+            group.promote(master)
+            values += send(group, topic, 20, b"at %d" % master)
+            reader.read_all(values)
+            group.wait_insync(0, 1, master=master)
+            before = bytes_out(group.replicas[former])
+            values += send(group, topic, 20, b"and at %d" % master)
+            reader.read_all(values)
+            assert bytes_out(group.replicas[former]) == before
+        group.replicas[0].kill()
+        group.promote(1)
+        values += send(group, topic, 20, b"last")
+        reader.read_all(values)
+    finally:
+        reader.close()
+
+
 def test_who_is_far_behind_reads_from_a_slave_and_then_from_the_master(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1)
     slave = group.add_slave()
