@@ -14,7 +14,7 @@ from typing import Any
 from metamq.client.assignment import AssignedPartition, not_assigned
 from metamq.client.cluster import MASTER, Cluster, Source
 from metamq.client.commits import Commits
-from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, is_start
+from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, check_place
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.first_contact import open_client_session
@@ -29,7 +29,6 @@ from metamq.client.sources import Sources
 from metamq.client.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
 from metamq.errors import (
-    ConfigError,
     CorruptData,
     ForkedError,
     MetamqError,
@@ -488,13 +487,9 @@ class ConsumerCore:
         OffsetOutOfRange for an offset beyond the end; while the broker does not answer it is taken as it is, and
         `on_data_loss` says what happens when it is found to be none.
         """
-        is_offset = isinstance(where, int) and not isinstance(where, bool)
-        if where < 0 if is_offset else not is_start(where):
-            raise ConfigError(
-                f"seek to {where!r}", hint="Give an offset, 0 or more, 'earliest', 'latest' or an aware datetime."
-            )
+        check_place(where)
         state = self._state(tp)
-        if not is_offset:
+        if not isinstance(where, int):
             self.seek(tp, await self._finder.find(tp, self._topic_id(state), where))
             return
         await self.check_not_beyond_end({tp: where}, "Give an offset up to its end, 'earliest', 'latest' or a time.")

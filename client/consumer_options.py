@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypedDict
 
-from metamq.client.checks import check_ranges, wrong_type
+from metamq.client.checks import check_ranges, is_whole, wrong_type
 from metamq.client.offsets import OffsetStorage
 from metamq.client.strategies import check_strategy
 from metamq.errors import ConfigError
@@ -144,6 +144,14 @@ def is_start(where: object) -> bool:
     if isinstance(where, datetime):
         return where.tzinfo is not None
     return where in ("earliest", "latest")
+
+
+def check_place(where: object) -> None:
+    """Raises ConfigError unless a consumer can seek to it."""
+    if where < 0 if is_whole(where) else not is_start(where):  # type: ignore[operator]
+        raise ConfigError(
+            f"seek to {where!r}", hint="Give an offset, 0 or more, 'earliest', 'latest' or an aware datetime."
+        )
 
 
 def _new_consumer_id(prefix: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
@@ -238,6 +239,25 @@ def test_a_consumer_whose_only_topic_is_deleted_says_that_it_waits_for_it(
         shop.send(topic, [b"again"])
         assert next(iter(consumer)).value == b"again"
     assert caplog.text.count("was deleted") == 1
+
+
+def test_a_topic_that_is_deleted_while_a_member_joins_is_told(
+    shop: Shop, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="metamq.client")
+    topic = shop.topic()
+    with ThreadPoolExecutor(1) as pool, shop.consumer(topic, group, consumer_id="same") as one:
+        joining = pool.submit(shop.consumer, topic, group, consumer_id="same")
+        shop.until(lambda: "waiting for the end of its session" in caplog.text)
+        shop.admin.delete(topic)
+        shop.until(lambda: not one.assignment)
+        caplog.clear()
+        one.close()
+        with joining.result(20) as twin:
+            shop.until(lambda: twin.health().group.idle_reason)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    text = f"topic '{topic}' was deleted: same of group {group} has no topic left, and waits until one is created again"
+    assert warned == [text]
 
 
 def test_a_configuration_that_cannot_be_read_is_told_of_once(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:

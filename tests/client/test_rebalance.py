@@ -580,29 +580,6 @@ def test_a_consumer_id_is_used_once(servers: str, monkeypatch: pytest.MonkeyPatc
     asyncio.run(scenario())
 
 
-def test_a_topic_that_is_deleted_while_a_member_joins_is_told(servers: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with group_with(servers, TopicConfig("t", {0: 2})) as group:
-            one = await group.join("same")
-            await group.settled(2, one)
-            twin = await group.member("same")
-            waiting = asyncio.create_task(twin.listener.start())
-            await group.until(lambda: "waiting for the end of its session" in caplog.text)
-            await group.topics.delete("t")
-            await group.until(lambda: not one.consuming)
-            caplog.clear()
-            await one.listener.stop()
-            await waiting
-            await group.until(lambda: twin.listener.health().idle_reason)
-            warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-            assert warned == [
-                "topic 't' was deleted: same of group etl has no topic left, and waits until one is created again"
-            ]
-
-    caplog.set_level("INFO", logger="metamq.client")
-    asyncio.run(scenario())
-
-
 def test_members_tell_how_they_are_doing(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("metamq.client.rebalance.BEAT_S", 0.05)
 
