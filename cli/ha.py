@@ -1,7 +1,9 @@
-"""`metamq ha`: status, promote."""
+"""`metamq ha`: status, wait, promote."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import click
@@ -14,12 +16,17 @@ from metamq.cli.output import (
     YES,
     confirm,
     count,
+    listed,
     print_json,
     print_table,
     say,
 )
-from metamq.cli.units import show_bytes
+from metamq.cli.units import DURATION, show_bytes
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
+from metamq.errors import Timeout
+
+WAIT_S = 0.2
+WAIT_HINT = "`metamq ha status` says what each replica does."
 
 
 @click.group(cls=Group)
@@ -28,6 +35,7 @@ def ha() -> None:
 
     \b
     metamq ha status
+    metamq ha wait --in-sync 2
     metamq ha promote --broker 0 --slave 1
     """
 
@@ -69,6 +77,50 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
         None if replica.lag_ms is None else f"{replica.lag_ms / 1000:.1f}",
         str(broker.epoch),
     ]
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, help="This broker id only.  [every one]")
+@click.option("--in-sync", "wanted", type=click.IntRange(1), default=2, show_default=True, help="So many replicas.")
+@click.option("--limit", "limit_ms", type=DURATION, default="60s", show_default=True, help="Give up after this time.")
+@TEXT_OR_JSON
+def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
+    """Wait until so many replicas of each broker, its master among them, run and are in sync.
+
+    For scripts: between two steps of a rolling restart, before a promotion. Ends with status 1 when it takes too long.
+    With -o json it prints what `metamq ha status` does.
+
+    \b
+    metamq ha wait --in-sync 2
+    metamq ha wait --broker 0 --in-sync 3 --limit 10m
+    """
+    current().log()
+    deadline = time.monotonic() + limit_ms / 1000
+    with current().admin() as admin:
+        while True:
+            found = admin.replicas()
+            asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
+            lacking = {number: one for number, one in asked.items() if not _is_in_sync(one, wanted)}
+            if asked and not lacking:
+                break
+            if time.monotonic() > deadline:
+                whose = f" of {_brokers(lacking)}" if asked else ", and no such broker is there: it"
+                raise Timeout(f"to have {count(wanted, 'replica')} in sync{whose}", limit_ms / 1000, hint=WAIT_HINT)
+            time.sleep(WAIT_S)
+    if output == "json":
+        print_json([asdict(one) for one in asked.values()])
+    else:
+        say(f"{count(wanted, 'replica')} of {_brokers(asked)} in sync.")
+    return 0
+
+
+def _is_in_sync(broker: BrokerReplicas, wanted: int) -> bool:
+    running = [one for one in broker.replicas if one.in_sync and one.address is not None]
+    return len(running) >= wanted and any(one.role == "master" for one in running)
+
+
+def _brokers(found: Iterable[int]) -> str:
+    return f"broker {listed([str(number) for number in sorted(found)])}"
 
 
 @ha.command()

@@ -43,6 +43,12 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert lines[0][:3] == ["BROKER", "REPLICA", "ROLE"]
     assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
 
+    assert ha("wait", "--in-sync", 2).talk == "2 replicas of broker 0 in sync.\n"
+    late = ha("wait", "--in-sync", 3, "--limit", "100ms")
+    assert late.status == 1
+    assert "to have 3 replicas in sync of broker 0 took longer than 0.1 s" in late.talk
+    assert "no such broker is there" in ha("wait", "--broker", 7, "--limit", "100ms").talk
+
     refused = ha("promote", "--slave", 7, "--yes")
     assert refused.status == 1
     assert "broker 0 has no slave 7" in refused.talk

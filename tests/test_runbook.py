@@ -1,0 +1,221 @@
+"""docs/runbook.md: every command runs as printed, on a broker to which happened what its section's title says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq import Admin, Consumer, Producer
+from metamq.testing import EmbeddedZooKeeper, free_port
+from tests.parts import wait_until
+
+RUNBOOK = Path(__file__).parent.parent / "docs" / "runbook.md"
+TOPIC = "orders"
+SESSION = "session_timeout_ms = 2000\n"
+"""Added to the settings as printed: how long a new folder waits for the session of a lost one."""
+
+
+class Pair:
+    """Broker 0 and its replicas, as the commands of the runbook start and stop them."""
+
+    def __init__(self, zookeeper: str, folder: Path) -> None:
+        self.zookeeper = zookeeper
+        self.folder = folder
+        self.admin = Admin(zookeeper)
+        self.sent: list[bytes] = []
+
+    def settings(self, number: int) -> str:
+        """The settings as printed, at this test's own ports."""
+        (printed,) = re.findall(r"^```toml\n(.*?)^```$", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
+        changes = {
+            "127.0.0.1:2181": self.zookeeper,
+            "replica = 0": f"replica = {number}",
+            "replica-0": f"replica-{number}",
+            "8123": str(free_port()),
+            "8120": str(free_port()),
+        }
+        for before, after in changes.items():
+            assert printed.count(before) == 1, before
+            printed = printed.replace(before, after)
+        return str(printed + SESSION)
+
+    def run(self, commands: str) -> None:
+        """Runs a block; fails with all that it said when one of its commands fails."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "METAMQ_ZOOKEEPER": self.zookeeper}
+        # To a file: brokers that it starts go on, and would hold a pipe open.
+        with (self.folder / "said.txt").open("w+") as said:
+            done = subprocess.run(
+                ["bash", "-e", "-c", commands], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+                stdout=said, stderr=said, start_new_session=True, timeout=100,
+            )  # fmt: skip
+            said.seek(0)
+            text = said.read()
+        assert done.returncode == 0, f"{commands}\n{text}"
+
+    def start(self, number: int) -> None:
+        self.run(f"metamq broker --config replica-{number}.toml >>replica-{number}.log 2>&1 &")
+        self.wait_registered(number)
+
+    def kill(self, number: int) -> None:
+        lock = self.folder / f"replica-{number}" / "lock"
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(lock.read_text()), signal.SIGKILL)
+            subprocess.run(["flock", lock, "true"], check=True)
+
+    def lose_disk(self, number: int) -> None:
+        self.kill(number)
+        shutil.rmtree(self.folder / f"replica-{number}")
+
+    def damage(self, number: int) -> None:
+        """Changes a byte in the first batch of a partition, under a broker that is not there."""
+        path = next(one for one in (self.folder / f"replica-{number}").glob("topics/*/0/*.log") if one.stat().st_size)
+        with path.open("r+b") as file:
+            first = file.read(1)
+            file.seek(0)
+            file.write(bytes([first[0] ^ 0xFF]))
+
+    def another_boot(self, number: int) -> None:
+        meta = self.folder / f"replica-{number}" / "meta.json"
+        meta.write_text(re.sub(r'"boot_id": "[^"]*"', '"boot_id": "another"', meta.read_text()))
+
+    def roles(self) -> dict[int, str]:
+        """Of the replicas that are registered."""
+        broker = self.admin.replicas().get(0)
+        return {one.replica: one.role for one in broker.replicas if one.address} if broker is not None else {}
+
+    def wait_registered(self, number: int) -> None:
+        wait_until(lambda: number in self.roles(), what=f"replica {number} registered")
+
+    def send(self) -> None:
+        values = [b"%d" % number for number in range(len(self.sent), len(self.sent) + 50)]
+        with Producer[bytes](self.zookeeper) as producer:
+            producer.send_many(TOPIC, values).result(30)
+        self.sent += values
+
+    def read(self) -> list[bytes]:
+        with Consumer[bytes](self.zookeeper, topics=[TOPIC], start="earliest", idle_timeout_s=0.5) as consumer:
+            return [message.value for message in consumer]
+
+    def wait_in_sync(self) -> None:
+        wait_until(self._is_in_sync, what="both replicas in sync")
+
+    def _is_in_sync(self) -> bool:
+        replicas = self.admin.replicas()[0].replicas
+        return [one.in_sync and one.address is not None for one in replicas] == [True, True]
+
+    def restore(self) -> None:
+        """Both replicas run, in sync; 0 is the master."""
+        for number in (0, 1):
+            if number not in self.roles():
+                self.start(number)
+        self.wait_in_sync()
+        if self.roles()[1] == "master":
+            self.admin.promote(0, 0)
+            self.wait_in_sync()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("runbook")
+    with EmbeddedZooKeeper() as zookeeper:
+        pair = Pair(zookeeper.address, folder)
+        try:
+            for number in (0, 1):
+                (folder / f"replica-{number}.toml").write_text(pair.settings(number))
+                pair.start(number)
+            pair.admin.create_topic(TOPIC, partitions=2, replication="sync", flush="ack")
+            yield pair
+        finally:
+            pair.admin.close()
+            pair.kill(0)
+            pair.kill(1)
+
+
+@pytest.fixture
+def pair(running: Pair) -> Pair:
+    running.restore()
+    running.send()
+    return running
+
+
+def sections() -> dict[str, list[str]]:
+    """The blocks of commands by the title that they stand under."""
+    found = {}
+    for part in re.split(r"^## ", RUNBOOK.read_text(), flags=re.MULTILINE):
+        blocks = re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
+        found[part.splitlines()[0]] = blocks
+    return found
+
+
+def nothing(_pair: Pair) -> None:
+    return
+
+
+def the_master_dies(pair: Pair) -> None:
+    pair.kill(0)
+
+
+def the_slaves_log_is_damaged(pair: Pair) -> None:
+    pair.kill(1)
+    pair.damage(1)
+
+
+def the_masters_log_is_damaged(pair: Pair) -> None:
+    pair.kill(0)
+    pair.damage(0)
+    pair.start(0)
+    pair.wait_in_sync()
+
+
+def the_slave_was_away_before_the_master_went(pair: Pair) -> None:
+    pair.kill(1)
+    kept = list(pair.sent)
+    pair.send()
+    pair.lose_disk(0)
+    pair.start(1)
+    pair.sent = kept
+
+
+def all_machines_go_down(pair: Pair) -> None:
+    for number in (1, 0):
+        pair.kill(number)
+        pair.another_boot(number)
+
+
+WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
+    "Runbook": nothing,
+    "A planned promotion": nothing,
+    "The master is dead": the_master_dies,
+    "A rolling restart": nothing,
+    "The slave's disk is lost": lambda pair: pair.lose_disk(1),
+    "The master's disk is lost": lambda pair: pair.lose_disk(0),
+    "A log of the slave is damaged": the_slaves_log_is_damaged,
+    "A log of the master is damaged": the_masters_log_is_damaged,
+    "Only a slave that is not in sync is left": the_slave_was_away_before_the_master_went,
+    "All machines went down at once": all_machines_go_down,
+}
+
+
+@pytest.mark.parametrize("title", WHAT_HAPPENED)
+def test_the_commands_of_a_section_run_as_printed_and_lose_nothing(title: str, pair: Pair) -> None:
+    blocks = sections()["# Runbook" if title == "Runbook" else title]
+    assert blocks, f"{title} has no commands"
+    WHAT_HAPPENED[title](pair)
+    for block in blocks:
+        pair.run(block)
+    pair.send()
+    assert sorted(pair.read()) == sorted(pair.sent)
+
+
+def test_every_section_is_tried() -> None:
+    assert [title.removeprefix("# ") for title in sections()] == list(WHAT_HAPPENED)
