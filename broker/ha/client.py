@@ -31,7 +31,7 @@ from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.client.transport import BrokerConnection
-from metamq.errors import ConnectError, CorruptData, MetamqError, ProtocolError, StorageError, Timeout
+from metamq.errors import ConnectError, CorruptData, DiskFull, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
 from metamq.wire.limits import ENTRIES_TARGET
 from metamq.zk.brokers import BrokerAddress, Registration
@@ -73,8 +73,11 @@ class HAClient:
         generation: Callable[[], int],
         followed: Callable[[int], None],
         readable_changed: Callable[[], None],
+        full: Callable[[], DiskFull | None],
         failed: Callable[[MetamqError], None],
     ) -> None:
+        """`full` tells why nothing can be stored at present: without room there is no link, and the disk is left to
+        retention and to a person."""
         self.state = HAState.READY
         self.epoch = 0
         self.received_bytes = 0
@@ -86,6 +89,7 @@ class HAClient:
         self._generation = generation
         self.followed = followed
         self._readable_changed = readable_changed
+        self.full = full
         self._failed = failed
         self.master: BrokerAddress | None = None
         """Who is followed; None: there is nobody."""
@@ -113,12 +117,14 @@ class HAClient:
                     await self._changed.wait()
                     continue
                 try:
+                    if (full := self.full()) is not None:
+                        raise full.with_traceback(None)
                     error = await self._serve_while_it_is(master)
                 except MetamqError as never_began:
                     error = never_began
                 else:
                     pause_s = PAUSE_FIRST_S
-                if isinstance(error, StorageError):
+                if isinstance(error, StorageError) and not isinstance(error, DiskFull):
                     self._failed(error)
                     return
                 log.info("no link to the master at %s: %s", master.address, error)
@@ -457,6 +463,8 @@ class _Link:
         self._acknowledge_soon()
 
     def _append(self, partition: Partition, batches: memoryview, position: int) -> None:
+        if (full := self._client.full()) is not None:
+            raise full.with_traceback(None)
         try:
             partition.append_replicated(batches, position)
         except CopyDamaged:

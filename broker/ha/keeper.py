@@ -28,7 +28,7 @@ from metamq.broker.ha.service import TICK_S, HAService, HASettings
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
-from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeout
+from metamq.errors import ConnectError, CorruptData, DiskFull, Fenced, MetamqError, Timeout
 from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
 from metamq.zk.lease import Lease
 from metamq.zk.offers import register_slave_topics, register_topics
@@ -209,6 +209,7 @@ class RoleKeeper:
             log.log(logging.WARNING if role is Role.WAITING else logging.INFO, "%s: %s", self._what, reason)
         self._processors.not_master = Fenced(self._what, reason)
         self._end_term(reason)
+        self._refuse_writes(None)  # those to a master: a slave refuses them by being one
         self.role, self.reason = role, reason
         for partition in self._topics.partitions():
             partition.freeze()
@@ -220,6 +221,7 @@ class RoleKeeper:
                 learner=self._config.learner,
                 generation=lambda: self._folder.generation,
                 followed=self._folder.follow_generation,
+                full=self._full,
                 readable_changed=self.look_again,
                 failed=self._failed,
             )
@@ -308,6 +310,10 @@ class RoleKeeper:
     def _may_believe(self) -> bool:
         """Whether nobody can have become master meanwhile, as far as clocks tell; true where there is nobody else."""
         return not self._has_others or self._lease.valid()
+
+    def _full(self) -> DiskFull | None:
+        error = self._processors.refuse_writes
+        return error if isinstance(error, DiskFull) else None
 
     def _refuse_writes(self, error: Fenced | None) -> None:
         if error is not None or isinstance(self._processors.refuse_writes, Fenced):

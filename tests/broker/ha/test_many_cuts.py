@@ -83,7 +83,7 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
         end = partitions[0].log.end_position
         client = HAClient(
             fails, topics, Flusher(fails), learner=False, generation=lambda: 1, followed=lambda generation: None,
-            readable_changed=lambda: None, failed=fails,
+            readable_changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
         line = Line()
         link = _Link(client, line, topics, Flusher(fails))  # type: ignore[arg-type]

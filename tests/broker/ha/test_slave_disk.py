@@ -1,0 +1,49 @@
+"""A slave without room on its disk: it stores nothing more, lives on, and is back in sync when there is room."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from metamq.testing import BrokerProcess
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, group, send
+from tests.broker.test_disk import RESERVE_BYTES, SmallDisk, small_disk
+from tests.parts import http_get, wait_until
+
+__all__ = ["group", "small_disk"]
+
+
+@pytest.fixture
+def slave(group: Group, small_disk: SmallDisk) -> Iterator[BrokerProcess]:
+    made = BrokerProcess(
+        group.cluster.zookeeper, small_disk.folder / "replica-1", replica=1, session_timeout_ms=SESSION_MS,
+        insync_lag_ms=LAG_MS, disk_reserve_bytes=RESERVE_BYTES,
+    )  # fmt: skip
+    group.replicas.append(made)
+    made.start()
+    yield made
+    made.kill()
+    shutil.rmtree(made.data, ignore_errors=True)
+
+
+def test_a_slave_without_room_stores_nothing_holds_nothing_up_and_comes_back(
+    group: Group, slave: BrokerProcess, small_disk: SmallDisk
+) -> None:
+    topic = a_sync_topic(group)
+    group.wait_insync(0, 1)
+    values = send(group, topic, 5, b"before")
+    group.wait_equal(0, 1)
+    small_disk.fill()
+    wait_until(lambda: "in reserve" in http_get(slave.http_port, "/readyz")[1], what="the full disk seen")
+    before = group.ends(1)
+    values += send(group, topic, 5, b"without room")
+    group.wait_insync(0)
+    assert slave.running
+    assert group.ends(1) == before
+    small_disk.empty()
+    group.wait_insync(0, 1)
+    values += send(group, topic, 5, b"after")
+    group.wait_equal(0, 1)
+    assert sorted(group.read(topic)) == sorted(values)
