@@ -82,6 +82,8 @@ class RoleKeeper:
         self._lease = Lease(session)
         self._has_others = False
         self._mastership: Mastership | None = None
+        self._state: BrokerState | None = None
+        """As this slave saw it last."""
         self._offered: tuple[int, Role, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
         topics.opened = self._opened
@@ -137,6 +139,7 @@ class RoleKeeper:
             self._has_others = self._has_others or bool(slaves) or (state is not None and len(state.insync) > 1)
             part = cast(state, registration, learner=self._config.learner, playing=self.role, epoch=self.epoch)
             if part.role is not Role.MASTER:
+                self._state = state
                 await self._be_slave(part.role, part.reason)
             elif self.role is not Role.MASTER or self._registered != self._to_register():
                 await self._be_master()
@@ -235,8 +238,17 @@ class RoleKeeper:
         self._folder.incarnation_known()
         await register_slave(self._session, self._registration)
         await self.offer()
-        self.client.follow(master)
+        if not (master is None and role is Role.SLAVE and self._is_linked_to_master()):
+            self.client.follow(master)
         self._registered = self._to_register()
+
+    def _is_linked_to_master(self) -> bool:
+        """Whether the link is to who is the master by the state: it may be so without being registered, when it is cut
+        off from ZooKeeper alone. It then goes on with its slaves, and can still hand over to one."""
+        client, state = self.client, self._state
+        if client is None or client.master is None or not client.linked:
+            return False
+        return state is not None and client.master.replica == state.master
 
     async def _stop_following(self) -> None:
         client, self.client = self.client, None
