@@ -156,6 +156,29 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     assert b"replica 1 is the master of broker 0, and is not among those to be started" in talk
 
 
+def test_after_its_machine_went_down_it_says_how_to_go_on(
+    process: Start, offline: Metamq, tmp_path: Path, until: Until
+) -> None:
+    running = Up(process, tmp_path, *free_ports())
+    here = ("--zookeeper", running.zookeeper)
+    assert offline("topic", "create", "flights", "--replication", "sync", *here).status == 0
+    until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "a slave in sync")
+    assert offline("produce", "flights", "a", *here).status == 0
+    for child in [broker_process(running, 0), broker_process(running, 1)]:
+        child.kill()
+    running.process.communicate(timeout=30)
+    for meta in (tmp_path / "metamq-data").glob("*/meta.json"):
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"boot_id": "another"}))
+
+    again = Up(process, tmp_path, *free_ports())
+    assert "  waiting (replica 0) at 127.0.0.1:" in again.talk
+    assert "Replica 0 waits: it came back after its host went down" in again.talk
+    (command,) = re.findall("^To go on with it: metamq (.*)$", again.talk, re.MULTILINE)
+    here = ("--zookeeper", again.zookeeper)
+    assert offline(*command.split(), "--yes", *here).status == 0
+    assert offline("consume", "flights", "-e", *here).text.split() == ["a"]
+
+
 def test_a_lone_broker_that_ends_takes_all_down_and_is_named(process: Start, tmp_path: Path, until: Until) -> None:
     running = Up(process, tmp_path, "--ephemeral", "--slaves", 0, *free_ports())
     assert not (tmp_path / "metamq-data").exists()
