@@ -16,7 +16,7 @@ from metamq.client.cluster import MASTER, Cluster, Source
 from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, check_place
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
-from metamq.client.fetch_runner import FetchLimits, FetchRunner
+from metamq.client.fetch_runner import FetchRunner
 from metamq.client.first_contact import open_client_session
 from metamq.client.forks import tell_of_forks
 from metamq.client.health import ConsumerHealth, health_of
@@ -25,6 +25,7 @@ from metamq.client.message_batch import MessageBatch, own_part
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.outages import Outages
 from metamq.client.rebalance import ZKLoadRebalanceListener
+from metamq.client.room import Room
 from metamq.client.sources import Sources
 from metamq.client.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.unshared import UnsharedAssignment
@@ -69,6 +70,7 @@ class ConsumerCore:
         self.options = options
         self.loop = loop
         self.inbox = Inbox(self._may_deliver)
+        self._room = Room(options, self.inbox)
         self.fetching_since: float | None = None
         """When the first fetch began, or all could be fetched again (time.monotonic); None before."""
         self._on_assigned = on_assigned
@@ -97,7 +99,7 @@ class ConsumerCore:
             self.cluster,
             reads_slaves=reads_slaves,
             requests=self._requests.values,
-            make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._fetch_limits),
+            make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._room.limits),
             spawn=self._spawn,
             ask_anew=self._ask_anew,
         )
@@ -266,23 +268,6 @@ class ConsumerCore:
         else:
             self._fetch_from(self.inbox.states[request.tp], request.offset, request.epoch)
 
-    def _fetch_limits(self) -> FetchLimits:
-        options = self.options
-        share_bytes = options.partition_fetch_max_bytes
-        if self.inbox.buffered_bytes >= options.prefetch_bytes:
-            share_bytes = min(share_bytes, self._share_bytes())
-        return FetchLimits(options.fetch_wait_ms, options.fetch_min_bytes, options.fetch_max_bytes, share_bytes)
-
-    def _share_bytes(self) -> int:
-        return max(self.options.prefetch_bytes // max(len(self.inbox.states), 1), 1)
-
-    def _has_room(self, state: PartitionState) -> bool:
-        """Whether more is to be fetched: always below a fair share, so that one slow partition holds up no other."""
-        limit = self.options.prefetch_bytes
-        if state.buffered_bytes < self._share_bytes():
-            return True
-        return self.inbox.buffered_bytes < limit and state.buffered_bytes < limit // 2
-
     def _cluster_changed(self) -> None:
         """A broker may be back: those who wait for one need not wait any longer."""
         for source in self._sources.runners:
@@ -324,7 +309,7 @@ class ConsumerCore:
         if not self._sources.is_substitute(request):
             self._outage_ended(request.tp)
         self._sources.answered(request, result.preferred_replica)
-        if self._has_room(state):
+        if self._room.has_more(state):
             self._queue.put(request, self.loop.time())
         else:
             self._stalled[request] = None
@@ -348,7 +333,7 @@ class ConsumerCore:
 
     def _may_go_on(self, request: FetchRequest) -> bool:
         state = self.inbox.states[request.tp]
-        return self._has_room(state) if request.damage is None else not state.buffered_bytes
+        return self._room.has_more(state) if request.damage is None else not state.buffered_bytes
 
     def refetch(self, state: PartitionState) -> None:
         """A handler let go of messages that are not done: they are to come again. In the loop."""
