@@ -375,3 +375,29 @@ def fails(error: MetamqError) -> None:
 def raises(kind: type[MetamqError], what: Callable[[], object]) -> None:
     with pytest.raises(kind):
         what()
+
+
+def test_a_slave_that_has_nothing_to_get_stays_in_sync(tmp_path: Path) -> None:
+    """However long nothing is appended: it lacks nothing. One that says nothing goes, whatever there is to get."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        slave = Slave(master.service)
+        slave.attach()
+        slave.acknowledges(0)
+        await turns()
+        assert [change.members for change in master.asked] == [{(0, 1), (1, 7)}]
+        now = asyncio.get_running_loop().time()
+        for _ in range(20):
+            now += LAG_S
+            slave.link.heard_at = now  # what its heartbeats do
+            master.service.tick(now)
+            await turns()
+        assert len(master.asked) == 1
+        assert len(master.service.links) == 1
+        slave.link.heard_at = now - 3600 * 4
+        master.service.tick(now)
+        assert not master.service.links
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
