@@ -331,7 +331,7 @@ def _parted(partition: Partition, offset: int, epoch: int, role: Role) -> Metamq
     Only a master knows, and only one that is none of the past.
     """
     log = partition.log
-    if epoch > role.epoch:
+    if role.is_master and epoch > role.epoch:
         return Fenced("this replica", f"it is of epoch {role.epoch}, and the reader has a message of epoch {epoch}")
     try:
         epochs = log.epochs()

@@ -252,6 +252,22 @@ def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group
 
     asyncio.run(ask())
 
+    async def read_behind(epoch: int) -> Result:
+        connection = await BrokerConnection.open("127.0.0.1", slave.port)
+        try:
+            opened = [GetPartition(1, topic, identity, 0, epoch)]
+            (result,) = await connection.request(
+                Command.GET, Get(1000, 1, 1 << 20, 1 << 20, opened, [(1, len(values))], []), timeout_s=5
+            )
+            return unpack_list(Result, [result])[0]
+        finally:
+            await connection.close()
+
+    group.replicas[0].kill()
+    slave.restart()  # it has not followed anybody yet, and knows what it has all the same
+    assert asyncio.run(read_behind(1)).status == status.OK
+    assert asyncio.run(read_behind(2)).status == status.encode_error(Fenced("", ""))[0]
+
 
 def test_a_slave_offers_what_it_has_and_nothing_when_it_is_gone(group: Group) -> None:
     topic = a_sync_topic(group)
