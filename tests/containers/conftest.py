@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
     from docker.models.networks import Network
 
-CONTAINERS = [pytest.mark.containers, pytest.mark.timeout(600)]
+BUILD_STEP_S = 600
+"""So long the engine may say nothing: Spark is half a gigabyte to download."""
+CONTAINERS = [pytest.mark.containers, pytest.mark.timeout(2 * BUILD_STEP_S)]
 """The marks of all these tests: whichever comes first may have to wait for an image to be built from nothing."""
 ROOT = Path(__file__).parent.parent.parent
 TAG = "metamq-test"
@@ -42,7 +44,7 @@ def engine() -> Iterator[DockerClient]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # docker leaves the socket of a failed attempt unclosed
         try:
-            client = docker.from_env(timeout=120)
+            client = docker.from_env(timeout=BUILD_STEP_S)
         except docker.errors.DockerException as error:
             reason = str(error)
         gc.collect()
