@@ -72,7 +72,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(
 @pytest.mark.timeout(300)
 def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_what_stayed(tmp_path: Path) -> None:
     with networked_group(tmp_path) as group:
-        survive(group, float(os.environ.get("METAMQ_CHAOS_S", "20")), a_seed(), accept_loss=True)
+        survive(group, float(os.environ.get("METAMQ_CHAOS_S", "12")), a_seed(), accept_loss=True)
 
 
 @pytest.mark.long
