@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from metamq import Admin, Consumer, Producer
@@ -71,6 +72,13 @@ class Pair:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int(lock.read_text()), signal.SIGKILL)
             subprocess.run(["flock", lock, "true"], check=True)
+
+    def end(self) -> None:
+        """Kills whatever its commands have started and left."""
+        for process in psutil.process_iter(["cwd"]):
+            if process.info["cwd"] == str(self.folder):
+                process.kill()
+                process.wait(10)
 
     def lose_disk(self, number: int) -> None:
         self.kill(number)
@@ -137,8 +145,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             yield pair
         finally:
             pair.admin.close()
-            pair.kill(0)
-            pair.kill(1)
+            pair.end()
 
 
 @pytest.fixture
