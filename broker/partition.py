@@ -247,9 +247,9 @@ class Partition:
             self.flushed_listener(self)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> None:
-        """Ends every wait with `error` and closes the log."""
+        """Ends every wait and closes the log, with `error`. What waits is in the log: whether it stays is unknown."""
         self.closed_by = error
-        self.fail_waiting(error)
+        self.fail_waiting(error.with_unknown_outcome())
         readers, self.readers = self.readers, set()
         for reader in readers:
             reader.data_ready(0)

@@ -329,7 +329,8 @@ class ProducerCore:
 
     async def _shut_down(self, session: Session) -> None:
         for batch in self._outstanding():
-            batch.complete(-1, ClosedError("producer", "its messages were not acknowledged in time"))
+            error = ClosedError("producer", "its messages were not acknowledged in time")
+            batch.complete(-1, error.with_unknown_outcome() if batch.attempts else error)
             self._done(batch)
         tasks = [self._ticker, *self._resolving.values()]
         for task in tasks:

@@ -480,6 +480,8 @@ class Sender:
                     "%s: stored after the delivery had timed out: %s", batch.name, count(batch.count, "message")
                 )
             return
+        if error is not None and batch.unsure:  # whatever became of its last attempt
+            error = error.with_unknown_outcome()
         batch.complete(base_offset, error, keep_encoded=ghost)
         self.on_done(batch)
 

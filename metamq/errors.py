@@ -32,7 +32,8 @@ Every error carries fields, builds its own sentence from them, and says the next
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import copy
+from typing import Any, Literal, Self
 
 from metamq.words import count
 
@@ -62,6 +63,12 @@ class MetamqError(Exception):
             self.hint = hint
         if outcome is not None:
             self.outcome = outcome
+
+    def with_unknown_outcome(self) -> Self:
+        """A copy, for whoever had asked for something that may have been done all the same."""
+        unknown = copy.copy(self)
+        unknown.outcome = "unknown"
+        return unknown
 
     def __str__(self) -> str:
         return f"{self.problem}. {self.hint}" if self.hint else self.problem

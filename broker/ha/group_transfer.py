@@ -65,9 +65,7 @@ class GroupTransferService:
             what = f"topic {config.topic!r} at {self._what}"
             return NotEnoughReplicas(what, have, config.min_insync, outcome="unknown")
         if (not is_sync or self._term.alone) and not self._may_believe():
-            error = self._lease_over()
-            error.outcome = "unknown"
-            return error
+            return self._lease_over().with_unknown_outcome()
         return None
 
     def _lease_over(self) -> Fenced:

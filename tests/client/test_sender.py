@@ -98,6 +98,7 @@ def established(queue: PartitionQueue, count: int) -> list[OutgoingBatch]:
         (ClosedError("broker"), Verdict.UNSURE),
         (MessageTooLarge("a message", 2, 1), Verdict.NEVER),
         (CorruptData("batch", "the checksum"), Verdict.NEVER),
+        (CorruptData("t/0", "the checksum").with_unknown_outcome(), Verdict.UNSURE),
         (MetamqError("of a newer release"), Verdict.NEVER),
     ],
 )
@@ -122,6 +123,29 @@ def test_what_a_deposed_master_had_taken_may_be_stored(outcome: Outcome) -> None
     queue.established = True
     sent_by.begin_anew(0)
     assert not queue.established, "the new master need not know the producer id"
+
+
+@pytest.mark.parametrize("last", [MessageTooLarge("a message", 2, 1), CorruptData("t/0", "a checksum")])
+@pytest.mark.parametrize("outcome", ["not_done", "unknown"])
+def test_a_batch_is_not_called_refused_when_an_attempt_before_may_have_been_stored(
+    last: MetamqError, outcome: Outcome
+) -> None:
+    sent_by = Sender(
+        cast(Cluster, SimpleNamespace(configs={"t": TOPIC})), Codec.NONE, delivery_timeout_s=9, request_timeout_s=9
+    )
+    batch, first = a_batch(), Fenced("broker 0", "replica 1 is")
+    first.outcome = outcome
+    sent_by.add([batch])
+    (queue,) = sent_by._queues.values()
+    queue.next_batch(Codec.NONE, 0.0)
+    sent_by.refused(queue, batch, first)
+    queue.paused_until_s = 0.0
+    assert queue.sendable(1.0)
+    queue.next_batch(Codec.NONE, 1.0)
+    sent_by.refused(queue, batch, last)
+    assert isinstance(batch.error, type(last))
+    assert batch.error.outcome == outcome
+    assert last.outcome == "not_done", "others are told of it, too"
 
 
 # -- one queue, by value ------------------------------------------------------------------------------------------
@@ -511,8 +535,12 @@ def test_nothing_is_lost_doubled_or_out_of_order_on_the_worst_network(runs: int,
         world.partition.log.close(clean=False)
     print(outcomes)
     assert outcomes.keys() == {
-        "stored", "MessageTooLarge not_done", "DeliveryTimeout not_done", "DeliveryTimeout unknown"
-    }  # fmt: skip
+        "stored",
+        "MessageTooLarge not_done",
+        "MessageTooLarge unknown",
+        "DeliveryTimeout not_done",
+        "DeliveryTimeout unknown",
+    }
 
 
 @pytest.mark.usefixtures("no_pauses")
