@@ -88,7 +88,7 @@ class RoleKeeper:
         self._following: asyncio.Task[None] | None = None
         topics.opened = self._opened
         topics.closing = self._closing
-        topics.damaged = self.look_again
+        topics.damaged = self._damaged
 
     @property
     def _registration(self) -> Registration:
@@ -201,8 +201,7 @@ class RoleKeeper:
         self._processors.ha = self._processors.transfer = None
         if ha is not None:
             ha.close(reason)
-            unknown = Fenced(self._what, reason)
-            unknown.outcome = "unknown"
+            unknown = Fenced(self._what, reason).with_unknown_outcome()
             for partition in self._topics.partitions():
                 partition.fail_waiting(unknown)
                 partition.freeze()
@@ -367,6 +366,11 @@ class RoleKeeper:
         elif self.client is not None:
             partition.freeze()
             self.client.opened(partition)
+
+    def _damaged(self) -> None:
+        if self.ha is not None:
+            self.ha.damaged()
+        self.look_again()
 
     def _closing(self, partition: Partition) -> None:
         if self.ha is not None:

@@ -98,8 +98,12 @@ class HAService:
         self._required: tuple[Member, ...] = ()
         self._away_since: dict[Member, float] = {}
         self._missing_since: dict[tuple[Member, Partition], float] = {}
+        self._complete: frozenset[Member] | None = None
+        """Once a log is damaged here: who was in sync then, and so holds what is not served here any more."""
         self._changing: asyncio.Task[None] | None = None
         self._members_changed()
+        if topics.damage():
+            self.damaged()
 
     # -- what the broker tells ----------------------------------------------------------------------------------------
 
@@ -115,6 +119,12 @@ class HAService:
             if (place := link.places.get(partition)) is not None and place.held.position > position
         ]
         return sorted(slaves)[partition.index % len(slaves)] if slaves else -1
+
+    def damaged(self) -> None:
+        """A log was found to be damaged here."""
+        insync = self.membership.insync
+        self._complete = insync if self._complete is None else self._complete & insync
+        log.warning("no slave is added to the in-sync set that was not in it before a log was damaged here")
 
     def closed_partition(self, partition: Partition) -> None:
         """A partition was closed: its topic was deleted."""
@@ -307,7 +317,7 @@ class HAService:
         if link.learner or link.copying or link.is_leaving:
             return
         partitions = [partition for partition in self._topics.partitions() if partition.closed_by is None]
-        if not link.all_live(partitions):
+        if not link.all_live(partitions) or not self._is_complete(link.member):
             return
         if self.membership.stage(link.member) is None:
             self.membership.live(link.member)
@@ -315,6 +325,13 @@ class HAService:
         if all(link.places[p].mark().position >= p.log.stable_position for p in partitions):
             self.membership.caught_up(link.member)
             self._change_soon()
+
+    def _is_complete(self, member: Member) -> bool:
+        """Whether a slave that holds what is served here lacks nothing: not so of a log that is damaged here, unless
+        it was in sync when that was found. Whoever is in sync may be promoted, and that without a loss."""
+        if self._complete is not None and not self._topics.damage():  # the topic was deleted
+            self._complete = None
+        return self._complete is None or member in self._complete
 
     def tick(self, now: float) -> None:
         """Heartbeats, silence, who is behind. Called every TICK_S."""
@@ -350,7 +367,7 @@ class HAService:
         since = link.behind_since()
         for partition in self._topics.partitions():
             place = link.places.get(partition)
-            if place is not None and place.live:
+            if partition.closed_by is not None or (place is not None and place.live):  # damaged here: none can have it
                 self._missing_since.pop((member, partition), None)
                 continue
             missing_since = self._missing_since.setdefault((member, partition), now)
@@ -477,11 +494,12 @@ class HAService:
             lag_bytes += max(partition.log.end_position - held.position, 0)
         since = link.behind_since()
         stage = self.membership.stage(link.member)
+        outside = "catching up" if self._is_complete(link.member) else "without a log that is damaged at the master"
         return {
             "replica": link.replica,
             "peer": link.peer,
             "learner": link.learner,
-            "stage": stage.value if stage is not None else "catching up",
+            "stage": stage.value if stage is not None else outside,
             "copying": copying,
             "lag_messages": lag_messages,
             "lag_bytes": lag_bytes,

@@ -80,6 +80,24 @@ def test_a_slave_that_finds_damage_at_its_start_copies_the_log_anew_and_a_master
     assert sorted(group.read(topic)) == sorted(values)
 
 
+def test_a_slave_that_comes_when_its_master_is_damaged_is_not_promoted_without_accepted_loss(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=2)
+    send(group, topic, 100)
+    master = group.cluster.broker
+    master.kill()
+    damage(master)
+    master.start()
+    wait_until(lambda: group.replication(0)["role"] == "master", what="a master again")
+    slave = group.add_slave()
+    wait_until(lambda: group.ends(1).get((topic, 1), (0, 0))[0] > 0, what="a copy of what is left")
+    wait_until(lambda: group.replication(0)["slaves"][0]["stage"].startswith("without a log"), what="its stage")
+    assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote(1)))
+    with group.cluster.admin() as admin:
+        admin.delete(topic)
+    group.wait_insync(0, 1)  # nothing is damaged any more
+    assert slave.running
+
+
 def test_a_slave_that_is_damaged_while_it_runs_copies_the_log_anew(group: Group) -> None:
     topic = a_sync_topic(group, flush="ack", partitions=1)
     slave = group.add_slave()

@@ -20,7 +20,7 @@ from metamq.broker.ha.service import HAService, HASettings
 from metamq.broker.log import FileCache
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
-from metamq.errors import ClosedError, ConfigError, Fenced, MetamqError, ProtocolError
+from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
@@ -243,6 +243,82 @@ def test_a_slave_that_closed_its_link_is_waited_for_a_fifth_of_the_time(tmp_path
 
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))
+
+
+def test_what_waits_for_replicas_when_its_log_is_found_to_be_damaged_may_be_stored(tmp_path: Path) -> None:
+    with a_master(tmp_path) as (topics, make):
+
+        async def scene() -> None:
+            master = await make()
+            slave = Slave(master.service)
+            slave.attach()
+            slave.acknowledges(0)
+            await turns()
+            master.append()
+            told: list[MetamqError | None] = []
+            assert master.partition is not None
+            assert not master.partition.when_stable(1, told.append)
+            topics.is_damaged(master.partition, CorruptData("t/0", "an older batch"))
+            (error,) = told
+            assert isinstance(error, CorruptData)
+            assert error.outcome == "unknown"
+            assert isinstance(master.partition.closed_by, CorruptData)
+            assert master.partition.closed_by.outcome == "not_done", "what comes now is refused"
+
+        asyncio.run(scene())
+
+
+def test_nobody_is_added_while_a_log_is_damaged_at_the_master_but_who_was_in_sync_before(tmp_path: Path) -> None:
+    with a_master(tmp_path) as (topics, make):
+
+        async def scene() -> None:
+            master = await make()
+            member = Slave(master.service)
+            member.attach()
+            member.acknowledges(0)
+            await turns()
+            master.append()
+            await turns()
+            member.acknowledges(1)
+            assert master.service.insync_count == 2
+            assert master.partition is not None
+            master.partition.log.epochs()  # which a real master has read by now
+            topics.damaged = master.service.damaged
+            topics.is_damaged(master.partition, CorruptData("t/0", "an older batch"))
+
+            other = Slave(master.service, replica=2, incarnation=1)
+            other.attach()
+            other.acknowledges(0)
+            await turns()
+            assert master.service.insync_count == 2, "what it lacks, nobody can say"
+            assert [s["stage"] for s in master.service.statistics()["slaves"]] == [
+                "in sync",
+                "without a log that is damaged at the master",
+            ]
+
+            master.service.leave(member.link, "its network is away")
+            master.after(LAG_S + 1)
+            await turns()
+            assert master.service.insync_count == 1
+            again = Slave(master.service)
+            for _ in range(2):  # that it keeps up; that it counts
+                again.acknowledges(0)
+                await turns()
+            assert master.service.membership.insync == {(0, 1), again.link.member}, "it has what is damaged here"
+            for seconds in range(int(LAG_S) + 2):
+                again.acknowledges(0)
+                master.after(seconds)
+                await turns()
+            assert master.service.insync_count == 2, "it does not lag behind a log that nobody can copy"
+
+            await topics.apply({}, {})
+            other = Slave(master.service, replica=2, incarnation=1)
+            for _ in range(2):
+                other.acknowledges(0)
+                await turns()
+            assert master.service.insync_count == 3, "the damaged log is deleted"
+
+        asyncio.run(scene())
 
 
 def test_what_a_slave_was_before_it_lost_something_is_not_waited_for(tmp_path: Path) -> None:
