@@ -395,7 +395,7 @@ class HAService:
         except ConnectError as error:
             log.info("whether the in-sync set was changed is not known: %s", error)
             version = None
-        if self.closed:
+        if self.closed or self._is_deposed:
             return
         if version is not None:
             self.membership.confirmed(version)

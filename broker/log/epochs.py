@@ -133,7 +133,7 @@ class EpochList:
         for entry, end in zip(self.entries, self.ends(end_offset, 0), strict=True):
             if entry.epoch == epoch:
                 return min(offset, end.offset)
-            if entry.epoch < epoch:
+            if entry.epoch < epoch and entry.offset < offset:  # at `offset` they differ already
                 agreed = entry.offset
         return min(offset, max(agreed, start_offset))
 

@@ -75,6 +75,9 @@ class Master:
         self.ids = BatchIds(EPOCH)
         self.asked: list[Change] = []
         self.writes_refused: Fenced | None = None
+        self.answers = asyncio.Event()
+        """ZooKeeper answers what it is asked for; until then it does not."""
+        self.answers.set()
         self.state = BrokerState(EPOCH, 0, ((0, 1),), 1)
         settings = HASettings(0, (0, 1), EPOCH, 1, 3_600_000, round(LAG_S * 1000), 0)
         self.service = HAService(
@@ -93,6 +96,7 @@ class Master:
 
     async def change(self, change: Change) -> int:
         self.asked.append(change)
+        await self.answers.wait()
         return change.version + 1
 
     async def read(self) -> tuple[BrokerState, int]:
@@ -477,3 +481,24 @@ def test_a_slave_that_has_nothing_to_get_stays_in_sync(tmp_path: Path) -> None:
 
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))
+
+
+def test_an_answer_that_comes_after_the_deposition_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        master.answers.clear()
+        slave = Slave(master.service)
+        slave.attach()
+        slave.acknowledges(0)
+        await turns()
+        assert len(master.asked) == 1
+        master.service.state_read(BrokerState(EPOCH + 1, 1, ((1, 7),), 1), 1)
+        master.answers.set()
+        await turns()
+        assert master.service.membership.insync == {(0, 1)}
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+    assert "was not changed" not in caplog.text
