@@ -234,8 +234,8 @@ class _Link:
         self._numbers: dict[Partition, int] = {}
         self._next_handle = 1
         self._held_seq = 0
-        self._unflushed: deque[tuple[int, Partition, int]] = deque()
-        """(sequence number, partition, end position) of what counts only once it is flushed."""
+        self._unflushed: deque[tuple[int, int, int]] = deque()
+        """(sequence number, handle, end position) of what counts only once it is flushed."""
         self._generation = 0
         self._undecided: set[int] = set()
         """Handles for which the master has not said where to go on."""
@@ -327,6 +327,7 @@ class _Link:
         handle = self._forget(partition)
         if handle is not None:
             self._push(sync.Detach(sync.DETACH, self._epoch, [handle]))
+            self._acknowledge_soon()  # what waits behind it
 
     def _forget(self, partition: Partition) -> int | None:
         handle = self._numbers.pop(partition, None)
@@ -383,6 +384,9 @@ class _Link:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
             self._copied[result.handle] = partition
+            if partition.flushes_before_ack and partition.log.flushed_position < partition.log.end_position:
+                self._unflushed_copies[partition] = partition.log.end_position
+                self._flusher.replicated(partition, must_flush=True)
             self._acknowledge_soon()
 
     def _all_decided(self) -> None:
@@ -443,7 +447,7 @@ class _Link:
                 continue
             self._append(partition, batches, position)
             if flush:
-                self._unflushed.append((self._held_seq, partition, partition.log.end_position))
+                self._unflushed.append((self._held_seq, handle, partition.log.end_position))
             self._flusher.replicated(partition, must_flush=bool(flush))
         self._stable(frame.stable)
         self._acknowledge_soon()
@@ -510,7 +514,7 @@ class _Link:
         if self._closed or self.ended.done():
             return
         unflushed = self._unflushed
-        while unflushed and unflushed[0][1].log.flushed_position >= unflushed[0][2]:
+        while unflushed and self._is_settled(*unflushed[0][1:]):
             unflushed.popleft()
         flushed_seq = unflushed[0][0] - 1 if unflushed else self._held_seq
         copied, self._copied = self._copied, {}
@@ -518,6 +522,12 @@ class _Link:
         for start in range(0, max(len(marks), 1), ENTRIES_TARGET):
             part = marks[start : start + ENTRIES_TARGET]
             self._push(sync.Ack(sync.ACK, self._epoch, self._held_seq, flushed_seq, part))
+
+    def _is_settled(self, handle: int, end_position: int) -> bool:
+        """Whether nobody is to wait for a flush up to there. What was detached is flushed no more, and the master knows
+        that: its place is told to be gone before this is acknowledged."""
+        partition = self._handles.get(handle)
+        return partition is None or partition.log.flushed_position >= end_position
 
     def _push(self, frame: tuple[Any, ...]) -> None:
         self._spoke_at = self.loop.time()

@@ -76,12 +76,16 @@ class Place:
     def __init__(self, handle: int, partition: Partition, mark: Mark, now: float) -> None:
         self.handle = handle
         self.partition = partition
+        start = Mark(partition.log.start_offset, partition.log.start_position)
         self.held = mark
-        self.flushed = mark
+        self.flushed = min(start, mark)
+        """Not `mark`: an attaching slave says what it has written, and its next acknowledgement what it has flushed."""
         self.sent_position = mark.position
         self.live = False
-        self.copies: deque[Mark] = deque()
-        """Ends of what was copied and is not acknowledged."""
+        self.copies: deque[tuple[Mark, float]] = deque()
+        """Ends of what was copied and is not acknowledged as it is to be, and since when they are so."""
+        if mark.position > start.position:
+            self.copies.append((mark, now))
         self.since = now
         """Since when it is not live."""
 
@@ -93,12 +97,28 @@ class Place:
         """The slave holds, and has flushed, its copy up to here. Raises ProtocolError beyond what was sent."""
         if max(held_position, flushed_position) > self.sent_position:
             raise ProtocolError(f"{self.partition.name} is acknowledged to byte {held_position:,}, which was not sent")
-        for end in self.copies:
-            if self.held.position < end.position <= held_position:
-                self.held = end
-            if self.flushed.position < end.position <= flushed_position:
-                self.flushed = end
-        while self.copies and self.copies[0].position <= min(self.held.position, self.flushed.position):
+        for end, _since in self.copies:
+            if end.position <= held_position:
+                self.holds(end)
+            if end.position <= flushed_position:
+                self.has_flushed(end)
+        self._forget_what_counts()
+
+    def holds(self, end: Mark) -> None:
+        """The slave has written it up to there, if not further."""
+        self.held = max(self.held, end)
+
+    def has_flushed(self, end: Mark) -> None:
+        """The slave has fsynced it up to there, if not further."""
+        self.flushed = max(self.flushed, end)
+
+    def copied_since(self) -> float | None:
+        """When the oldest part was copied that does not count for the stable mark yet; None when all does."""
+        self._forget_what_counts()
+        return self.copies[0][1] if self.copies else None
+
+    def _forget_what_counts(self) -> None:
+        while self.copies and self.copies[0][0].position <= self.mark().position:
             self.copies.popleft()
 
 
@@ -148,7 +168,7 @@ class HAConnection:
         self._queue: deque[_Entry] = deque()
         self._queued_bytes = 0
         self._unheld: deque[tuple[int, Place, Mark, float]] = deque()
-        self._unflushed: deque[tuple[int, Place, Mark]] = deque()
+        self._unflushed: deque[tuple[int, Place, Mark, float]] = deque()
         self._copying: dict[Place, None] = {}
         self._stable_news: dict[Place, None] = {}
         self._pump_soon = False
@@ -185,11 +205,12 @@ class HAConnection:
         return all((place := places.get(partition)) is not None and place.live for partition in partitions)
 
     def behind_since(self) -> float | None:
-        """When the oldest batch was appended that the slave does not hold; None when it holds all that was sent."""
-        since = self._unheld[0][3] if self._unheld else None
+        """Since when the slave has not held, or not flushed where that counts, what it was sent; None: it has all."""
+        waiting = [sent[0][3] for sent in (self._unheld, self._unflushed) if sent]
         if self._queue:
-            since = min(self._queue[0].at, since or self._queue[0].at)
-        return since
+            waiting.append(self._queue[0].at)
+        waiting += [since for place in self.places.values() if (since := place.copied_since()) is not None]
+        return min(waiting, default=None)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
@@ -281,7 +302,7 @@ class HAConnection:
             entry.place.sent_position = entry.end.position
             self._unheld.append((self.sent_seq, entry.place, entry.end, entry.at))
             if entry.flush:
-                self._unflushed.append((self.sent_seq, entry.place, entry.end))
+                self._unflushed.append((self.sent_seq, entry.place, entry.end, entry.at))
             entries.append((entry.place.handle, entry.position, size, int(entry.flush)))
             bodies.append(entry.batch)
         if entries:
@@ -306,7 +327,7 @@ class HAConnection:
             return
         place.sent_position = position + len(chunk.data)
         end = Mark(chunk.end_offset, place.sent_position)
-        place.copies.append(end)
+        place.copies.append((end, self._now()))
         entry = (place.handle, position, len(chunk.data), int(partition.flushes_before_ack))
         self._push(sync.Copy(sync.COPY, self._service.epoch, [entry], self._news()), [chunk.data])
         if place.sent_position == log_.end_position:
@@ -352,21 +373,19 @@ class HAConnection:
         if max(ack.held_seq, ack.flushed_seq) > self.sent_seq or ack.flushed_seq > ack.held_seq:
             raise ProtocolError(f"replica {self.replica} acknowledges {ack.held_seq}, sent was {self.sent_seq}")
         moved: dict[Partition, None] = {}
+        while self._unheld and self._unheld[0][0] <= ack.held_seq:
+            _seq, place, end, _at = self._unheld.popleft()
+            place.holds(end)
+            moved[place.partition] = None
+        while self._unflushed and self._unflushed[0][0] <= ack.flushed_seq:
+            _seq, place, end, _at = self._unflushed.popleft()
+            place.has_flushed(end)
+            moved[place.partition] = None
         for handle, held_position, flushed_position in ack.copied:
-            place = self._handles.get(handle)
-            if place is not None:
-                place.copied(held_position, flushed_position)
-                moved[place.partition] = None
-        unheld = self._unheld
-        while unheld and unheld[0][0] <= ack.held_seq:
-            _seq, place, end, _at = unheld.popleft()
-            place.held = end
-            moved[place.partition] = None
-        unflushed = self._unflushed
-        while unflushed and unflushed[0][0] <= ack.flushed_seq:
-            _seq, place, end = unflushed.popleft()
-            place.flushed = end
-            moved[place.partition] = None
+            copied = self._handles.get(handle)
+            if copied is not None:
+                copied.copied(held_position, flushed_position)
+                moved[copied.partition] = None
         self.held_seq = ack.held_seq
         return list(moved)
 

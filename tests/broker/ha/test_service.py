@@ -120,13 +120,13 @@ class Master:
 
 
 @contextmanager
-def a_master(path: Path) -> Iterator[tuple[Topics, Callable[[], Awaitable[Master]]]]:
+def a_master(path: Path, topic: TopicConfig = TOPIC) -> Iterator[tuple[Topics, Callable[[], Awaitable[Master]]]]:
     folder = DataFolder.open(path, 0)
     files = FileCache(8, sync=lambda fd: None)
     topics = Topics(0, folder, files)
 
     async def make() -> Master:
-        await topics.apply({"t": TOPIC}, {})
+        await topics.apply({"t": topic}, {})
         return Master(topics)
 
     try:
