@@ -66,6 +66,14 @@ class Cluster:
 
     async def topic(self, name: str) -> TopicConfig:
         """The topic's configuration. Raises TopicNotFound; ConnectionLost only when it was never known."""
+        try:
+            return await self._read_topic(name)
+        except ConnectError:
+            if name not in self.configs:
+                raise
+            return self.configs[name]
+
+    async def _read_topic(self, name: str) -> TopicConfig:
         async with self._reading[name]:  # who comes while it is being read waits for the answer, too
             if name in self._fresh_topics:
                 return self.configs[name]
@@ -74,8 +82,6 @@ class Cluster:
                 self.configs[name] = await self.topics.get(name, lambda: self._topic_stale(name))
             except BaseException as error:
                 self._fresh_topics.discard(name)
-                if isinstance(error, ConnectError) and name in self.configs:
-                    return self.configs[name]
                 if isinstance(error, MetamqError) and not isinstance(error, ConnectError):
                     self.configs.pop(name, None)
                 raise
@@ -86,12 +92,20 @@ class Cluster:
         if name in self.configs:
             self._refresh(
                 f"topic {name}",
-                partial(self.topic, name),
+                partial(self._read_topic, name),
                 lambda: name in self._fresh_topics or name not in self.configs,
             )
 
     async def refresh_brokers(self) -> dict[int, BrokerAddress]:
         """The masters by broker id; the last known while ZooKeeper is away."""
+        try:
+            await self._read_brokers()
+        except MetamqError:
+            if not self.brokers:
+                raise
+        return self.brokers
+
+    async def _read_brokers(self) -> None:
         async with self._reading["/brokers"]:
             if not self._brokers_fresh:
                 self._brokers_fresh = True
@@ -100,15 +114,13 @@ class Cluster:
                     if self._with_slaves:
                         self.slaves = await live_slaves(self.session, self._brokers_stale)
                     self.brokers = brokers
-                except BaseException as error:
+                except BaseException:
                     self._brokers_fresh = False
-                    if not isinstance(error, MetamqError) or not self.brokers:
-                        raise
-            return self.brokers
+                    raise
 
     def _brokers_stale(self) -> None:
         self._brokers_fresh = False
-        self._refresh("brokers", self.refresh_brokers, lambda: self._brokers_fresh)
+        self._refresh("brokers", self._read_brokers, lambda: self._brokers_fresh)
 
     async def _refresh_offers(self, topic: str) -> None:
         """Which slaves have a topic; the last known while ZooKeeper is away."""
@@ -149,11 +161,12 @@ class Cluster:
         while True:
             try:
                 await read()
-            except ConnectError:
-                await asyncio.sleep(RETRY_S)
-                continue
             except MetamqError as error:
-                log.info("%s: %s", what, error)
+                if not isinstance(error, ConnectError):
+                    log.info("%s: %s", what, error)
+                if not is_fresh():
+                    await asyncio.sleep(RETRY_S)
+                    continue
             self._changed()
             if is_fresh():  # a watch that fires during a refresh starts none
                 return

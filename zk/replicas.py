@@ -110,7 +110,7 @@ async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = No
 
 async def live_slaves(session: Session, watch: Watcher | None = None) -> dict[int, dict[int, BrokerAddress]]:
     """The slaves of every broker id that are registered now, by broker id and replica. `watch` as in `slaves_of`."""
-    names = await session.children(session.paths.broker_ids())
+    names = await session.children_or_none(session.paths.broker_ids(), watch) or []  # none before the first broker
     broker_ids = sorted(int(name) for name in names if name.isdecimal())
     found = await asyncio.gather(*(slaves_of(session, broker_id, watch) for broker_id in broker_ids))
     return {

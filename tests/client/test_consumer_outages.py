@@ -7,14 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from metamq import Consumer, Producer, TopicPartition
+from metamq.client import cluster as client_cluster
 from metamq.client import fetch_runner, outages
 from metamq.errors import ConnectError, MetamqError
 from metamq.testing import Cluster, cluster
+from metamq.zk.brokers import BrokerAddress
+from metamq.zk.session import Session
 
 GROUP = "etl"
 
@@ -130,6 +134,31 @@ def test_zookeeper_away_for_less_than_the_session_changes_nothing(parts: Cluster
         until(lambda: committed(parts, GROUP, topic) == 3)
         assert reader.events == ["assigned 1"]
         assert reader.values == [0, 1, 2]
+
+
+def test_a_client_asks_a_zookeeper_that_is_away_now_and_then_only(
+    parts: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_s: list[float] = []
+    live_brokers = client_cluster.live_brokers
+
+    async def timed(session: Session, watch: Callable[[], None] | None = None) -> dict[int, BrokerAddress]:
+        asked_s.append(time.monotonic())
+        return await live_brokers(session, watch)
+
+    monkeypatch.setattr(client_cluster, "live_brokers", timed)
+    topic = new_topic(parts)
+    with sending(parts, topic) as send:
+        send(0)
+        asked_s.clear()
+        parts.zookeeper_server.kill()
+        try:
+            until(lambda: len(asked_s) > 3)
+        finally:
+            parts.zookeeper_server.restart()
+        pauses_s = [after - before for before, after in pairwise(asked_s)]
+        assert min(pauses_s[:3]) > 0.9 * client_cluster.RETRY_S
+        send(1)
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])

@@ -29,6 +29,7 @@ from metamq.zk.replicas import (
     Refused,
     Unknown,
     change_insync,
+    live_slaves,
     promoted,
     register_slave,
     slaves_of,
@@ -65,6 +66,7 @@ def test_slaves_that_come_and_go_are_seen(servers: str, until: Until) -> None:
     async def scenario() -> None:
         async with await Session.open(servers) as session, await Session.open(servers) as one:
             changes: list[None] = []
+            assert await live_slaves(session) == {}
             assert await slaves_of(session, 0, lambda: changes.append(None)) == []
             learner = replace(TWO, learner=True)
             two = await Session.open(servers)
@@ -75,6 +77,7 @@ def test_slaves_that_come_and_go_are_seen(servers: str, until: Until) -> None:
             seen = len(changes)
             found = await slaves_of(session, 0, lambda: changes.append(None))
             assert found == [address(replace(ONE, port=9)), address(learner)]
+            assert await live_slaves(session) == {0: {slave.replica: slave for slave in found}}
             assert await live_brokers(session) == {}
             await two.close()
             await until(lambda: len(changes) > seen)
