@@ -78,8 +78,8 @@ class _Place:
         self.error: MetamqError | None = None
         """Why there is no partition, or none that goes on where the reader is."""
         self.checked = False
-        """Whether it was looked at if it does."""
-        self.cuts = 0
+        """Whether it was found out if it does."""
+        self.cuts = -1
         self.offset: int | None = None
         self.start_position = 0
         """Where the bytes begin that `bytes_min` counts."""
@@ -105,11 +105,12 @@ class _Place:
         """Why nothing is read there; None: it may be."""
         partition = self.partition
         if self.error is None and partition is not None:
-            if not self.checked:
-                self.checked, self.cuts = True, partition.cuts
-                self.error = _parted(partition, offset, self.entry.epoch, self.session.role)
-            elif self.cuts != partition.cuts:
+            if self.cuts < 0:
+                self.cuts = partition.cuts
+            if self.cuts != partition.cuts:
                 self.error = Fenced("this replica", f"{partition.name} was cut here meanwhile: open it anew")
+            elif not self.checked:
+                self.checked, self.error = _parted(partition, offset, self.entry.epoch, self.session.role)
         return self.error
 
     def available_bytes(self) -> int:
@@ -212,7 +213,7 @@ class FetchSession:
         if self._parked is None:
             return
         if self._writable():
-            self._respond(*self._parked)
+            self._respond(*self._parked, is_over=True)
         else:
             self._deadline = self._loop.call_later(UNWRITABLE_RETRY_S, self._expire)
 
@@ -266,7 +267,7 @@ class FetchSession:
             assert place.partition is not None
             place.partition.readers.add(place)
 
-    def _respond(self, request: Request, poll: Get) -> None:
+    def _respond(self, request: Request, poll: Get, *, is_over: bool = False) -> None:
         results: list[GetResult] = []
         bodies: list[Buffer] = []
         room = poll.bytes_max
@@ -278,6 +279,8 @@ class FetchSession:
             if data:
                 bodies.append(data)
                 room -= len(data)
+        if is_over and not self.role.is_master:
+            results += self._sent_back(FETCH_RESULTS_MAX - len(results))
         self._parked = None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -307,6 +310,21 @@ class FetchSession:
         number, fields = status.encode_error(error)
         return GetResult(place.entry.handle, number, 0, -1, -1, fields), b""
 
+    def _sent_back(self, count_max: int) -> list[GetResult]:
+        """On a slave, those that have waited in vain: only the master knows if there is something to wait for."""
+        results: list[GetResult] = []
+        for handle, place in self._places.items():
+            partition = place.partition
+            if partition is None or place.offset is None or place in self._ready or len(results) >= count_max:
+                continue
+            log = partition.log
+            preferred = self.role.preferred_replica(partition, log.stable_position)
+            if preferred >= 0:
+                place.offset = None
+                partition.readers.discard(place)
+                results.append(GetResult(handle, status.OK, 0, log.start_offset, log.stable_offset, None, preferred))
+        return results
+
     def _read_log(self, place: _Place, partition: Partition, offset: int, bytes_max: int) -> tuple[GetResult, Buffer]:
         log = partition.log
         found = log.read(offset, bytes_max)
@@ -325,24 +343,28 @@ class FetchSession:
         self._places.clear()
 
 
-def _parted(partition: Partition, offset: int, epoch: int, role: Role) -> MetamqError | None:
-    """Where a reader's log, up to a message of an epoch, and this one have parted; None: they have not.
+def _parted(partition: Partition, offset: int, epoch: int, role: Role) -> tuple[bool, MetamqError | None]:
+    """Whether it is known if a reader's log, up to a message of an epoch, and this one have parted, and where.
 
-    Only a master knows, and only one that is none of the past.
+    Only a master knows in any case, and only one that is none of the past. A slave may get what the reader has, and may
+    become the master before: then it is to be looked at again.
     """
     log = partition.log
     if role.is_master and epoch > role.epoch:
-        return Fenced("this replica", f"it is of epoch {role.epoch}, and the reader has a message of epoch {epoch}")
+        reason = f"it is of epoch {role.epoch}, and the reader has a message of epoch {epoch}"
+        return True, Fenced("this replica", reason)
     try:
         epochs = log.epochs()
     except MetamqError as error:
-        return error
+        return True, error
     agreed = epochs.agrees_with_reader(offset, epoch, log.start_offset, log.end_offset)
-    if agreed == offset or (offset >= log.stable_offset and not role.is_master):
-        return None
+    if agreed == offset:
+        return True, None
+    if not role.is_master and offset >= log.stable_offset:
+        return False, None
     if not role.is_master:
-        return Fenced("this replica", f"its log has something else from {agreed} on: ask the master")
-    return OffsetDiverged(
+        return True, Fenced("this replica", f"its log has something else from {agreed} on: ask the master")
+    return True, OffsetDiverged(
         partition.name, offset, log.start_offset, log.stable_offset, agreed, epochs.epoch_of_reader(agreed)
     )
 

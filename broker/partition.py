@@ -65,6 +65,7 @@ class Partition:
         "name",
         "published_position",
         "readers",
+        "stable_listener",
         "topic",
         "topic_id",
         "waiting",
@@ -89,6 +90,8 @@ class Partition:
         """Up to here it is to be flushed whatever the policy: the master waits for it."""
         self.flushed_listener: Callable[[Partition], None] | None = None
         """Called after each flush."""
+        self.stable_listener: Callable[[Partition], None] | None = None
+        """Called whenever the stable mark has moved, whatever moved it."""
         self.flush_began_ms = 0
         self.dirty_since_ms: int | None = None
         """Since when there is something to flush; None when there is nothing."""
@@ -186,6 +189,8 @@ class Partition:
         if not added_bytes:
             return
         self.published_position = self.log.stable_position
+        if self.stable_listener is not None:
+            self.stable_listener(self)
         if self.readers and added_bytes > 0:
             readers, self.readers = self.readers, set()
             for reader in readers:

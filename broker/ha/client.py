@@ -243,6 +243,8 @@ class _Link:
         """What the master has said of partitions, and is still to be done."""
         self._early: list[tuple[Any, memoryview]] = []
         """What came before the link has begun, or behind what is still to be done."""
+        self._not_yet_stable: dict[Partition, int] = {}
+        """Up to where the master says that it is stable, of partitions that end before that."""
         self._copied: dict[int, Partition] = {}
         """Handles whose copies are to be acknowledged."""
         self._unflushed_copies: dict[Partition, int] = {}
@@ -299,6 +301,7 @@ class _Link:
             except CorruptData as error:
                 self._topics.is_damaged(partition, error)
                 continue
+            partition.freeze()  # what is stable, this master says anew
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             self._forget(partition)
             self._handles[handle] = partition
@@ -336,6 +339,7 @@ class _Link:
             self._copied.pop(handle, None)
             self._undecided.discard(handle)
             self._unflushed_copies.pop(partition, None)
+            self._not_yet_stable.pop(partition, None)
         partition.flushed_listener = None
         return handle
 
@@ -471,6 +475,7 @@ class _Link:
             raise full.with_traceback(None)
         try:
             partition.append_replicated(batches, position)
+            self._look_if_stable(partition, self._not_yet_stable.get(partition))
         except CopyDamaged:
             raise
         except CorruptData as error:
@@ -489,8 +494,17 @@ class _Link:
             partition = self._handles.get(handle)
             if partition is not None:
                 partition.bound(offset, position)
-                if partition.log.end_position >= position:
-                    self._client.holds_stable(partition)
+                self._look_if_stable(partition, position)
+
+    def _look_if_stable(self, partition: Partition, stable_position: int | None) -> None:
+        """Whether the partition holds all that the master says is stable."""
+        if stable_position is None:
+            return
+        if partition.log.end_position < stable_position:
+            self._not_yet_stable[partition] = stable_position
+        else:
+            self._not_yet_stable.pop(partition, None)
+            self._client.holds_stable(partition)
 
     # -- acknowledgements ---------------------------------------------------------------------------------------------
 

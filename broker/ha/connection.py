@@ -71,7 +71,7 @@ class Mark(NamedTuple):
 class Place:
     """One partition on one link."""
 
-    __slots__ = ("copies", "flushed", "handle", "held", "live", "partition", "sent_position", "since")
+    __slots__ = ("copies", "flushed", "handle", "held", "live", "partition", "sent_position", "since", "told_position")
 
     def __init__(self, handle: int, partition: Partition, mark: Mark, now: float) -> None:
         self.handle = handle
@@ -81,6 +81,8 @@ class Place:
         self.flushed = min(start, mark)
         """Not `mark`: an attaching slave says what it has written, and its next acknowledgement what it has flushed."""
         self.sent_position = mark.position
+        self.told_position = 0
+        """The stable mark that the slave was told of last."""
         self.live = False
         self.copies: deque[tuple[Mark, float]] = deque()
         """Ends of what was copied and is not acknowledged as it is to be, and since when they are so."""
@@ -341,6 +343,7 @@ class HAConnection:
         news = list(islice(self._stable_news, ENTRIES_TARGET))
         for place in news:
             del self._stable_news[place]
+            place.told_position = place.partition.log.stable_position
         return [
             (place.handle, place.partition.log.stable_offset, place.partition.log.stable_position)
             for place in news

@@ -213,9 +213,9 @@ class RoleKeeper:
         self._end_term(reason)
         self._refuse_writes(None)  # those to a master: a slave refuses them by being one
         self.role, self.reason = role, reason
-        for partition in self._topics.partitions():
-            partition.freeze()
         if self.client is None:
+            for partition in self._topics.partitions():
+                partition.freeze()  # later on, each link does: what its master has said once, it does not say again
             self.client = HAClient(
                 self._register_as,
                 self._topics,

@@ -101,6 +101,8 @@ class HAService:
         self._complete: frozenset[Member] | None = None
         """Once a log is damaged here: who was in sync then, and so holds what is not served here any more."""
         self._changing: asyncio.Task[None] | None = None
+        for partition in topics.partitions():
+            partition.stable_listener = self._stable_moved
         self._members_changed()
         if topics.damage():
             self.damaged()
@@ -109,14 +111,16 @@ class HAService:
 
     def opened(self, partition: Partition) -> None:
         """A partition was opened. Its slaves attach theirs; until then those that are required hold it back."""
+        partition.stable_listener = self._stable_moved
         self._bind(partition)
 
     def slave_beyond(self, partition: Partition, position: int) -> int:
-        """A slave that holds the partition beyond this byte, by its number; -1 when none does. They take turns."""
+        """A slave that lets readers see beyond this byte, by its number; -1 when none does. They take turns."""
         slaves = [
             link.replica
             for link in self.links.values()
-            if (place := link.places.get(partition)) is not None and place.held.position > position
+            if (place := link.places.get(partition)) is not None
+            and min(place.held.position, place.told_position) > position
         ]
         return sorted(slaves)[partition.index % len(slaves)] if slaves else -1
 
@@ -142,7 +146,7 @@ class HAService:
         for link in self.links.values():
             link.appended(partition, batch, position, end, partition.flushes_before_ack)
 
-    def stable_moved(self, partition: Partition) -> None:
+    def _stable_moved(self, partition: Partition) -> None:
         """A partition's stable mark moved: slaves are to know it."""
         for link in self.links.values():
             link.stable_moved(partition)
@@ -294,13 +298,10 @@ class HAService:
             mark = place.mark() if place is not None else Mark(0, 0)
             if lowest is None or mark.position < lowest.position:
                 lowest = mark
-        before = partition.log.stable_position
         if lowest is None:
             partition.unbound()
         else:
             partition.bound(*lowest)
-        if partition.log.stable_position != before:
-            self.stable_moved(partition)
 
     def _members_changed(self) -> None:
         """Whose acknowledgements count has changed: every bound is to be looked at."""
@@ -470,6 +471,8 @@ class HAService:
         """The term is over."""
         self.closed = True
         self._ended.set()
+        for partition in self._topics.partitions():
+            partition.stable_listener = None
         for link in list(self.links.values()):
             link.close(reason)
         self.links.clear()

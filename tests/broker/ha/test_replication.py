@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from metamq.client.transport import BrokerConnection
 from metamq.errors import DeliveryTimeout, Fenced, MetamqError
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.wire.commands import Command, Promote
+from metamq.zk.offers import slaves_offering
+from metamq.zk.session import Session
 from tests.parts import http_get, statistics, wait_until
 
 SESSION_MS = 3000
@@ -63,11 +66,33 @@ class Group:
         return {(p["topic"], p["partition"]): (p["end_offset"], p["size_bytes"]) for p in partitions}
 
     def wait_equal(self, *numbers: int) -> None:
-        """Until the replicas' logs end at the same place; then their bytes are compared."""
+        """Until the replicas' logs end at the same place; then their bytes are compared.
+
+        Nothing is under way then: so readers see the same at all of them, and slaves that are linked offer it.
+        """
         wait_until(lambda: len({tuple(sorted(self.ends(n).items())) for n in numbers}) == 1, what="the same ends")
         logs = [log_bytes(self.replicas[number].data) for number in numbers]
         assert logs[0]
         assert all(log == logs[0] for log in logs[1:])
+        first = numbers[0]
+        wait_until(lambda: all(self.stable(n) == self.stable(first) for n in numbers), what="the same stable marks")
+        topics = {topic for topic, _partition in self.ends(first)}
+        for slave in (n for n in numbers if self.replication(n).get("link") == "transfer"):
+            wait_until(partial(self.offers, slave, topics), what=f"replica {slave} offering {topics}")
+
+    def stable(self, number: int) -> dict[tuple[str, int], int]:
+        """Up to which offset readers see each partition."""
+        partitions = statistics(self.replicas[number])["partitions"]
+        return {(p["topic"], p["partition"]): p["stable_offset"] for p in partitions}
+
+    def offers(self, slave: int, topics: set[str]) -> bool:
+        """Whether a slave offers these topics to readers."""
+
+        async def ask() -> bool:
+            async with await Session.open(self.cluster.zookeeper) as session:
+                return all([(0, slave) in await slaves_offering(session, topic) for topic in topics])
+
+        return asyncio.run(ask())
 
     def read(self, topic: str) -> list[bytes]:
         with self.cluster.consumer(topics=[topic], idle_timeout_s=0.5) as consumer:

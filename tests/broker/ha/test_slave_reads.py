@@ -230,7 +230,9 @@ def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group
             opened = [GetPartition(1, topic, identity, 0)]
             for ahead in (0, 1, 1000):
                 poll = Get(100, 1, 1 << 20, 1 << 20, opened, [(1, len(values) + ahead)], [])
-                assert await connection.request(Command.GET, poll, timeout_s=5) == [], "nothing, and no error"
+                (result,) = unpack_list(Result, await connection.request(Command.GET, poll, timeout_s=5))
+                assert (result.status, result.size) == (status.OK, 0), "nothing, and no error"
+                assert result.preferred_replica == 0, "whether there is something to wait for, the master knows"
                 opened = []
             poll = Get(5000, 1, 1 << 20, 1 << 20, [], [(1, len(values) + 1)], [])
             waiting = connection.send(Command.GET, poll)
