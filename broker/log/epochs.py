@@ -123,19 +123,16 @@ class EpochList:
         """Up to where a reader that is at `offset`, behind a message of `epoch`, has read what this log has.
 
         That is `offset` itself, unless somebody accepted a loss since. Then the log has less of that epoch: they agree
-        up to its end here. Or it has nothing of it: what was before that epoch is not known from one number, and the
-        answer is where the newest older epoch begins here, or the log. So the reader may get something again, and
-        misses nothing. An epoch of -1 is not known, and agrees.
+        up to its end here. Or it has nothing of it: what was before that epoch is not known from one number, not even
+        that it was anything of this log, and the answer is where the log begins. So the reader may get something again,
+        and misses nothing. An epoch of -1 is not known, and agrees.
         """
         if epoch < 0 or offset <= start_offset:
             return offset
-        agreed = start_offset
         for entry, end in zip(self.entries, self.ends(end_offset, 0), strict=True):
             if entry.epoch == epoch:
                 return min(offset, end.offset)
-            if entry.epoch < epoch and entry.offset < offset:  # at `offset` they differ already
-                agreed = entry.offset
-        return min(offset, max(agreed, start_offset))
+        return start_offset
 
     def epoch_of_reader(self, offset: int) -> int:
         """The epoch of the message before `offset`; -1 when the log does not know it."""

@@ -236,6 +236,7 @@ def two_logs_of_one_partition(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @given(both=two_logs_of_one_partition())
 @example(both=([1, 3], [1, 1, 1, 2]))
+@example(both=([1] * 5 + [3] * 3, [1] * 6 + [2]))  # two losses: the master of epoch 3 had nothing of epoch 2
 def test_a_reader_is_told_up_to_where_it_agrees_with_a_log(both: tuple[list[int], list[int]]) -> None:
     """What is accepted is the same; where it is not, that is noticed, and nothing that is new is passed over."""
     read, log = both
@@ -249,6 +250,7 @@ def test_a_reader_is_told_up_to_where_it_agrees_with_a_log(both: tuple[list[int]
     epoch = read[offset - 1] if offset else -1
     agreed = epochs.agrees_with_reader(offset, epoch, 0, len(log))
     assert (agreed == offset) == (common == offset)
+    assert agreed <= common
     if epoch in log:
         assert agreed == common
     assert epochs.epoch_of_reader(agreed) == (log[agreed - 1] if agreed else -1)
