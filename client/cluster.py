@@ -187,10 +187,13 @@ class Cluster:
         self._addresses[broker_id] = f"{address.host}:{address.port}"
         return await self.connections.get(address.host, address.port)
 
-    async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> BrokerConnection:
-        """A connection to the master; while it cannot be reached, to a slave with these topics if slaves are read."""
+    async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> tuple[BrokerConnection, int]:
+        """A connection to the master; while it cannot be reached, to a slave with these topics if slaves are read.
+
+        With it comes MASTER, or the slave's number.
+        """
         try:
-            return await self.connection(broker_id)
+            return await self.connection(broker_id), MASTER
         except ConnectError:
             if not self._with_slaves:
                 raise
@@ -200,7 +203,7 @@ class Cluster:
             for replica in sorted(self.slaves.get(broker_id, {})):
                 if all(replica in self.slaves_with(broker_id, topic) for topic in topics):
                     with contextlib.suppress(ConnectError):
-                        return await self.connection(broker_id, replica)
+                        return await self.connection(broker_id, replica), replica
             raise
 
     def _address(self, source: Source) -> BrokerAddress | None:

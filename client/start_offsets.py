@@ -9,11 +9,11 @@ from datetime import datetime
 from typing import NamedTuple
 
 from metamq.client.assignment import AssignedPartition
-from metamq.client.cluster import Cluster
+from metamq.client.cluster import MASTER, Cluster
 from metamq.client.consumer_options import Start
 from metamq.client.in_pieces import ask_offsets
 from metamq.client.producer_face import timestamp_us
-from metamq.errors import MetamqError, OffsetOutOfRange
+from metamq.errors import ConnectError, MetamqError, OffsetOutOfRange
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
 from metamq.zk.names import parse_partition
@@ -99,13 +99,24 @@ class OffsetFinder:
             entries = [
                 OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions
             ]
+            replica = MASTER
             if master_only:
                 connection = await self._cluster.connection(broker_id)
             else:
-                connection = await self._cluster.reading_connection(broker_id, {tp.topic for tp in partitions})
+                topics = {tp.topic for tp in partitions}
+                connection, replica = await self._cluster.reading_connection(broker_id, topics)
             results = await ask_offsets(connection, entries)
             for tp, result in zip(partitions, results, strict=True):
                 if result.status != status.OK:
                     raise status.decode_error(result.status, result.error)
+                if replica != MASTER and what != LATEST and 0 < result.offset == result.start_offset:
+                    raise _only_the_master_knows(tp, result)
                 found[tp] = result
         return found
+
+
+def _only_the_master_knows(tp: TopicPartition, result: OffsetsResult) -> ConnectError:
+    """A slave's retention is its own: what comes before its first message, the master may have."""
+    return ConnectError(
+        f"the master of {tp}", f"a slave is there, but begins at {result.start_offset}, where the master may have more"
+    )

@@ -92,8 +92,8 @@ class Paper:
     async def connection(self, broker_id: int, replica: int = MASTER) -> Paper:
         return self
 
-    async def reading_connection(self, broker_id: int, topics: set[str]) -> Paper:
-        return self
+    async def reading_connection(self, broker_id: int, topics: set[str]) -> tuple[Paper, int]:
+        return self, MASTER
 
     def is_current(self, source: Source, address: str) -> bool:
         return True

@@ -189,7 +189,7 @@ def test_who_is_far_behind_reads_from_a_slave_and_then_from_the_master(group: Gr
             reader.close()
 
 
-def test_what_a_slave_has_not_any_more_is_read_from_the_master(group: Group) -> None:
+def test_what_a_slave_has_not_any_more_is_read_from_the_master_also_by_who_begins(group: Group) -> None:
     topic = a_sync_topic(group, partitions=1, segment_bytes=1024 * 1024, retention_bytes=1024 * 1024)
     group.add_slave(retention_check_s=0.1)
     group.wait_insync(0, 1)
@@ -210,6 +210,18 @@ def test_what_a_slave_has_not_any_more_is_read_from_the_master(group: Group) -> 
         assert reader.consumer.health().lost_messages == 0
     finally:
         reader.close()
+    group.cluster.broker.kill()
+    new = Reader(group, topic, read_from="any", partition_fetch_max_bytes=64 * 1024)
+    try:
+        wait_until(
+            lambda: any("begins at" in str(one.last_error) for one in new.consumer.health().partitions.values()),
+            what="nobody to say where the earliest is",
+        )
+        assert new.values == []
+        group.cluster.broker.start()
+        new.read_all([b"%0100d" % 7] * 40_000)
+    finally:
+        new.close()
 
 
 def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group: Group) -> None:
