@@ -98,6 +98,11 @@ class HAClient:
         self._changed = asyncio.Event()
         self._link: _Link | None = None
 
+    @property
+    def incarnation(self) -> int:
+        """Which one this replica is now."""
+        return self._registration().incarnation
+
     def follow(self, master: BrokerAddress | None) -> None:
         """Who the master is now; None: there is none."""
         if master != self.master:
@@ -239,6 +244,8 @@ class _Link:
         self._generation = 0
         self._undecided: set[int] = set()
         """Handles for which the master has not said where to go on."""
+        self._waiting: set[Partition] = set()
+        """Those of which it has said that it cannot say yet."""
         self._deciding: deque[sync.AttachResult] = deque()
         """What the master has said of partitions, and is still to be done."""
         self._early: list[tuple[Any, memoryview]] = []
@@ -255,6 +262,7 @@ class _Link:
         self._heartbeat_s = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._incarnation = client.incarnation
         connection.closed.add_done_callback(lambda gone: self.end(gone.result()))
 
     def begin(self, accept: sync.Accept) -> None:
@@ -291,7 +299,10 @@ class _Link:
     # -- handshake ----------------------------------------------------------------------------------------------------
 
     def attach(self, partitions: list[Partition]) -> None:
-        """Tells the master what these partitions' logs have."""
+        """Tells the master what these partitions' logs have; as who joined, or not at all."""
+        if self._client.incarnation != self._incarnation:
+            self.end(ConnectError("the master", "a log lacks what it had: this replica joins as another one"))
+            return
         told = []
         for partition in partitions:
             if partition.closed_by is not None:
@@ -331,8 +342,10 @@ class _Link:
         if handle is not None:
             self._push(sync.Detach(sync.DETACH, self._epoch, [handle]))
             self._acknowledge_soon()  # what waits behind it
+        self._all_decided()
 
     def _forget(self, partition: Partition) -> int | None:
+        self._waiting.discard(partition)
         handle = self._numbers.pop(partition, None)
         if handle is not None:
             self._handles.pop(handle, None)
@@ -376,6 +389,7 @@ class _Link:
         log.log(level, "%s: %s", partition.name, result.reason)
         if decision is sync.Decision.WAIT:
             self._forget(partition)
+            self._waiting.add(partition)
             self.loop.call_later(ATTACH_AGAIN_S, self._attach_again, partition)
         elif decision is sync.Decision.REFUSE:
             self._forget(partition)
@@ -396,7 +410,7 @@ class _Link:
     def _all_decided(self) -> None:
         """Once every log is what the master says, this replica has followed to the master's generation: not before,
         since what a newer generation takes back is cut only by a replica that has not followed to it."""
-        if self._generation and not self._undecided:
+        if self._generation and not (self._undecided or self._waiting):
             self._client.followed(self._generation)
             self._generation = 0
 

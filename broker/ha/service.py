@@ -226,6 +226,8 @@ class HAService:
         results, begun = [], []
         for asked in partitions:
             partition = self._topics.get(asked.topic, asked.partition)
+            if partition is not None and partition.closed_by is not None:  # damaged: there is nothing to go by
+                partition = None
             master = None if partition is None else self._side(partition)
             slave = Side(
                 asked.topic_id,
@@ -343,7 +345,10 @@ class HAService:
             elif now - link.spoke_at >= heartbeat_s / 2:
                 link.beat()
         slaves = {link.member for link in self.links.values() if not link.learner}
-        for member in slaves | self.membership.required:
+        members = slaves | self.membership.required
+        self._away_since = {member: since for member, since in self._away_since.items() if member in members}
+        self._missing_since = {key: since for key, since in self._missing_since.items() if key[0] in members}
+        for member in members:
             self._look_after(member, now)
         if self.membership.required != frozenset(self._required):  # one that was joining is let go
             self._members_changed()
@@ -393,7 +398,7 @@ class HAService:
         before = self.membership.insync
         try:
             version = await self._change(change)
-        except ConnectError as error:
+        except MetamqError as error:  # not of ConnectError alone: a state that cannot be read is no verdict, either
             log.info("whether the in-sync set was changed is not known: %s", error)
             version = None
         if self.closed or self._is_deposed:
@@ -410,10 +415,13 @@ class HAService:
 
     async def _read_state(self) -> None:
         """After a lost answer: reads before concluding, for as long as it takes."""
+        said = ""
         while not self.closed:
             try:
                 state, version = await self._read()
-            except ConnectError:
+            except MetamqError as error:
+                if not isinstance(error, ConnectError) and said != (said := str(error)):
+                    log.error("the in-sync set is left as it is: %s", error)
                 await asyncio.sleep(TICK_S)
                 continue
             self.state_read(state, version)

@@ -21,6 +21,7 @@ from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
 from metamq.zk.topics import TopicConfig
+from tests.broker.ha.test_client import REGISTRATION
 
 EPOCH = 2
 PARTITIONS = 20
@@ -82,8 +83,8 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
                 partition.append(batch, read_header(batch, 0), ids)
         end = partitions[0].log.end_position
         client = HAClient(
-            fails, topics, Flusher(fails), learner=False, generation=lambda: 1, followed=lambda generation: None,
-            readable_changed=lambda: None, full=lambda: None, failed=fails,
+            lambda: REGISTRATION, topics, Flusher(fails), learner=False, generation=lambda: 1,
+            followed=lambda generation: None, readable_changed=lambda: None, full=lambda: None, failed=fails,
         )  # fmt: skip
         line = Line()
         link = _Link(client, line, topics, Flusher(fails))  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ class Master:
             settings,
             topics,
             (self.state, 0),
-            change=self.change,
+            change=lambda change: self.change(change),  # which a test may replace
             read=self.read,
             deposed=lambda: None,
             refuse_writes=self.refuse_writes,
@@ -502,3 +502,59 @@ def test_an_answer_that_comes_after_the_deposition_changes_nothing(
     with a_master(tmp_path) as (_topics, make):
         asyncio.run(scenario(make))
     assert "was not changed" not in caplog.text
+
+
+def test_a_log_that_was_closed_for_damage_at_the_master_waits_and_the_link_goes_on(tmp_path: Path) -> None:
+    """Not even its epochs can be told, since they were never read."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]], topics: Topics) -> None:
+        master = await make()
+        topics.is_damaged(master.partition, CorruptData("t/0", "a test"))
+        slave = Slave(master.service)
+        slave.attach()
+        assert not slave.link.closed
+        assert not slave.link.places
+
+    with a_master(tmp_path) as (topics, make):
+        asyncio.run(scenario(make, topics))
+
+
+def test_a_change_that_failed_is_asked_for_again(tmp_path: Path) -> None:
+    """Whatever it failed with: ZooKeeper's state of the broker may have been unreadable for a moment."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        works, errors = master.change, [Fenced("broker 0", "its state was deleted"), CorruptData("the state", "junk")]
+
+        async def change(change: Change) -> int:
+            if errors:
+                raise errors.pop()
+            return int(await works(change))
+
+        master.change = change
+        slave = Slave(master.service)
+        slave.attach()
+        slave.acknowledges(0)
+        for _ in range(3):
+            await turns()
+            master.after(0)
+        await turns()
+        assert slave.link.member in master.service.membership.insync
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
+def test_of_replicas_that_are_gone_nothing_is_kept(tmp_path: Path) -> None:
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        for incarnation in range(7, 12):
+            slave = Slave(master.service, incarnation=incarnation)
+            master.after(0)
+            master.service.closed_by_slave(slave.link, "it was killed")
+        master.after(0)
+        assert not master.service._away_since
+        assert not master.service._missing_since
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
