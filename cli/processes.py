@@ -24,6 +24,7 @@ LOG_LINES = 12
 TELLS = "metamq: "
 """With this begins what a command says as it fails."""
 POLL_S = 0.05
+KILLED_HINT = "Somebody did, or the kernel when memory ran out: its log cannot tell."
 
 
 class BrokerChild:
@@ -72,10 +73,11 @@ class BrokerChild:
         raise MetamqError(f"{self.name} {how_it_ended(status)} instead of serving", hint=self._end_of_log())
 
     def failure(self) -> MetamqError | None:
-        """None while it runs; the error, with the end of its log, once it has ended by itself."""
+        """None while it runs; the error, with the end of its log if that can tell, once it has ended by itself."""
         if self._process.poll() is None:
             return None
-        return MetamqError(f"{self.name} {self.how_it_ended()}", hint=self._end_of_log())
+        hint = KILLED_HINT if self.was_killed() else self._end_of_log()
+        return MetamqError(f"{self.name} {self.how_it_ended()}", hint=hint)
 
     def how_it_ended(self) -> str:
         """For a process that has ended: "was ended by SIGKILL"."""

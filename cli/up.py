@@ -1,7 +1,7 @@
 """`metamq up`: a whole cluster on one machine, for as long as the command runs.
 
     lock the folder → ZooKeeper → a master and its slaves → print where they are → wait for Ctrl-C, or for ZooKeeper
-    or the last replica to end → stop the replicas, then ZooKeeper, which they need to say good-bye
+    or a broker without slaves to end → stop the replicas, then ZooKeeper, which they need to say good-bye
 
 The lock is a flock whose descriptor the replicas inherit. After a kill -9 of this process it is held for as long as
 they take to end, so that whoever comes next neither finds the folder free too early nor takes a dying cluster for a
@@ -80,6 +80,8 @@ def up(
     """
     if ephemeral and data is not None:
         raise click.UsageError("--ephemeral keeps nothing, --data says where to keep it: give one of them")
+    if current().zookeeper:
+        raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
     current().log()
     load(BrokerConfig, "broker", file=current().config, arguments={})  # before anything is started for nothing
     with StopSignals() as signals:

@@ -1,12 +1,14 @@
 """The broker of `metamq up`: a process for each replica, and what is said when one of them ends.
 
 A replica that ends is told, and the others go on: whoever killed it wants to see what they do. Who is the master is not
-remembered here: that stands in ZooKeeper, and may change at any time.
+remembered here: that stands in ZooKeeper, and may change at any time. Nor is what was started by hand: that is why
+ZooKeeper goes on when none of the processes started here is left. Only a broker without slaves takes it down.
 """
 
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from metamq.errors import ConfigError, MetamqError
 from metamq.zk.paths import DEFAULT_ROOT
 
 BROKER_ID = 0
+ANSWER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,11 @@ class Replicas:
             return {one.replica: one for one in broker.replicas} if broker is not None else {}
 
     def check_running(self) -> None:
-        """Tells of a replica that has ended by itself. Raises MetamqError when it was the last one."""
+        """Tells of a replica that has ended by itself. Raises MetamqError when the broker has no other."""
         for member in self.members:
             if not member.ended and (error := member.child.failure()) is not None:
                 member.ended = True
-                if all(other.ended for other in self.members):
+                if len(self.members) == 1:
                     raise error
                 self._tell(member, error)
 
@@ -112,12 +115,14 @@ class Replicas:
         except MetamqError:
             known = {}
         role = f", the {known[ended.number].role}," if ended.number in known else ""
-        say(f"Replica {ended.number}{role} {ended.child.how_it_ended()}. The others go on.", fg="yellow")
+        left = any(not member.ended for member in self.members)
+        goes_on = "The others go on." if left else "No replica started here is left; ZooKeeper goes on until Ctrl-C."
+        say(f"Replica {ended.number}{role} {ended.child.how_it_ended()}. {goes_on}", fg="yellow")
         if not ended.child.was_killed():
             say(error.hint)
         if role == ", the master,":
-            living = {member.number for member in self.members if not member.ended}
-            ready = [one.replica for one in known.values() if one.in_sync and one.replica in living]
+            others = [one for one in known.values() if one.in_sync and one.replica != ended.number]
+            ready = [one.replica for one in others if one.address is not None and _answers(one.address)]
             if ready:
                 say(f"To make a slave the master: metamq ha promote --broker {BROKER_ID} --slave {ready[0]}")
         say(f"To start it again: {ended.command()}")
@@ -136,3 +141,13 @@ class Replicas:
             member.child.terminate()
         for member in self.members:
             member.child.stop()
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens there: a replica that was killed stays registered until its session ends."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
