@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 import metamq
-from metamq.broker.ha.client import HAState
+from metamq.broker.ha.attempts import HAState
 from metamq.broker.ha.role import Role
 from metamq.broker.sync_times import BOUNDS_S
 

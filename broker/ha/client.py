@@ -19,13 +19,13 @@ go on. Nothing is ever skipped.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from metamq.broker.flusher import Flusher
+from metamq.broker.ha.attempts import Attempts, HAState
 from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
@@ -39,21 +39,10 @@ from metamq.zk.brokers import BrokerAddress, Registration
 log = logging.getLogger("metamq.broker")
 
 JOIN_TIMEOUT_S = 5.0
-PAUSE_FIRST_S = 0.05
-PAUSE_MAX_S = 1.0
 ATTACH_AGAIN_S = 0.2
 DECIDING_S = 0.02
 """So long the loop is busy with what the master has said of partitions, before others have their turn."""
 HEARTBEATS_MISSED_MAX = 3
-
-
-class HAState(enum.Enum):
-    """Where the slave's end of the link is in its life."""
-
-    READY = "ready"
-    HANDSHAKE = "handshake"
-    TRANSFER = "transfer"
-    SHUTDOWN = "shutdown"
 
 
 class HAClient:
@@ -96,6 +85,7 @@ class HAClient:
         self.readable: set[Partition] = set()
         """Partitions that hold all that is stable, or did once while this replica was linked: they may be offered."""
         self._changed = asyncio.Event()
+        self.attempts = Attempts()
         self._link: _Link | None = None
 
     @property
@@ -108,15 +98,16 @@ class HAClient:
         if master != self.master:
             self.master = master
             self._changed.set()
+            self.attempts.hurry()
             if self._link is not None:
                 self._link.end(ConnectError("the master", "it is another one now"))
 
     async def run(self) -> None:
         """Links up, again and again, until cancelled."""
-        pause_s = PAUSE_FIRST_S
         try:
             while True:
                 self._changed.clear()
+                self.attempts.begin()
                 master = self.master
                 if master is None or master.replica == self._registration().replica:
                     await self._changed.wait()
@@ -127,18 +118,13 @@ class HAClient:
                     error = await self._serve_while_it_is(master)
                 except MetamqError as never_began:
                     error = never_began
-                else:
-                    pause_s = PAUSE_FIRST_S
+                    self.attempts.failed(error)
                 if isinstance(error, StorageError) and not isinstance(error, DiskFull):
                     self._failed(error)
                     return
                 log.info("no link to the master at %s: %s", master.address, error)
                 self.state = HAState.READY
-                try:
-                    async with asyncio.timeout(pause_s):  # wait_for() of Python 3.11 may lose a cancellation
-                        await self._changed.wait()
-                except TimeoutError:
-                    pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                await self.attempts.pause()
         finally:
             self.state = HAState.SHUTDOWN
 
@@ -179,6 +165,7 @@ class HAClient:
             self._link = link
             link.begin(frame)
             self.state = HAState.TRANSFER
+            self.attempts.linked()
             return await link.ended
         finally:
             self._link = None

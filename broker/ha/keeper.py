@@ -39,6 +39,8 @@ log = logging.getLogger("metamq.broker")
 
 RETRY_S = 0.5
 HAND_OVER_MS = 3000
+LINK_UP_S = 1.0
+"""So long a promotion waits for a link to a master that is registered; not at all when nobody is at its address."""
 
 
 class RoleKeeper:
@@ -301,12 +303,8 @@ class RoleKeeper:
             handed_over = False
             if not in_sync and not accept_loss:
                 raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
-            if in_sync and self.client is not None and self.client.linked:
-                try:
-                    await self.client.hand_over(HAND_OVER_MS)
-                    handed_over = True
-                except (ConnectError, Timeout) as error:  # it died just now, or hangs
-                    log.warning("%s: the master does not hand over: %s", self._what, error)
+            if in_sync:
+                handed_over = await self._is_handed_over(state)
             mastership = await take_over(
                 self._session, registration, state, version, accept_loss=accept_loss, handed_over=handed_over
             )
@@ -315,6 +313,34 @@ class RoleKeeper:
             log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
             await self._begin_term(mastership)
             return mastership
+
+    async def _is_handed_over(self, state: BrokerState) -> bool:
+        """Asks the master to stop, if it lives; whether it has, and this replica holds everything.
+
+        A link that is down at the moment does not tell that its master is dead, while that is registered. Raises what
+        a living master refuses with, ConnectError when ZooKeeper is away.
+        """
+        for _ in range(2):
+            client = self.client
+            if client is None:
+                return False
+            if not client.linked:
+                master = await master_of(self._session, self._registration.broker_id)
+                if master is None or master.replica != state.master:
+                    return False
+                client.follow(master)
+                await client.attempts.outcome(LINK_UP_S)
+                if not client.linked:
+                    return False
+            try:
+                await client.hand_over(HAND_OVER_MS)
+                return True
+            except Timeout as error:  # it hangs
+                log.warning("%s: the master does not hand over: %s", self._what, error)
+                return False
+            except ConnectError as error:  # it died just now, or the link did
+                log.warning("%s: the link broke before the master had handed over: %s", self._what, error)
+        return False
 
     # -- what the parts ask for ---------------------------------------------------------------------------------------
 

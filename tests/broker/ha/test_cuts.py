@@ -113,6 +113,18 @@ def test_a_master_that_only_its_clients_reach_acknowledges_nothing_once_another_
         group.wait_equal(0, 1)
 
 
+def test_a_promotion_while_the_link_is_down_is_handed_what_the_living_master_has(group: NetworkedGroup) -> None:
+    """On an async topic the master alone has acknowledged it."""
+    topic = "link-down"
+    group.cluster.create_topic(topic, partitions=2, replication="async")
+    wait_until(lambda: (topic, 1) in group.ends(1), what="the topic at the slave")
+    group.network.cut(TO_SLAVE)
+    values = send(group, topic, 10)
+    group.network.heal(TO_SLAVE, broken=True)
+    group.promote(1)
+    assert sorted(group.read(topic)) == sorted(values)
+
+
 def test_a_topic_that_was_made_anew_while_the_slave_was_down(group: NetworkedGroup) -> None:
     topic = a_sync_topic(group, "anew")
     send(group, topic, 10, b"old")
