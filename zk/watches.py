@@ -7,9 +7,34 @@ overtake the answer: it is kept until the caller has its answer, and forgotten w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class OneWatch:
+    """Who reads the same thing again and again: leaves a watch with it only once the one before has been called."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._is_left = False
+
+    async def leave(self, read: Callable[[Callable[[], None] | None], Awaitable[T]]) -> T:
+        """What `read(watch)` reads."""
+        if self._is_left:
+            return await read(None)
+        self._is_left = True  # before the answer: the watch may be called before it is here
+        try:
+            return await read(self._called)
+        except BaseException:
+            self._is_left = False
+            raise
+
+    def _called(self) -> None:
+        self._is_left = False
+        self._callback()
 
 
 class Watches:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from metamq.broker.config import BrokerConfig
@@ -34,6 +35,7 @@ from metamq.zk.lease import Lease
 from metamq.zk.offers import register_slave_topics, register_topics
 from metamq.zk.replicas import Refused, Unknown, change_insync, register_slave, slaves_of, take_over
 from metamq.zk.session import Session
+from metamq.zk.watches import OneWatch
 
 log = logging.getLogger("metamq.broker")
 
@@ -88,6 +90,7 @@ class RoleKeeper:
         """As this slave saw it last."""
         self._offered: tuple[int, Role, dict[str, int]] | None = None
         self._following: asyncio.Task[None] | None = None
+        self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
         topics.opened = self._opened
         topics.closing = self._closing
         topics.damaged = self._damaged
@@ -135,8 +138,9 @@ class RoleKeeper:
             registration = self._registration
             if self._registered[0] != self._session.generation:
                 await self._check()
-            stored = await read_state(self._session, registration.broker_id, self.look_again)
-            slaves = await slaves_of(self._session, registration.broker_id, self.look_again)
+            what = self._session, registration.broker_id
+            stored = await self._state_watch.leave(partial(read_state, *what))
+            slaves = await self._slaves_watch.leave(partial(slaves_of, *what))
             state = stored[0] if stored is not None else None
             self._has_others = self._has_others or bool(slaves) or (state is not None and len(state.insync) > 1)
             part = cast(state, registration, learner=self._config.learner, playing=self.role, epoch=self.epoch)
@@ -194,7 +198,7 @@ class RoleKeeper:
         self._refuse_writes(None)
         log.info("%s is the master, epoch %d", self._what, self.epoch)
         self._mastership = mastership
-        await self.offer()
+        await self._offer()
         self._registered = self._to_register()
 
     def _end_term(self, reason: str) -> None:
@@ -230,7 +234,8 @@ class RoleKeeper:
                 failed=self._failed,
             )
             self._following = asyncio.ensure_future(self.client.run())
-        master = await master_of(self._session, self._registration.broker_id, self.look_again)
+        what = self._session, self._registration.broker_id
+        master = await self._master_watch.leave(partial(master_of, *what))
         if role is not Role.SLAVE:
             master = None
         if master is not None and self._topics.damage():  # else the damaged log may be the best that there is
@@ -238,7 +243,7 @@ class RoleKeeper:
             await self._topics.set_damaged_aside()
         self._folder.incarnation_known()
         await register_slave(self._session, self._registration)
-        await self.offer()
+        await self._offer()
         if not (master is None and role is Role.SLAVE and self._is_linked_to_master()):
             self.client.follow(master)
         self._registered = self._to_register()
@@ -261,6 +266,10 @@ class RoleKeeper:
 
     async def offer(self) -> None:
         """Offers the topics to clients: to producers and readers as the master, to readers as a slave that has them."""
+        async with self._settling:  # of two at once the later one might win, with what the earlier one saw
+            await self._offer()
+
+    async def _offer(self) -> None:
         broker_id, replica, counts = self._registration.broker_id, self._registration.replica, self._topics.counts()
         if self.client is not None:
             readable = Counter(partition.topic for partition in self.client.readable)

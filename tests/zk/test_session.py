@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -28,6 +29,7 @@ from metamq.zk.session import (
     State,
     ZooKeeperError,
 )
+from metamq.zk.watches import OneWatch
 
 Until = Callable[..., Awaitable[None]]
 
@@ -258,6 +260,25 @@ def test_a_call_that_fails_leaves_no_watch(servers: str) -> None:
         await session.create("/n/c", makepath=True)
         await session.sync()
         assert calls == []
+
+    run(servers, scenario)
+
+
+def test_one_watch_is_left_however_often_something_is_read(servers: str, until: Until) -> None:
+    async def scenario(session: Session) -> None:
+        calls: list[None] = []
+        one = OneWatch(lambda: calls.append(None))
+        with pytest.raises(NoNode):
+            await one.leave(partial(session.get, "/n"))
+        await session.create("/n")
+        for version in range(3):
+            for _ in range(10):
+                assert (await one.leave(partial(session.get, "/n"))).version == version
+            await session.set("/n", b"", version)
+            await until(lambda: calls)
+            await session.sync()
+            assert len(calls) == 1
+            calls.clear()
 
     run(servers, scenario)
 
