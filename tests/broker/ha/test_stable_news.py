@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from metamq.wire.columns import encode
 from metamq.wire.commands import Get, GetPartition, GetResult
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
-from metamq.zk.topics import TopicConfig
 from tests.broker.ha import test_service
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
 from tests.broker.ha.test_service import EPOCH, TOPIC, Master, a_master, turns
@@ -66,11 +66,7 @@ def test_a_slave_that_does_not_count_is_told_of_stable_marks_too(tmp_path: Path)
         asyncio.run(scenario(make))
 
 
-def test_slaves_are_told_when_the_masters_own_flush_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_service, "TOPIC", TopicConfig("t", {0: 1}, flush="ack"))
-
+def test_slaves_are_told_when_the_masters_own_flush_is_the_last(tmp_path: Path) -> None:
     async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
         master = await make()
         slave = Slave(master)
@@ -86,7 +82,7 @@ def test_slaves_are_told_when_the_masters_own_flush_is_the_last(
         slave.link.beat()
         assert slave.told[-1] == master.stable == 1
 
-    with a_master(tmp_path) as (_topics, make):
+    with a_master(tmp_path, replace(TOPIC, flush="ack")) as (_topics, make):
         asyncio.run(scenario(make))
 
 
