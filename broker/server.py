@@ -38,6 +38,7 @@ from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.request_memory import RequestMemory
 from metamq.broker.sync_times import Histogram, SyncTimes
 from metamq.broker.topics import Topics
+from metamq.broker.trouble import Trouble
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
@@ -263,6 +264,7 @@ class Broker:
         await self._topics.apply(configs, unreadable)
 
     async def _follow_topics(self) -> None:
+        trouble = Trouble()
         while True:
             await self._topics_changed.wait()
             self._topics_changed.clear()
@@ -270,8 +272,9 @@ class Broker:
                 await self._read_topics()
                 await self._keeper.settle()  # a log that was opened may lack something
                 await self._keeper.offer()
+                trouble.is_over("topics are followed again")
             except ConnectError as error:
-                log.info("topics are not followed at present: %s", error)
+                trouble.lasts("topics are not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._topics_changed.set()
 

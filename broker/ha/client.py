@@ -30,6 +30,7 @@ from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
+from metamq.broker.trouble import Trouble
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, DiskFull, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
@@ -87,6 +88,7 @@ class HAClient:
         self._changed = asyncio.Event()
         self.attempts = Attempts()
         self._link: _Link | None = None
+        self._trouble = Trouble()
 
     @property
     def incarnation(self) -> int:
@@ -122,7 +124,7 @@ class HAClient:
                 if isinstance(error, StorageError) and not isinstance(error, DiskFull):
                     self._failed(error)
                     return
-                log.info("no link to the master at %s: %s", master.address, error)
+                self._trouble.lasts(f"no link to the master at {master.address}", error)
                 self.state = HAState.READY
                 await self.attempts.pause()
         finally:
@@ -163,6 +165,7 @@ class HAClient:
                 raise ProtocolError(f"{master.address} answered a Join with {type(frame).__name__}")
             self.epoch = frame.epoch
             self._link = link
+            self._trouble.is_over(f"linked to the master at {master.address} again")
             link.begin(frame)
             self.state = HAState.TRANSFER
             self.attempts.linked()
@@ -372,8 +375,7 @@ class _Link:
         if partition is None:
             return
         decision = sync.Decision(result.decision)
-        level = logging.WARNING if decision is sync.Decision.REFUSE else logging.INFO
-        log.log(level, "%s: %s", partition.name, result.reason)
+        log.log(_level(result, partition), "%s: %s", partition.name, result.reason)
         if decision is sync.Decision.WAIT:
             self._forget(partition)
             self._waiting.add(partition)
@@ -589,3 +591,12 @@ def _remove(paths: list[str]) -> None:
         unlink_all(paths)
     except OSError as error:
         log.warning("what is left of an emptied log stays until the next start: %s", error)
+
+
+def _level(result: sync.AttachResult, partition: Partition) -> int:
+    """Of logging's: what a log loses is worth a line, that thousands of them just go on is not."""
+    decision, log_ = sync.Decision(result.decision), partition.log
+    if decision is sync.Decision.REFUSE:
+        return logging.WARNING
+    kept = {sync.Decision.FROM: result.position, sync.Decision.RESET: log_.start_position}
+    return logging.INFO if kept.get(decision, log_.end_position) < log_.end_position else logging.DEBUG

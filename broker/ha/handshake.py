@@ -91,7 +91,7 @@ def decide(master: Side | None, slave: Side) -> Verdict:
     seen = slave.stable_offset - kept_offset
     if seen <= 0:
         cut = slave.end.offset - begin.offset if decision is Decision.FROM else 0
-        level = logging.WARNING if cut or (decision is Decision.RESET and not slave.is_empty) else logging.INFO
+        level = logging.WARNING if cut or (decision is Decision.RESET and not slave.is_empty) else logging.DEBUG
         return Verdict(decision, *begin, reason, level)
     if master.generation > slave.generation:
         reason += f"; {_messages(seen)} that readers had seen {_are(seen)} given up (generation {master.generation})"
@@ -100,7 +100,7 @@ def decide(master: Side | None, slave: Side) -> Verdict:
 
 
 def _wait(reason: str) -> Verdict:
-    return Verdict(Decision.WAIT, 0, 0, reason, logging.INFO)
+    return Verdict(Decision.WAIT, 0, 0, reason, logging.DEBUG)
 
 
 def _agreement(master: Side, slave: Side) -> Place | None:

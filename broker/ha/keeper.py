@@ -29,6 +29,7 @@ from metamq.broker.ha.service import TICK_S, HAService, HASettings
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
+from metamq.broker.trouble import Trouble
 from metamq.errors import ConnectError, CorruptData, DiskFull, Fenced, MetamqError, Timeout
 from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
 from metamq.zk.lease import Lease
@@ -109,14 +110,16 @@ class RoleKeeper:
 
     async def run(self) -> None:
         """Follows, for ever."""
+        trouble = Trouble()
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
                 await self._session.connected()
                 await self.settle()
+                trouble.is_over("the role is followed again")
             except ConnectError as error:
-                log.info("the role is not followed at present: %s", error)
+                trouble.lasts("the role is not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
 

@@ -411,7 +411,13 @@ class HAService:
         if not self.closed:
             self._members_changed()
             if self.membership.insync != before:
-                log.warning("in sync are now: %s", ", ".join(f"replica {r}" for r, _ in sorted(self.membership.insync)))
+                self._tell_insync(before)
+
+    def _tell_insync(self, before: Iterable[Member]) -> None:
+        replicas = {replica for replica, _ in self.membership.insync}
+        lost = {replica for replica, _ in before} - replicas
+        words = ", ".join(f"replica {replica}" for replica in sorted(replicas))
+        log.log(logging.WARNING if lost else logging.INFO, "in sync are now: %s", words)
 
     async def _read_state(self) -> None:
         """After a lost answer: reads before concluding, for as long as it takes."""

@@ -38,7 +38,7 @@ class Case(NamedTuple):
     decision: Decision
     offset: int
     reason: str
-    level: int = logging.INFO
+    level: int = logging.DEBUG
 
 
 FROM, RESET, WAIT, REFUSE = Decision
