@@ -150,6 +150,6 @@ class Load:
 
         asyncio.run(look())
 
-    def has_read(self, logs: Mapping[str, Sequence[bytes]]) -> bool:
-        """Whether the reader and the group were given all of it."""
-        return self.reader.has_all(logs) and self.group.has_all(logs)
+    def missed(self, logs: Mapping[str, Sequence[bytes]]) -> list[str]:
+        """What of the logs the reader and the group were not given."""
+        return self.reader.missed(logs) or self.group.missed(logs)

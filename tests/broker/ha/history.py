@@ -65,11 +65,16 @@ class Given:
                 upto = self.upto[partition]
                 self.faults.append(f"{self._name} has committed {partition}/{offset}, and was given it up to {upto}")
 
-    def has_all(self, log: Mapping[str, Sequence[bytes]]) -> bool:
-        """Whether everything in the log was given, and nothing else at its place later."""
+    def missed(self, log: Mapping[str, Sequence[bytes]]) -> list[str]:
+        """What is in the log and was not given, or something else at its place later."""
         with self._lock:
             last = dict(self.seen)
-        return all(last.get((p, n)) == value for p, values in log.items() for n, value in enumerate(values))
+        return [
+            f"{self._name} was not given {value!r} at {partition}/{offset}, but {last.get((partition, offset))!r}"
+            for partition, values in log.items()
+            for offset, value in enumerate(values)
+            if last.get((partition, offset)) != value
+        ]
 
 
 def faults(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:
