@@ -45,6 +45,7 @@ from metamq.words import count
 from metamq.zk.brokers import Registration, cluster_id, known_cluster_id, read_state
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.registrations import until_alone
 from metamq.zk.session import Session, State
 from metamq.zk.topics import TopicConfig, TopicStore
 
@@ -235,6 +236,7 @@ class Broker:
 
     async def _check_not_replaced(self) -> None:
         """A new folder in the place of one that is lost is no member of the in-sync set, whatever stands there."""
+        await until_alone(self._session, self._registration())  # a living one has lost nothing
         stored = await read_state(self._session, self.config.id)
         if stored is not None:
             former = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]

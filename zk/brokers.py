@@ -112,13 +112,13 @@ async def become_master(session: Session, registration: Registration) -> Masters
     """
     paths = session.paths
     master_path, state_path = paths.master(registration.broker_id), paths.broker_state(registration.broker_id)
-    patience = Patience(session, registration, "master")
+    patience = Patience(session, registration)
     while True:
         stored = await read_state(session, registration.broker_id)
         state = next_term(stored[0] if stored else None, registration)
         there = await session.get_or_none(master_path)
         if there is not None and not is_ours(there, session, registration):
-            await patience.wait(master_path, there)
+            await patience.wait(master_path, there, "master")
             continue
         await session.ensure(paths.broker(registration.broker_id))
         operations: list[Op] = []

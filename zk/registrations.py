@@ -135,39 +135,49 @@ async def without_slave_node(session: Session, registration: Registration) -> li
     return [Delete(path, there.version)] if there is not None and is_ours(there, session, registration, "slave") else []
 
 
-_HINTS = {
-    "master": "Give each broker its own broker id, or stop the other one.",
-    "slave": "Give each replica of a broker id its own number, or stop the other one.",
-}
-
-
 class Patience:
     """Waits for nodes of others, in all as long as the session of the first of them may still live."""
 
-    def __init__(self, session: Session, registration: Registration, role: Role) -> None:
+    def __init__(self, session: Session, registration: Registration) -> None:
         self._session = session
-        self._broker_id = registration.broker_id
-        self._role: Role = role
-        self._what = role if role == "master" else f"replica {registration.replica}"
+        self._registration = registration
         self._deadline: float | None = None
 
-    async def wait(self, path: str, there: Node) -> None:
+    async def wait(self, path: str, there: Node, role: Role) -> None:
         """Until the node is gone. Raises ConfigError when it is still there after its session's time-out."""
-        other = address_of(self._broker_id, there, self._role)
+        me = self._registration
+        other = address_of(me.broker_id, there, role)
         if self._deadline is None:
             timeout_ms = json.loads(there.data).get("session_timeout_ms", self._session.negotiated_timeout_ms)
             self._deadline = time.monotonic() + (timeout_ms + EXPIRY_MARGIN_MS) / 1000
         gone = asyncio.Event()
         if await self._session.exists(path, watch=gone.set) is None:
             return
-        log.info(
-            "broker %d: waiting for the session of its %s at %s to end", self._broker_id, self._what, other.address
+        what = (
+            str(me) if other.replica == me.replica else f"replica {other.replica}, the master of broker {me.broker_id}"
         )
+        left_s = max(self._deadline - time.monotonic(), 0)
+        log.warning("another process is %s, at %s: waiting %.0f s for its session to end", what, other.address, left_s)
         try:
-            async with asyncio.timeout(max(self._deadline - time.monotonic(), 0)):
+            async with asyncio.timeout(left_s):
                 await gone.wait()
         except TimeoutError:
             raise ConfigError(
-                f"broker {self._broker_id} has a live {self._what} already: replica {other.replica} at {other.address}",
-                hint=_HINTS[self._role],
+                f"{what} runs already, at {other.address}",
+                hint="Give this one another --replica or --id, or stop the other one.",
             ) from None
+
+
+async def until_alone(session: Session, registration: Registration) -> None:
+    """Waits until no other process is this replica. Raises as Patience.wait; ConnectionLost."""
+    paths, patience = session.paths, Patience(session, registration)
+    places: tuple[tuple[str, Role], ...] = (
+        (paths.master(registration.broker_id), "master"),
+        (paths.slave(registration.broker_id, registration.replica), "slave"),
+    )
+    for path, role in places:
+        while (there := await session.get_or_none(path)) is not None:
+            is_other = address_of(registration.broker_id, there, role).replica != registration.replica
+            if is_other or is_ours(there, session, registration, role):
+                break
+            await patience.wait(path, there, role)

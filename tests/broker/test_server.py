@@ -241,8 +241,8 @@ def test_a_broker_id_that_another_live_broker_has(parts: Cluster, tmp_path: Path
     first = BrokerProcess(parts.zookeeper, tmp_path / "first", 2, session_timeout_ms=1000)
     first.start()
     text = refused(BrokerProcess(parts.zookeeper, tmp_path / "second", 2, session_timeout_ms=1000))
-    assert f"broker 2 has a live master already: replica 0 at 127.0.0.1:{first.port}" in text
-    assert "Give each broker its own broker id, or stop the other one." in text
+    assert f"replica 0 of broker 2 runs already, at 127.0.0.1:{first.port}" in text
+    assert "Give this one another --replica or --id, or stop the other one." in text
     assert statistics(first)["epoch"] == broker_state(parts.zookeeper, 2).epoch
     assert first.stop() == 0
 

@@ -103,7 +103,7 @@ def test_two_live_masters_of_one_broker_id_are_an_error_that_names_the_other(
     async def scenario() -> None:
         async with await Session.open(servers, timeout_ms=1_000) as other, await Session.open(servers) as session:
             await become_master(other, OTHER)
-            with pytest.raises(ConfigError, match=r"live master already: replica 0 at two\.example:8123"):
+            with pytest.raises(ConfigError, match=r"replica 0 of broker 0 runs already, at two\.example:8123"):
                 await become_master(session, ME)
             assert (await live_brokers(session))[0].host == "two.example"
 

@@ -119,7 +119,7 @@ def test_two_live_replicas_of_one_number_are_an_error_that_names_the_other(
         async with await Session.open(servers) as session:
             other = await Session.open(servers, timeout_ms=1_000)
             await register_slave(other, replace(ONE, folder="another"))
-            with pytest.raises(ConfigError, match=r"live replica 1 already: replica 1 at two\.example:8123"):
+            with pytest.raises(ConfigError, match=r"replica 1 of broker 0 runs already, at two\.example:8123"):
                 await register_slave(session, ONE)
             waiting = asyncio.create_task(register_slave(session, ONE))
             await other.close()
