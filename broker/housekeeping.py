@@ -74,12 +74,12 @@ class Housekeeping:
         free_bytes = self._folder.free_bytes()
         reserve_bytes = self._config.disk_reserve_bytes
         full = free_bytes < reserve_bytes
-        if full and self._processors.refuse_writes is None:
-            self._processors.refuse_writes = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
-            log.error("writes are refused: %s", self._processors.refuse_writes)
+        if full and self._processors.disk_full is None:
+            self._processors.disk_full = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
+            log.error("writes are refused: %s", self._processors.disk_full)
             self._due.set()
-        elif not full and isinstance(self._processors.refuse_writes, DiskFull):
-            self._processors.refuse_writes = None
+        elif not full and self._processors.disk_full is not None:
+            self._processors.disk_full = None
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
 
     async def _round(self) -> None:

@@ -82,8 +82,10 @@ class Processors:
         self._failed = failed
         self.counters = counters
         self.find = topics.find
-        self.refuse_writes: DiskFull | Fenced | None = None
-        """Why PUTs are refused at present, or None."""
+        self.disk_full: DiskFull | None = None
+        self.fenced: Fenced | None = None
+        """This master hands over, or is one no more."""
+        self.stopping: Fenced | None = None
         self.ha: HAService | None = None
         """Replication, while this is the master."""
         self.transfer: GroupTransferService | None = None
@@ -164,9 +166,14 @@ class Processors:
                     self._failed(error)
                 put.done(number, error)
 
+    @property
+    def refuse_writes(self) -> DiskFull | Fenced | None:
+        """Why PUTs are refused at present, or None. Each reason has its owner: one that ends leaves the others."""
+        return self.stopping or self.fenced or self.disk_full
+
     def _append(self, put: _PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
-        if self.refuse_writes is not None:
-            raise self.refuse_writes
+        if (refusal := self.refuse_writes) is not None:
+            raise refusal
         ha, transfer = self.ha, self.transfer
         if ha is None or transfer is None:
             raise self.not_master.with_traceback(None)

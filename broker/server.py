@@ -328,7 +328,7 @@ class Broker:
     async def stop(self) -> None:
         """Ends the broker: gracefully after end(), at once after fail()."""
         self._ready_reason = "stopping"
-        self._processors.refuse_writes = Fenced(f"broker {self.config.id}", "it is stopping")
+        self._processors.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
         self._acceptor.close()
         self._keeper.say_goodbye()
         for task in self._tasks:
@@ -391,8 +391,8 @@ class Broker:
         reason = self._ready_reason or self._keeper.readiness()
         if reason:
             return False, reason
-        if self._processors.refuse_writes is not None:
-            return False, str(self._processors.refuse_writes)
+        if (refusal := self._processors.refuse_writes) is not None:
+            return False, str(refusal)
         if broken:
             return False, "; ".join(str(error) for error in broken)
         return True, f"epoch {self.epoch}, {count(len(self._topics.counts()), 'topic')}"

@@ -30,7 +30,7 @@ from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
-from metamq.errors import ConnectError, CorruptData, DiskFull, Fenced, MetamqError, Timeout
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeout
 from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
 from metamq.zk.lease import Lease
 from metamq.zk.offers import register_slave_topics, register_topics
@@ -232,7 +232,7 @@ class RoleKeeper:
                 learner=self._config.learner,
                 generation=lambda: self._folder.generation,
                 followed=self._folder.follow_generation,
-                full=self._full,
+                full=lambda: self._processors.disk_full,
                 readable_changed=self.look_again,
                 failed=self._failed,
             )
@@ -360,13 +360,8 @@ class RoleKeeper:
         """Whether nobody can have become master meanwhile, as far as clocks tell; true where there is nobody else."""
         return not self._has_others or self._lease.valid()
 
-    def _full(self) -> DiskFull | None:
-        error = self._processors.refuse_writes
-        return error if isinstance(error, DiskFull) else None
-
     def _refuse_writes(self, error: Fenced | None) -> None:
-        if error is not None or isinstance(self._processors.refuse_writes, Fenced):
-            self._processors.refuse_writes = error
+        self._processors.fenced = error
 
     async def _change(self, change: Change) -> int | None:
         held = self._mastership

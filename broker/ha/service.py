@@ -86,6 +86,8 @@ class HAService:
         """By replica: a replica counts once, however many connections it makes."""
         self.closed = False
         self._is_deposed = False
+        self._handing_over = 0
+        """Hand-overs under way: each of them counts on it that nothing is written."""
         self._settings = settings
         self._topics = topics
         self._change = change
@@ -455,6 +457,7 @@ class HAService:
         """A slave wants to become master: no more writes, until it holds all, or the time is over."""
         what = f"broker {self._settings.broker_id}"
         reason = ""
+        self._handing_over += 1
         self._refuse_writes(Fenced(what, f"it hands over to replica {link.replica}"))
         deadline = self._loop.time() + wait_ms / 1000
         partitions = list(self._topics.partitions())
@@ -471,7 +474,8 @@ class HAService:
                     await self._ended.wait()
         if not self.closed:
             await self._read_state()
-        if not (self.closed or self._is_deposed):
+        self._handing_over -= 1
+        if not (self.closed or self._is_deposed or self._handing_over):
             self._refuse_writes(None)
 
     def _holds_all(self, link: HAConnection, partitions: list[Partition]) -> bool:

@@ -411,6 +411,30 @@ def test_a_master_that_reads_another_epoch_takes_no_more_writes_at_once(tmp_path
         asyncio.run(scenario(make))
 
 
+def test_writes_are_refused_until_the_last_hand_over_has_ended(tmp_path: Path) -> None:
+    """A slave whose link broke in the middle asks again over the next one."""
+
+    async def scenario(make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        first = Slave(master.service)
+        first.attach()
+        master.append()  # which neither acknowledges
+        first.says(sync.HandOver(sync.HANDOVER, EPOCH, 60_000))
+        await turns()
+        second = Slave(master.service)
+        second.attach()
+        second.says(sync.HandOver(sync.HANDOVER, EPOCH, 60_000))
+        assert first.link.closed
+        await asyncio.gather(*first.link.tasks)
+        assert "it hands over" in str(master.writes_refused)
+        master.service.leave(second.link, "it is gone")
+        await asyncio.gather(*second.link.tasks)
+        assert master.writes_refused is None
+
+    with a_master(tmp_path) as (_topics, make):
+        asyncio.run(scenario(make))
+
+
 def test_a_slave_leaves_a_master_that_hangs_in_the_handshake_when_there_is_another_one(tmp_path: Path) -> None:
     async def scenario(topics: Topics) -> None:
         asked = [asyncio.Event(), asyncio.Event()]
