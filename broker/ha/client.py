@@ -311,18 +311,11 @@ class _Link:
             log_ = partition.log
             told.append(
                 sync.AttachPartition(
-                    handle,
-                    partition.topic,
-                    partition.topic_id,
-                    partition.index,
-                    log_.start_offset,
-                    log_.start_position,
-                    log_.end_offset,
-                    log_.end_position,
-                    log_.stable_offset,
-                    epochs,
+                    handle, partition.topic, partition.topic_id, partition.index,
+                    log_.start_offset, log_.start_position, log_.end_offset, log_.end_position,
+                    log_.stable_offset, epochs,
                 )
-            )
+            )  # fmt: skip
         for frame in sync.attach_frames(self._epoch, told):
             self._push(frame)
 
