@@ -188,6 +188,11 @@ class HAClient:
         if self._link is not None:
             self._link.detach(partition)
 
+    def flushes_now(self, partition: Partition) -> None:
+        """From now on only what is flushed of a partition counts: also of what it has."""
+        if self._link is not None:
+            self._link.flushes_now(partition)
+
     def holds_stable(self, partition: Partition) -> None:
         """A partition holds all that the master says is stable."""
         if partition not in self.readable:
@@ -384,10 +389,23 @@ class _Link:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
             self._copied[result.handle] = partition
-            if partition.flushes_before_ack and partition.log.flushed_position < partition.log.end_position:
-                self._unflushed_copies[partition] = partition.log.end_position
-                self._flusher.replicated(partition, must_flush=True)
+            if partition.flushes_before_ack:
+                self._flush(partition)
             self._acknowledge_soon()
+
+    def flushes_now(self, partition: Partition) -> None:
+        """See HAClient.flushes_now."""
+        handle = self._numbers.get(partition)
+        if handle is not None and handle not in self._undecided and partition.closed_by is None:
+            self._copied[handle] = partition
+            self._flush(partition)
+            self._acknowledge_soon()
+
+    def _flush(self, partition: Partition) -> None:
+        """All that is here is to be flushed, and the master to be told then."""
+        if partition.log.flushed_position < partition.log.end_position:
+            self._unflushed_copies[partition] = partition.log.end_position
+            self._flusher.replicated(partition, must_flush=True)
 
     def _all_decided(self) -> None:
         """Once every log is what the master says, this replica has followed to the master's generation: not before,
@@ -448,6 +466,8 @@ class _Link:
             self._append(partition, batches, position)
             if flush:
                 self._unflushed.append((self._held_seq, handle, partition.log.end_position))
+            elif partition.flushes_before_ack:  # the master did not know that yet when it sent this
+                self._unflushed_copies[partition] = partition.log.end_position
             self._flusher.replicated(partition, must_flush=bool(flush))
         self._stable(frame.stable)
         self._acknowledge_soon()

@@ -104,6 +104,8 @@ class Place:
                 self.holds(end)
             if end.position <= flushed_position:
                 self.has_flushed(end)
+        if flushed_position >= self.held.position:
+            self.has_flushed(self.held)
         self._forget_what_counts()
 
     def holds(self, end: Mark) -> None:

@@ -94,6 +94,7 @@ class RoleKeeper:
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
         topics.opened = self._opened
         topics.closing = self._closing
+        topics.flushes_now = self._flushes_now
         topics.damaged = self._damaged
 
     @property
@@ -410,6 +411,10 @@ class RoleKeeper:
             self.ha.closed_partition(partition)
         elif self.client is not None:
             self.client.closed(partition)
+
+    def _flushes_now(self, partition: Partition) -> None:
+        if self.client is not None:
+            self.client.flushes_now(partition)
 
     @property
     def followed_epoch(self) -> int:

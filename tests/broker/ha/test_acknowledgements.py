@@ -117,3 +117,17 @@ def test_a_slave_whose_fsync_hangs_is_let_go(tmp_path: Path, comes_back: bool) -
         assert master.service.membership.insync == {(0, 1)}
 
     run(tmp_path, scene)
+
+
+def test_a_slave_that_has_flushed_all_it_holds_counts_so_when_its_topic_begins_to_ask_for_it(tmp_path: Path) -> None:
+    async def scene(master: Any) -> None:
+        slave = await in_sync_slave(master)
+        master.append()
+        await turns()
+        slave.acknowledges(1)
+        place, log = slave.link.places[master.partition], master.partition.log
+        assert (place.held.offset, place.flushed.offset) == (1, 0)
+        slave.says(sync.Ack(sync.ACK, EPOCH, 1, 1, [(1, log.end_position, log.end_position)]))
+        assert place.flushed == place.held
+
+    run(tmp_path, scene, TOPIC)

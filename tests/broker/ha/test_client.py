@@ -170,3 +170,22 @@ def test_a_replica_that_finds_out_that_it_lacks_something_leaves_the_link_it_joi
         slave.link.close()
 
     run_slave(tmp_path, scene)
+
+
+def test_what_a_slave_has_is_flushed_once_its_topic_asks_for_that(tmp_path: Path) -> None:
+    """Else its master would count it as behind until the next append, and hand nothing over to it."""
+
+    async def scene(master: Any, topics: Topics) -> None:
+        await topics.apply({"t": TOPIC}, {})
+        slave = SlaveEnd(topics)
+        topics.flushes_now = slave.link.flushes_now
+        slave.decides(1, sync.Decision.FROM)
+        master.append()
+        batch = bytes(master.partition.log.read_position(0, 1000).data)
+        slave.hears(sync.Data(sync.DATA, EPOCH, 1, [(1, 0, len(batch), 0)], []), batch)
+        await slave.acknowledges(lambda ack: ack.held_seq == 1)
+        await topics.apply({"t": replace(TOPIC, flush="ack")}, {})
+        await slave.acknowledges(lambda ack: [(1, len(batch), len(batch))] == [tuple(entry) for entry in ack.copied])
+        slave.link.close()
+
+    run_slave(tmp_path, scene)
