@@ -19,11 +19,13 @@ import click
 from metamq.broker.config import BrokerConfig
 from metamq.cli.command import Command
 from metamq.cli.context import Globals, current
-from metamq.cli.output import TABLE_OR_JSON, count, folded, print_json, styled
+from metamq.cli.output import TABLE_OR_JSON, count, folded, listed, print_json, styled
 from metamq.cli.reach import look_for_cluster
-from metamq.cli.topic_view import not_served, size_in_words
+from metamq.cli.replica_view import amiss
+from metamq.cli.topic_view import not_served, refuses_writes, size_in_words
 from metamq.cli.units import show_bytes
 from metamq.client.admin_groups import children
+from metamq.client.admin_replicas import describe_broker
 from metamq.client.admin_topics import describe_topic
 from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import ConsumerOptions
@@ -33,7 +35,6 @@ from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire.commands import Command as WireCommand
 from metamq.zk import jars
-from metamq.zk.brokers import live_brokers, read_state
 from metamq.zk.java import find_java, java_version
 from metamq.zk.members import owned_partitions, read_members
 from metamq.zk.plans import read_plan
@@ -213,8 +214,8 @@ async def _look_inside(servers: str, root: str, tell: Callable[[Finding], None])
         trip_ms = (time.monotonic() - began) * 1000
         timeout_s = session.negotiated_timeout_ms / 1000
         tell(Finding("ZooKeeper session", "ok", f"a round trip took {trip_ms:.1f} ms, time-out {timeout_s:g} s"))
-        await _look_at_brokers(cluster, tell)
-        await _look_at_topics(cluster, tell)
+        without_master = await _look_at_brokers(cluster, tell)
+        await _look_at_topics(cluster, without_master, tell)
         await _look_at_groups(session, tell)
     finally:
         await cluster.close()
@@ -232,7 +233,8 @@ async def _checked(what: str, work: Awaitable[Finding], tell: Callable[[Finding]
 # Brokers
 
 
-async def _look_at_brokers(cluster: Cluster, tell: Callable[[Finding], None]) -> None:
+async def _look_at_brokers(cluster: Cluster, tell: Callable[[Finding], None]) -> set[int]:
+    """Returns the broker ids without a master that answers."""
     session = cluster.session
     names = await children(session, session.paths.broker_ids())
     strange = [name for name in names if not name.isdecimal()]
@@ -241,19 +243,33 @@ async def _look_at_brokers(cluster: Cluster, tell: Callable[[Finding], None]) ->
     broker_ids = sorted(int(name) for name in names if name.isdecimal())
     if not broker_ids:
         tell(Finding("brokers", "problem", "none was ever registered", "Start one with `metamq broker`."))
-    for broker_id in broker_ids:
-        await _checked(f"broker {broker_id}", _broker(cluster, broker_id), tell)
+    return {broker_id for broker_id in broker_ids if not await _look_at_broker(cluster, broker_id, tell)}
 
 
-async def _broker(cluster: Cluster, broker_id: int) -> Finding:
-    """Registered, answering, of a release we know, with our time, accepting writes."""
+async def _look_at_broker(cluster: Cluster, broker_id: int, tell: Callable[[Finding], None]) -> bool:
+    """Tells of its master and the other replicas; False when it has no master that answers."""
     what = f"broker {broker_id}"
-    stored = await read_state(cluster.session, broker_id)
-    master = (await live_brokers(cluster.session)).get(broker_id)
-    if master is None:
-        epoch = f", last seen in epoch {stored[0].epoch}" if stored else ""
-        return Finding(what, "problem", f"not registered{epoch}", "Start it, or see its log for why it has ended.")
+    try:
+        found = await describe_broker(cluster, broker_id)
+        if found is None:
+            tell(Finding(what, "problem", "not registered", "Start replica 0, or see its log for why it has ended."))
+            return False
+        faults = amiss(found)
+        if not any(fault.status == "problem" for fault in faults):
+            tell(await _master(cluster, broker_id))
+    except MetamqError as error:
+        tell(Finding(what, "problem", error.problem, "`metamq ha status` shows its replicas."))
+        return False
+    for fault in faults:
+        tell(Finding(fault.what, fault.status, fault.detail, fault.hint))
+    return not any(fault.status == "problem" for fault in faults)
+
+
+async def _master(cluster: Cluster, broker_id: int) -> Finding:
+    """Answering, of a release we know, with our time, accepting writes."""
+    what = f"broker {broker_id}"
     connection = await cluster.connection(broker_id)
+    master = cluster.brokers[broker_id]
     began_ms = time.time_ns() / 1e6
     header = await connection.request(WireCommand.STATS, None, timeout_s=TIMEOUT_S)
     ended_ms = time.time_ns() / 1e6
@@ -274,20 +290,42 @@ async def _broker(cluster: Cluster, broker_id: int) -> Finding:
 # Topics and groups
 
 
-async def _look_at_topics(cluster: Cluster, tell: Callable[[Finding], None]) -> None:
-    async def look(name: str) -> Finding:
-        found = await describe_topic(cluster, name)
-        dark = not_served(found)
-        if dark:
-            hint = DAMAGE_HINT if any(" is damaged" in problem for problem in dark) else ""
-            return Finding(f"topic {name}", "problem", f"{size_in_words(found)}; not served: {'; '.join(dark)}", hint)
-        return Finding(f"topic {name}", "ok", size_in_words(found))
+async def _look_at_topics(cluster: Cluster, without_master: set[int], tell: Callable[[Finding], None]) -> None:
+    """Of those whose brokers have no master it says no more than that: the brokers' findings say what to do."""
+    in_the_dark: dict[str, set[int]] = {}
+
+    async def look(name: str) -> None:
+        config = await cluster.topics.get(name)
+        if dark := without_master & set(config.partitions):
+            in_the_dark[name] = dark
+        if dark != set(config.partitions):
+            tell(await _topic(cluster, name, without_master))
 
     names = await cluster.topics.names()
     if not names:
         tell(Finding("topics", "ok", "none yet"))
     for name in names:
-        await _checked(f"topic {name}", look(name), tell)
+        try:
+            await look(name)
+        except MetamqError as error:
+            tell(Finding(f"topic {name}", "problem", error.problem, error.hint))
+    if in_the_dark:
+        brokers = listed([str(broker_id) for broker_id in sorted(set().union(*in_the_dark.values()))])
+        detail = f"not served, in whole or in part, while broker {brokers} has no master: {listed(list(in_the_dark))}"
+        tell(Finding("topics", "problem", detail))
+
+
+async def _topic(cluster: Cluster, name: str, without_master: set[int]) -> Finding:
+    what, found = f"topic {name}", await describe_topic(cluster, name)
+    dark = not_served(found, besides=without_master)
+    if dark:
+        hint = DAMAGE_HINT if any(" is damaged" in problem for problem in dark) else ""
+        return Finding(what, "problem", f"{size_in_words(found)}; not served: {'; '.join(dark)}", hint)
+    refusals = refuses_writes(found, besides=without_master)
+    if refusals:
+        hint = f"See `metamq ha status`; or, with less safety: `metamq topic alter {name} --min-insync ...`."
+        return Finding(what, "problem", f"{size_in_words(found)}; {'; '.join(refusals)}", hint)
+    return Finding(what, "ok", size_in_words(found))
 
 
 async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> None:

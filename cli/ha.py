@@ -21,9 +21,10 @@ from metamq.cli.output import (
     print_table,
     say,
 )
+from metamq.cli.replica_view import amiss, in_sync_and_down
 from metamq.cli.units import DURATION, show_bytes
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
-from metamq.errors import Timeout
+from metamq.errors import ConfigError, Timeout
 
 WAIT_S = 0.2
 WAIT_HINT = "`metamq ha status` says what each replica does."
@@ -41,9 +42,13 @@ def ha() -> None:
 
 
 @ha.command()
+@click.option("--broker", "broker_id", type=int, help="This broker id only.  [every one]")
 @TABLE_OR_JSON
-def status(output: str) -> None:
+def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, who is in sync, how far slaves are behind their master.
+
+    What is to be done stands below it, on standard error, and the status is then 1. A replica that is neither in sync
+    nor running is not known, and not shown.
 
     \b
     metamq ha status
@@ -51,27 +56,32 @@ def status(output: str) -> None:
     """
     current().log()
     with current().admin() as admin:
-        found = list(admin.replicas().values())
+        replicas = admin.replicas()
+    if broker_id is not None and broker_id not in replicas:
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
+    found = list(replicas.values()) if broker_id is None else [replicas[broker_id]]
     if output == "json":
         print_json([asdict(one) for one in found])
-        return
-    print_table(
-        ["BROKER", "REPLICA", "ROLE", "ADDRESS", "IN SYNC", "BEHIND", "BYTES", "SECONDS", "EPOCH"],
-        [_row(broker, replica) for broker in found for replica in broker.replicas],
-    )
-    for broker in found:
-        for replica in broker.replicas:
-            if replica.problem:
-                say(f"broker {broker.broker_id}: {replica.problem}")
+    else:
+        print_table(
+            ["BROKER", "REPLICA", "ROLE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"],
+            [_row(broker, replica) for broker in found for replica in broker.replicas],
+        )
+    to_do = [each for broker in found for each in amiss(broker)]
+    for each in to_do:
+        say(f"{each.what}: {each.detail}")
+        if each.hint:
+            say(f"  {each.hint}")
+    return 1 if to_do else 0
 
 
 def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
     return [
         str(broker.broker_id),
         str(replica.replica),
-        replica.role,
+        "learner" if replica.learner and replica.role == "slave" else replica.role,
         replica.address or "down",
-        "yes" if replica.in_sync else replica.stage or "no",
+        "yes" if replica.in_sync else "never" if replica.learner else replica.stage or "no",
         replica.lag_messages,
         None if replica.lag_bytes is None else show_bytes(replica.lag_bytes),
         None if replica.lag_ms is None else f"{replica.lag_ms / 1000:.1f}",
@@ -152,14 +162,20 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
     lives = "which lives and hands over" if plan.master_lives else "which is down"
-    former = f"replica {plan.master}, {lives}"
-    lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} in place of {former}."]
+    former = f"in place of replica {plan.master}, {lives}" if plan.master != plan.replica else "again"
+    lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} {former}."]
+    if plan.in_sync and plan.master_lives:
+        return [*lines, "It is in sync: nothing is lost."]
     if plan.in_sync:
-        lines.append("It is in sync: nothing that was acknowledged on topics with replication sync is lost.")
-    elif not accept_loss:
-        lines.append("It is not in sync: it will refuse, unless you give --accept-loss.")
+        lines.append("It is in sync: nothing is lost that was acknowledged on topics with replication sync.")
+        return [*lines, "Other topics may lose what it had not yet."]
+    what = "a learner, which is never in sync" if plan.learner else "not in sync"
+    refused = "" if accept_loss else ": without --accept-loss the promotion is refused"
+    lines.append(f"It is {what}{refused}.")
+    if plan.in_sync_and_down:
+        lines.append(in_sync_and_down(plan.in_sync_and_down))
     if plan.lost is None:
         lines.append("What it lacks nobody can tell: no other replica answers.")
     for topic, messages in (plan.lost or {}).items():
-        lines.append(f"LOST: {count(messages, 'message')} of topic {topic}.")
+        lines.append(f"{'LOST' if accept_loss else 'It would lose'}: {count(messages, 'message')} of topic {topic}.")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -38,7 +39,13 @@ def description_json(one: TopicDescription) -> dict[str, Any]:
         }
         for partition in one.partitions
     ]
-    return {"topic": one.topic, "messages": one.messages, "config": config_json(one.config), "partitions": partitions}
+    return {
+        "topic": one.topic,
+        "messages": one.messages,
+        "config": config_json(one.config),
+        "in_sync": {str(broker_id): number for broker_id, number in one.in_sync.items()},
+        "partitions": partitions,
+    }
 
 
 def print_description(one: TopicDescription) -> None:
@@ -66,6 +73,8 @@ def print_description(one: TopicDescription) -> None:
     )
     for line in not_served(one):
         click.echo(folded(f"Not served: {line}", sys.stdout))
+    for line in refuses_writes(one):
+        click.echo(folded(f"{line[0].upper()}{line[1:]}", sys.stdout))
 
 
 def size_in_words(one: TopicDescription) -> str:
@@ -78,10 +87,20 @@ def size_in_words(one: TopicDescription) -> str:
     return f"{count(total, 'partition')}, {count(one.messages, 'message')} in the {live:,} that are served at present"
 
 
-def not_served(one: TopicDescription) -> list[str]:
-    """What keeps partitions from being served: "0-0, 0-1: no connection to ..."."""
+def not_served(one: TopicDescription, *, besides: Collection[int] = ()) -> list[str]:
+    """What keeps partitions from being served, besides those of some brokers: "0-0, 0-1: no connection to ..."."""
     dark: dict[str, list[str]] = {}
     for partition in one.partitions:
-        if not partition.live:
+        if not partition.live and partition.broker_id not in besides:
             dark.setdefault(partition.problem, []).append(partition.partition)
     return [f"{listed(names)}: {problem}" for problem, names in dark.items()]
+
+
+def refuses_writes(one: TopicDescription, *, besides: Collection[int] = ()) -> list[str]:
+    """Brokers with fewer replicas in sync than the topic asks for."""
+    wanted = one.config.min_insync
+    return [
+        f"broker {broker_id} refuses writes: {count(have, 'replica')} in sync, and min_insync is {wanted}"
+        for broker_id, have in one.in_sync.items()
+        if have < wanted and broker_id not in besides
+    ]

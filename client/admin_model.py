@@ -59,10 +59,14 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True)
 class TopicDescription:
-    """A topic: its configuration, and how its partitions are, in numeric order."""
+    """A topic: its configuration, and how its partitions are, in numeric order.
+
+    `in_sync`: how many replicas of each broker id are. With fewer than the topic's `min_insync`, it refuses writes.
+    """
 
     config: TopicConfig
     partitions: tuple[PartitionDescription, ...]
+    in_sync: Mapping[int, int]
 
     @property
     def topic(self) -> str:
@@ -202,7 +206,8 @@ class ReplicaDescription:
 
     `role` is "master", "slave", or "waiting": one that was the master, and may lack what others hold. `stage`: what it
     is to the in-sync set at its master. The lags, behind the master, are None for the master itself and for a slave
-    without a link to it. `problem`: why the master does not answer, or waits.
+    without a link to it. `problem`: why it does not answer, waits, or stores nothing. A `learner` is a slave that is
+    never in sync.
     """
 
     broker_id: int
@@ -216,6 +221,7 @@ class ReplicaDescription:
     lag_bytes: int | None
     lag_ms: int | None
     problem: str
+    learner: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +236,11 @@ class BrokerReplicas:
 
 @dataclass(frozen=True, slots=True)
 class PromotionPlan:
-    """What a promotion would do. `lost`: messages by topic that the slave lacks; None when nobody can tell."""
+    """What a promotion would do. `lost`: messages by topic that the slave lacks; None when nobody can tell.
+
+    `master` is `replica` itself where that is the master of before, which waits. `in_sync_and_down`: other replicas,
+    whose folders hold what was acknowledged.
+    """
 
     broker_id: int
     replica: int
@@ -238,6 +248,8 @@ class PromotionPlan:
     master_lives: bool
     in_sync: bool
     lost: Mapping[str, int] | None
+    learner: bool
+    in_sync_and_down: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,72 +7,105 @@ from collections import defaultdict
 from typing import Any
 
 from metamq.client import in_pieces
+from metamq.client.admin_groups import children
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.cluster import Cluster
-from metamq.errors import ConfigError, MetamqError
-from metamq.wire.commands import Command, Promote, Promoted, unpack
-from metamq.zk.brokers import BrokerAddress, BrokerState, live_brokers, read_state
-from metamq.zk.errors import NoNode
+from metamq.client.transport import BrokerConnection
+from metamq.errors import ConfigError, ConnectError, MetamqError
+from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
+from metamq.zk.brokers import BrokerAddress, BrokerState, master_of, read_state
 from metamq.zk.replicas import slaves_of
 from metamq.zk.session import Session
 
 PROMOTE_TIMEOUT_S = 30.0
-WAITS = "waits: it came back after its host went down, and others may hold what it lost. Promote one of the replicas"
+ASK_TIMEOUT_S = 3.0
+WAITS = "waits: it came back after its host went down, or with an empty folder, and others may hold what it lost"
 
 
 async def describe_replicas(cluster: Cluster) -> dict[int, BrokerReplicas]:
     """Every broker id's replicas, in order. Raises ConnectionLost; a broker that does not answer is described so."""
-    session = cluster.session
-    masters = await live_brokers(session)
-    try:
-        names = await session.children(session.paths.broker_ids())
-    except NoNode:
-        names = []
-    numbers = sorted({*masters, *(int(name) for name in names if name.isdecimal())})
-    described = await asyncio.gather(*(_describe(cluster, number, masters.get(number)) for number in numbers))
+    names = await children(cluster.session, cluster.session.paths.broker_ids())
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    described = await asyncio.gather(*(describe_broker(cluster, number) for number in numbers))
     return {one.broker_id: one for one in described if one is not None}
 
 
-async def _describe(cluster: Cluster, broker_id: int, master: BrokerAddress | None) -> BrokerReplicas | None:
+async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | None:
+    """The replicas of one broker id; None before its first master. Raises as describe_replicas() does."""
     stored = await read_state(cluster.session, broker_id)
     if stored is None:
         return None
     state = stored[0]
+    master = await master_of(cluster.session, broker_id)
     slaves = {slave.replica: slave for slave in await slaves_of(cluster.session, broker_id)}
     links: dict[int, dict[str, Any]] = {}
-    problem = ""
+    problems: dict[int, str] = {}
     if master is not None:
         try:
-            statistics = await _ask(cluster, master)
-            links = {int(link["replica"]): link for link in statistics["replication"].get("slaves", [])}
+            answer = await _ask_briefly(cluster, master)
+            links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
         except MetamqError as error:
-            problem = str(error)
+            problems[state.master] = error.problem
         except (KeyError, TypeError, AttributeError) as error:
-            problem = f"its statistics make no sense: {error!r}"
-    insync = {replica for replica, _ in state.insync}
-    is_waiting = master is None and state.master in slaves
-    if is_waiting:
-        problem = f"replica {state.master} {WAITS}"
-    replicas = []
-    for number in sorted({state.master, *insync, *slaves, *links}):
-        address = master if master is not None and master.replica == number else slaves.get(number)
-        link = links.get(number, {})
-        replicas.append(
-            ReplicaDescription(
-                broker_id=broker_id,
-                replica=number,
-                role="slave" if number != state.master else "waiting" if is_waiting else "master",
-                address=address.address if address is not None else None,
-                in_sync=_in_sync(state, number, address),
-                version=address.version if address is not None else None,
-                stage=str(link.get("stage", "")),
-                lag_messages=link.get("lag_messages"),
-                lag_bytes=link.get("lag_bytes"),
-                lag_ms=link.get("lag_ms"),
-                problem=problem if number == state.master else "",
-            )
-        )
+            problems[state.master] = f"its statistics make no sense: {error!r}"
+    elif state.master in slaves:
+        problems[state.master] = WAITS
+    # Of those that have a link, or had one a moment ago, the master tells.
+    untold = [
+        slave
+        for number, slave in slaves.items()
+        if number not in links and number != state.master and (problems or not _in_sync(state, number, slave))
+    ]
+    for slave, reason in zip(untold, await asyncio.gather(*(_why_apart(cluster, s) for s in untold)), strict=True):
+        problems[slave.replica] = reason
+    addresses = slaves if master is None else {**slaves, master.replica: master}
+    numbers = sorted({state.master, *(replica for replica, _ in state.insync), *slaves, *links})
+    replicas = [_replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, "")) for n in numbers]
     return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas))
+
+
+def _replica(
+    state: BrokerState,
+    broker_id: int,
+    number: int,
+    address: BrokerAddress | None,
+    link: dict[str, Any],
+    problem: str,
+) -> ReplicaDescription:
+    is_waiting = address is not None and address.role == "slave"
+    return ReplicaDescription(
+        broker_id=broker_id,
+        replica=number,
+        role="slave" if number != state.master else "waiting" if is_waiting else "master",
+        address=address.address if address is not None else None,
+        in_sync=_in_sync(state, number, address),
+        version=address.version if address is not None else None,
+        stage=str(link.get("stage", "")),
+        lag_messages=link.get("lag_messages"),
+        lag_bytes=link.get("lag_bytes"),
+        lag_ms=link.get("lag_ms"),
+        problem=problem,
+        learner=address.learner if address is not None else bool(link.get("learner")),
+    )
+
+
+async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
+    """The first page of the statistics. A replica that hangs is not waited for as long as one that has much to do."""
+    try:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            connection = await cluster.connections.get(address.host, address.port)
+            answer: dict[str, Any] = await connection.request(Command.STATS, Stats("", 0), timeout_s=ASK_TIMEOUT_S)
+            return answer
+    except TimeoutError:
+        raise ConnectError(address.address, f"no answer within {ASK_TIMEOUT_S:g} s") from None
+
+
+async def _why_apart(cluster: Cluster, slave: BrokerAddress) -> str:
+    """Why a slave has no link to its master, as far as it says; empty when it does not."""
+    try:
+        return str((await _ask_briefly(cluster, slave)).get("writes_refused") or "")
+    except MetamqError as error:
+        return error.problem
 
 
 def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) -> bool:
@@ -105,7 +138,10 @@ async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> Prom
         for (topic, index), end in known.items():
             missing[topic] += max(end - mine.get((topic, index), 0), 0)
         lost = {topic: count for topic, count in sorted(missing.items()) if count} if answered else None
-    return PromotionPlan(broker_id, replica, state.master, await _lives(cluster, master), in_sync, lost)
+    running = {one.replica for one in others}
+    down = tuple(number for number, _ in state.insync if number != replica and number not in running)
+    lives = await _lives(cluster, master)
+    return PromotionPlan(broker_id, replica, state.master, lives, in_sync, lost, slave.learner, down)
 
 
 async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
@@ -113,7 +149,7 @@ async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
     if master is None:
         return False
     try:
-        await _ask(cluster, master)
+        await _ask_briefly(cluster, master)
     except MetamqError:
         return False
     return True
@@ -122,7 +158,7 @@ async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
 async def promote(cluster: Cluster, broker_id: int, replica: int, accept_loss: bool) -> int:
     """Makes a slave the master; returns the new epoch. Raises ConfigError, Fenced, ConnectError, Timeout."""
     _state, slave, _master = await _find(cluster.session, broker_id, replica)
-    connection = await cluster.connections.get(slave.host, slave.port)
+    connection = await _connected(cluster, slave)
     answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=PROMOTE_TIMEOUT_S)
     return unpack(Promoted, answer).epoch
 
@@ -134,19 +170,31 @@ async def _find(
     stored = await read_state(session, broker_id)
     if stored is None:
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
-    master = (await live_brokers(session)).get(broker_id)
+    master = await master_of(session, broker_id)
     slaves = {slave.replica: slave for slave in await slaves_of(session, broker_id)}
-    if stored[0].master == replica and replica not in slaves:  # one that waits is among them, and may be promoted
-        raise ConfigError(f"replica {replica} is the master of broker {broker_id} already")
-    if replica not in slaves:
+    if replica not in slaves:  # one that waits is among them, and may be promoted
+        if master is not None and master.replica == replica:
+            raise ConfigError(f"replica {replica} is the master of broker {broker_id} already")
+        if replica in {stored[0].master, *(number for number, _ in stored[0].insync)}:
+            hint = "Start it: only a replica that runs can be promoted."
+            if replica == stored[0].master:
+                hint = "Start it, and it is the master again; or promote another replica, see `metamq ha status`."
+            raise ConfigError(f"replica {replica} of broker {broker_id} is down", hint=hint)
         known = f"Its slaves are: {', '.join(map(str, slaves))}." if slaves else "It has no slave at present."
         raise ConfigError(f"broker {broker_id} has no slave {replica}", hint=known)
     return stored[0], slaves[replica], master
 
 
+async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnection:
+    try:
+        return await cluster.connections.get(replica.host, replica.port)
+    except ConnectError as error:
+        error.hint = f"Nothing was done. Does replica {replica.replica} run, or hang? See `metamq ha status`."
+        raise
+
+
 async def _ask(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
-    connection = await cluster.connections.get(address.host, address.port)
-    return await in_pieces.ask_statistics(connection)
+    return await in_pieces.ask_statistics(await _connected(cluster, address))
 
 
 def _ends(statistics: dict[str, Any]) -> dict[tuple[str, int], int]:

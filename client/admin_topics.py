@@ -20,7 +20,7 @@ from metamq.client.cluster import Cluster
 from metamq.client.settings import unknown
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, Timeout, TopicExists
 from metamq.wire.commands import LATEST
-from metamq.zk.brokers import live_brokers
+from metamq.zk.brokers import live_brokers, read_state
 from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
 from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.nodes import ANY_VERSION
@@ -191,7 +191,9 @@ async def describe_topic(cluster: Cluster, topic: str) -> TopicDescription:
                     tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
                 )
             )
-    return TopicDescription(config, tuple(described))
+    states = {broker_id: await read_state(cluster.session, broker_id) for broker_id in config.partitions}
+    in_sync = {broker_id: len(stored[0].insync) for broker_id, stored in states.items() if stored is not None}
+    return TopicDescription(config, tuple(described), in_sync)
 
 
 async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -32,6 +33,12 @@ def wait_until(condition: Callable[[], object], limit_s: float = 20.0, what: str
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {limit_s:g} s"
         time.sleep(0.01)
+
+
+def another_boot(broker: BrokerProcess) -> None:
+    """As if the broker's host had gone down and come back since the process was killed."""
+    path = broker.data / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "another"}))
 
 
 class Stored(NamedTuple):

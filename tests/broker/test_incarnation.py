@@ -15,7 +15,7 @@ from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.brokers import read_state
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session import Session
-from tests.parts import http_get, read_topic, statistics, wait_until
+from tests.parts import another_boot, http_get, read_topic, statistics, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,6 @@ def incarnations(parts: Cluster, broker: BrokerProcess) -> set[int]:
     (line,) = [line for line in metrics.splitlines() if line.startswith("metamq_broker_incarnation ")]
     stored = json.loads((broker.data / "meta.json").read_text())["incarnation"]
     return {found["incarnation"], stored, int(float(line.split()[1]))} | asyncio.run(registered())
-
-
-def another_boot(broker: BrokerProcess) -> None:
-    """As if the host had gone down and come up again."""
-    path = broker.data / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "another"}))
 
 
 def tear(broker: BrokerProcess) -> None:

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from metamq.testing import cluster
+from metamq.client.admin_model import ReplicaDescription
+from metamq.testing import BrokerProcess, cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
+from tests.parts import another_boot, wait_until
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+NO_DISK_HAS_BYTES = 1024**5
 
 
 def by_name(findings: list[dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -89,9 +94,11 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
         assert looked.status == 1
         findings = by_name(looked.json)
         assert findings["broker 0"]["detail"].startswith("not registered")
-        assert findings["topic flights"]["detail"] == (
-            f"4 partitions, none of them served at present; not served: 0-0, 0-1, 0-2, 0-3: {NOT_REGISTERED}"
+        assert findings["broker 0"]["hint"] == "Start it, or see its log for why it has ended."
+        assert findings["topics"]["detail"] == (
+            "not served, in whole or in part, while broker 0 has no master: flights"
         )
+        assert "topic flights" not in findings
         assert "configuration of topic 'broken' in ZooKeeper is damaged" in findings["topic broken"]["detail"]
         assert "the plan of group 'lost' in ZooKeeper is damaged" in findings["group lost"]["detail"]
 
@@ -159,3 +166,71 @@ def test_bench_measures_and_cleans_up(metamq: Metamq) -> None:
     ]
     assert 0 < measured.json["round_trip_ms"]["p50"] <= measured.json["round_trip_ms"]["p99"]
     assert metamq("topic", "list").text == before
+
+
+def test_what_is_amiss_with_replicas_and_the_command_that_mends_it(offline: Metamq, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"session_timeout_ms": 2000, "insync_lag_ms": 500}
+    with cluster(**settings) as running, running.admin() as admin:
+        here = ("--zookeeper", running.zookeeper)
+        slave = BrokerProcess(running.zookeeper, tmp_path / "replica-1", 0, replica=1, **settings)
+        learner = BrokerProcess(running.zookeeper, tmp_path / "replica-2", 0, replica=2, learner=True, **settings)
+
+        def replicas() -> dict[int, ReplicaDescription]:
+            return {one.replica: one for one in admin.replicas()[0].replicas}
+
+        def in_sync() -> list[int]:
+            return [number for number, one in replicas().items() if one.in_sync]
+
+        def looked() -> dict[str, dict[str, str]]:
+            return by_name(offline("doctor", "-o", "json", *here).json)
+
+        try:
+            slave.start()
+            learner.start()
+            running.create_topic("safe", 1, min_insync=2)
+            wait_until(lambda: in_sync() == [0, 1] and 2 in replicas(), what="the slave in sync, and the learner there")
+            (row,) = [line for line in offline("ha", "status", *here).text.splitlines() if " learner " in line]
+            assert row.split()[4] == "never"
+            refused = offline("ha", "promote", "--slave", 2, *here).talk
+            assert "It is a learner, which is never in sync: without --accept-loss" in refused
+
+            slave.kill()
+            fitting = {"disk_reserve_bytes": slave.settings["disk_reserve_bytes"]}
+            slave.settings["disk_reserve_bytes"] = NO_DISK_HAS_BYTES
+            wait_until(lambda: in_sync() == [0], what="the slave out of the set")
+            assert looked()["topic safe"]["detail"].endswith("refuses writes: 1 replica in sync, and min_insync is 2")
+            described = offline("topic", "describe", "safe", *here).text
+            assert "Broker 0 refuses writes: 1 replica in sync, and min_insync is 2\n" in described
+            slave.start()
+            wait_until(lambda: 1 in replicas() and "in reserve" in replicas()[1].problem, what="the slave's reason")
+            assert " in reserve. Free disk" in looked()["broker 0, replica 1"]["detail"]
+
+            slave.stop()
+            slave.settings |= fitting
+            slave.start()
+            wait_until(lambda: in_sync() == [0, 1], what="the slave in sync again")
+            running.broker.kill()
+            promote = "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master"
+            findings = looked()
+            assert promote in findings["broker 0"]["hint"]
+            assert findings["topics"]["detail"].endswith("while broker 0 has no master: safe")
+            assert not [one for one in findings.values() if "doctor" in one["hint"]]
+            shown = offline("ha", "status", *here)
+            assert shown.status == 1
+            assert promote in shown.talk
+
+            another_boot(running.broker)
+            running.broker.start()
+            wait_until(lambda: replicas()[0].role == "waiting", what="the former master waits")
+            finding = looked()["broker 0"]
+            assert finding["detail"].startswith("replica 0 waits: it came back")
+            assert promote in finding["hint"]
+            slave.kill()
+            wait_until(lambda: replicas()[1].address is None, what="the slave's session over")
+            assert looked()["broker 0"]["hint"] == (
+                "Replica 1 is in sync and down: start it first, its folder holds what was acknowledged."
+            )
+        finally:
+            for broker in (slave, learner):
+                if broker.running:
+                    broker.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from metamq.testing import BrokerProcess, Cluster, cluster
 from tests.cli.conftest import Metamq
-from tests.parts import wait_until
+from tests.parts import another_boot, wait_until
 
 Pair = tuple[Cluster, BrokerProcess]
 
@@ -39,7 +38,9 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     running, slave = pair
     with running.producer() as producer:
         producer.send("t", b"both").result(10)
-    lines = [line.split() for line in ha("status").text.splitlines()]
+    shown = ha("status", "--broker", 0)
+    assert (shown.status, shown.talk) == (0, "")
+    lines = [line.split() for line in shown.text.splitlines()]
     assert lines[0][:3] == ["BROKER", "REPLICA", "ROLE"]
     assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
 
@@ -56,6 +57,7 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     unconfirmed = ha("promote", "--slave", 1)
     assert unconfirmed.status == 1
     assert "in place of replica 0, which lives and hands over" in unconfirmed.talk
+    assert "It is in sync: nothing is lost.\n" in unconfirmed.talk
     assert "Give --yes to do it" in unconfirmed.talk
 
     promoted = ha("promote", "--slave", 1, "--yes", "-o", "json")
@@ -74,21 +76,20 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
             lambda: [one.address is None for one in admin.replicas()[0].replicas] == [False, True],
             what="replica 0 registered, and replica 1 gone",
         )
-    status = {one["replica"]: one for one in ha("status", "-o", "json").json[0]["replicas"]}
+    looked = ha("status", "-o", "json")
+    assert looked.status == 1
+    assert "Start replica 1: no other one is in sync." in looked.talk
+    status = {one["replica"]: one for one in looked.json[0]["replicas"]}
     assert (status[1]["role"], status[1]["address"], status[0]["in_sync"]) == ("master", None, False)
     refused = ha("promote", "--slave", 0, "--yes")
     assert refused.status == 1
-    assert "It is not in sync: it will refuse, unless you give --accept-loss." in refused.talk
+    assert "It is not in sync: without --accept-loss the promotion is refused." in refused.talk
+    assert "Replica 1 is in sync and down: start it first, its folder holds what was acknowledged." in refused.talk
+    assert "replica 1 of broker 0 is down" in ha("promote", "--slave", 1).talk
     accepted = ha("promote", "--slave", 0, "--accept-loss", "--yes")
     assert accepted.status == 0
     assert "What it lacks nobody can tell: no other replica answers." in accepted.talk
     assert "Replica 0 is the master of broker 0, epoch 3." in accepted.talk
-
-
-def another_boot(broker: BrokerProcess) -> None:
-    """As if the broker's host had gone down and come back since the process was killed."""
-    path = broker.data / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"boot_id": "another"}))
 
 
 def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(ha: Metamq, pair: Pair) -> None:
@@ -107,9 +108,11 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
         wait_until(lambda: any(one.role == "waiting" for one in replicas()), what="one that waits")
     shown = ha("status")
     assert f"broker 0: replica {master} waits: it came back after its host went down" in shown.talk
+    assert "No replica is in sync. Start all of them" in shown.talk
     assert [line.split()[4] for line in shown.text.splitlines()[1:]] == ["no", "no"]
     refused = ha("promote", "--slave", master, "--yes")
     assert refused.status == 1
+    assert f"Replica {master} becomes the master of broker 0 again." in refused.talk
     assert "It is not in sync" in refused.talk
     accepted = ha("promote", "--slave", master, "--accept-loss", "--yes")
     assert accepted.status == 0, accepted.talk

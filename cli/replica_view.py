@@ -1,0 +1,83 @@
+"""What is amiss with a broker id's replicas, and the command that mends it: for `metamq ha status` and the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from metamq.cli.output import listed
+from metamq.client.admin_model import BrokerReplicas, ReplicaDescription
+
+
+class Amiss(NamedTuple):
+    """One thing, and what to do about it. A "problem" keeps clients from being served."""
+
+    status: Literal["warning", "problem"]
+    what: str
+    detail: str
+    hint: str
+
+
+def amiss(broker: BrokerReplicas) -> list[Amiss]:
+    """All that is to be done about a broker id, its master first."""
+    return [*_of_master(broker), *(found for one in broker.replicas for found in _of_slave(broker, one))]
+
+
+def _of_master(broker: BrokerReplicas) -> Iterator[Amiss]:
+    what = f"broker {broker.broker_id}"
+    master = next(one for one in broker.replicas if one.role != "slave")
+    if master.role == "waiting":
+        yield Amiss("problem", what, f"replica {master.replica} {master.problem}", _next_master(broker))
+    elif master.address is None:
+        seen = f"not registered, last seen in epoch {broker.epoch}: replica {master.replica}, its master, is down"
+        yield Amiss("problem", what, seen, _next_master(broker))
+    elif master.problem:
+        detail = f"replica {master.replica}, its master, does not answer: {master.problem}"
+        yield Amiss("problem", what, detail, _next_master(broker))
+
+
+def _next_master(broker: BrokerReplicas) -> str:
+    """What gives a broker id a master again, the way without loss first."""
+    master = next(one for one in broker.replicas if one.role != "slave")
+    command = f"metamq ha promote --broker {broker.broker_id} --slave"
+    slaves = [one for one in broker.replicas if one is not master and not one.learner]
+    ready = [one for one in slaves if one.in_sync and one.address is not None and not one.problem]
+    if ready:
+        again = "" if master.role == "waiting" else f", unless replica {master.replica} comes back soon"
+        return f"`{command} {ready[0].replica}` makes replica {ready[0].replica}, which is in sync, the master{again}."
+    down = [str(one.replica) for one in broker.replicas if one.in_sync and one.address is None]
+    others = [number for number in down if number != str(master.replica)]
+    if master.role == "waiting" and others:
+        return in_sync_and_down(others)
+    if master.role != "waiting" and not slaves:
+        return "Start it, or see its log for why it has ended."
+    last = next((one.replica for one in slaves if one.address is not None), master.replica)
+    losing = f"`{command} {last} --accept-loss` says what would be lost, and asks."
+    if master.role == "waiting":
+        return f"No replica is in sync. Start all of them; then {losing}"
+    which = listed(sorted({str(master.replica), *down}))
+    return f"Start replica {which}: no other one is in sync. Is that impossible, {losing}"
+
+
+def in_sync_and_down(replicas: Sequence[object]) -> str:
+    """What to do before a promotion that would lose something."""
+    names = listed([str(replica) for replica in replicas])
+    if len(replicas) == 1:
+        return f"Replica {names} is in sync and down: start it first, its folder holds what was acknowledged."
+    return f"Replicas {names} are in sync and down: start them first, their folders hold what was acknowledged."
+
+
+def _of_slave(broker: BrokerReplicas, one: ReplicaDescription) -> Iterator[Amiss]:
+    if one.role != "slave":
+        return
+    what = f"broker {broker.broker_id}, replica {one.replica}"
+    if one.address is None:
+        yield Amiss("warning", what, "in sync when it was last seen, and down", "Start it.")
+    elif one.problem:
+        yield Amiss("warning", what, f"no link to its master: {one.problem}", "")
+    elif not one.in_sync and not one.stage and _has_master(broker):
+        yield Amiss("warning", what, "no link to its master", "Its log says why, unless it has only just begun.")
+
+
+def _has_master(broker: BrokerReplicas) -> bool:
+    return any(one.role == "master" and one.address is not None and not one.problem for one in broker.replicas)
