@@ -3,7 +3,7 @@
 The configuration in ZooKeeper is the only source. A folder on disk whose topic id is not there any more belongs to
 a topic that was deleted, or deleted and made anew while this broker was away: it is removed, never offered again.
 
-To make folders and to remove them waits for the disk, so threads do it: one for each, since a removal may take long.
+To make folders, to move and to remove them waits for the disk, so threads do it: one for removals, which may take long.
 Neither knows anything but the folder; a log is opened, and was closed, in the loop.
 """
 
@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from metamq.broker.data_folder import DataFolder, TopicFolder
@@ -138,7 +139,8 @@ class Topics:
                     self.closing(closed)
                 self._broken.pop((topic, index), None)
                 folder = self._folder.partition_folder(topic, config.id, index)
-                set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
+                moving = partial(set_aside, folder, name, self._files, now_us=time.time_ns() // 1000)
+                await asyncio.get_running_loop().run_in_executor(self._executor, moving)
                 await self._open(topic, config, [index])
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:

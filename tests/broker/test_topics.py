@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from metamq.broker.data_folder import DataFolder
-from metamq.broker.log import FileCache
+from metamq.broker.log import FileCache, set_aside
 from metamq.broker.topics import Topics
-from metamq.errors import ClosedError, PartitionNotFound
+from metamq.errors import ClosedError, CorruptData, PartitionNotFound
 from metamq.zk.topics import TopicConfig
 
 
@@ -48,3 +50,28 @@ def test_a_topic_that_cannot_be_a_folder_is_refused_and_named_and_the_others_are
         topics.close(ClosedError("broker"))
 
     asyncio.run(run())
+
+
+def test_a_damaged_log_is_moved_away_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    movers: list[threading.Thread] = []
+
+    def seen(*args: Any, **settings: Any) -> str:
+        movers.append(threading.current_thread())
+        return set_aside(*args, **settings)
+
+    async def run() -> None:
+        topics = Topics(0, DataFolder.open(tmp_path, 0), FileCache())
+        config = TopicConfig("t", {0: 2})
+        await topics.apply({"t": config}, {})
+        damaged = topics.find("t", config.id, 1)
+        topics.is_damaged(damaged, CorruptData("t/0-1", "a checksum"))
+        await topics.set_damaged_aside()
+        assert topics.damage() == {}
+        assert topics.find("t", config.id, 1) is not damaged
+        topics.close(ClosedError("broker"))
+
+    monkeypatch.setattr("metamq.broker.topics.set_aside", seen)
+    asyncio.run(run())
+    assert len(movers) == 1
+    assert movers[0] is not threading.main_thread()
+    assert len(list((tmp_path / "topics").glob("*/1.damaged-*"))) == 1
