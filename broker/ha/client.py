@@ -26,7 +26,8 @@ from typing import Any
 
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.attempts import Attempts, HAState
-from metamq.broker.log.derived import unlink_all
+from metamq.broker.ha.handshake import level_at_slave
+from metamq.broker.log.derived import remove_leftovers
 from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
@@ -151,11 +152,11 @@ class HAClient:
         connection = await BrokerConnection.open(master.host, master.port)
         link = _Link(self, connection, self._topics, self._flusher)
         try:
-            registration = self._registration()
+            me = self._registration()
             accept = await connection.stream(
                 sync.Join(
-                    sync.JOIN, self.epoch, sync.MAGIC, registration.broker_id, registration.replica,
-                    registration.incarnation, registration.folder, self._learner, self._generation(),
+                    sync.JOIN, self.epoch, sync.MAGIC, me.broker_id, me.replica, me.incarnation, me.folder,
+                    self._learner, self._generation(),
                 ),
                 link.received,
                 timeout_s=JOIN_TIMEOUT_S,
@@ -373,7 +374,8 @@ class _Link:
         if partition is None:
             return
         decision = sync.Decision(result.decision)
-        log.log(_level(result, partition), "%s: %s", partition.name, result.reason)
+        level = level_at_slave(result, partition.log.start_position, partition.log.end_position)
+        log.log(level, "%s: %s", partition.name, result.reason)
         if decision is sync.Decision.WAIT:
             self._forget(partition)
             self._waiting.add(partition)
@@ -384,7 +386,7 @@ class _Link:
             if decision is sync.Decision.RESET:
                 self._client.readable.discard(partition)
                 void = partition.reset_to(result.offset, result.position)
-                self.loop.run_in_executor(None, _remove, void)
+                self.loop.run_in_executor(None, remove_leftovers, void)
             elif result.position < partition.log.end_position:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
@@ -596,20 +598,3 @@ class _Link:
             raise MetamqError(f"the master does not hand over: {answer.reason}")
         if answer.end_seq != self._held_seq:
             raise ProtocolError(f"handed over at {answer.end_seq}, but held is {self._held_seq}")
-
-
-def _remove(paths: list[str]) -> None:
-    """Removes what is left of a log that was emptied; it may take its time."""
-    try:
-        unlink_all(paths)
-    except OSError as error:
-        log.warning("what is left of an emptied log stays until the next start: %s", error)
-
-
-def _level(result: sync.AttachResult, partition: Partition) -> int:
-    """Of logging's: what a log loses is worth a line, that thousands of them just go on is not."""
-    decision, log_ = sync.Decision(result.decision), partition.log
-    if decision is sync.Decision.REFUSE:
-        return logging.WARNING
-    kept = {sync.Decision.FROM: result.position, sync.Decision.RESET: log_.start_position}
-    return logging.INFO if kept.get(decision, log_.end_position) < log_.end_position else logging.DEBUG

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from metamq.wire.sync import Decision
+from metamq.wire.sync import AttachResult, Decision
 
 __all__ = ["Decision", "Place", "Side", "Verdict", "decide"]
 
@@ -180,3 +180,12 @@ def _messages(count: int) -> str:
 
 def _are(count: int) -> str:
     return "is" if count == 1 else "are"
+
+
+def level_at_slave(result: AttachResult, start_position: int, end_position: int) -> int:
+    """Of logging's: what a slave's log loses is worth a line, that thousands of them just go on is not."""
+    decision = Decision(result.decision)
+    if decision is Decision.REFUSE:
+        return logging.WARNING
+    kept = {Decision.FROM: result.position, Decision.RESET: start_position}
+    return logging.INFO if kept.get(decision, end_position) < end_position else logging.DEBUG

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import checked_batches, damaged, headers
 from metamq.broker.log.segments import Segment, SnapshotName
 from metamq.wire.batch import BatchHeader
+
+log = logging.getLogger("metamq.broker.log")
 
 SNAPSHOTS_KEPT = 2
 _VOID = ".void.tmp"
@@ -53,6 +56,14 @@ def unlink_all(paths: list[str]) -> None:
     """Removes files that may be gone already, in this order. Raises OSError."""
     for path in paths:
         unlink(path)
+
+
+def remove_leftovers(paths: list[str]) -> None:
+    """Removes what is left of a log that was emptied; it may take its time."""
+    try:
+        unlink_all(paths)
+    except OSError as error:
+        log.warning("what is left of an emptied log stays until the next start: %s", error)
 
 
 def make_void(paths: list[str]) -> list[str]:
