@@ -27,6 +27,7 @@ from typing import Any
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.attempts import Attempts, HAState
 from metamq.broker.ha.handshake import level_at_slave
+from metamq.broker.ha.to_acknowledge import ToAcknowledge
 from metamq.broker.log.derived import remove_leftovers
 from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
@@ -35,7 +36,6 @@ from metamq.broker.trouble import Trouble
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, DiskFull, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
-from metamq.wire.limits import ENTRIES_TARGET
 from metamq.zk.brokers import BrokerAddress, Registration
 
 log = logging.getLogger("metamq.broker")
@@ -234,9 +234,7 @@ class _Link:
         self._handles: dict[int, Partition] = {}
         self._numbers: dict[Partition, int] = {}
         self._next_handle = 1
-        self._held_seq = 0
-        self._unflushed: deque[tuple[int, int, int]] = deque()
-        """(sequence number, handle, end position) of what counts only once it is flushed."""
+        self._to_acknowledge = ToAcknowledge(self._handles)
         self._generation = 0
         self._undecided: set[int] = set()
         """Handles for which the master has not said where to go on."""
@@ -248,10 +246,6 @@ class _Link:
         """What came before the link has begun, or behind what is still to be done."""
         self._not_yet_stable: dict[Partition, int] = {}
         """Up to where the master says that it is stable, of partitions that end before that."""
-        self._copied: dict[int, Partition] = {}
-        """Handles whose copies are to be acknowledged."""
-        self._unflushed_copies: dict[Partition, int] = {}
-        """End positions of copies that count only once they are flushed."""
         self._ack_soon = False
         self._handed_over: asyncio.Future[sync.HandedOver] | None = None
         self._heard_at = self._spoke_at = self.loop.time()
@@ -338,9 +332,8 @@ class _Link:
         handle = self._numbers.pop(partition, None)
         if handle is not None:
             self._handles.pop(handle, None)
-            self._copied.pop(handle, None)
             self._undecided.discard(handle)
-            self._unflushed_copies.pop(partition, None)
+            self._to_acknowledge.forget(handle)
             self._not_yet_stable.pop(partition, None)
         partition.flushed_listener = None
         return handle
@@ -390,24 +383,21 @@ class _Link:
             elif result.position < partition.log.end_position:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
-            self._copied[result.handle] = partition
-            if partition.flushes_before_ack:
-                self._flush(partition)
-            self._acknowledge_soon()
+            self._flush(result.handle, partition)
 
     def flushes_now(self, partition: Partition) -> None:
         """See HAClient.flushes_now."""
         handle = self._numbers.get(partition)
         if handle is not None and handle not in self._undecided and partition.closed_by is None:
-            self._copied[handle] = partition
-            self._flush(partition)
-            self._acknowledge_soon()
+            self._flush(handle, partition)
 
-    def _flush(self, partition: Partition) -> None:
-        """All that is here is to be flushed, and the master to be told then."""
-        if partition.log.flushed_position < partition.log.end_position:
-            self._unflushed_copies[partition] = partition.log.end_position
+    def _flush(self, handle: int, partition: Partition) -> None:
+        """Tells the master what there is; where that counts, once more when it is flushed."""
+        must_flush = partition.flushes_before_ack and partition.log.flushed_position < partition.log.end_position
+        self._to_acknowledge.was_copied(handle, flush=must_flush)
+        if must_flush:
             self._flusher.replicated(partition, must_flush=True)
+        self._acknowledge_soon()
 
     def _all_decided(self) -> None:
         """Once every log is what the master says, this replica has followed to the master's generation: not before,
@@ -456,20 +446,17 @@ class _Link:
             self.end(error)
 
     def _data(self, frame: sync.Data, body: memoryview) -> None:
-        if frame.first_seq != self._held_seq + 1:
-            raise ProtocolError(f"sequence number {frame.first_seq} came after {self._held_seq}")
+        if frame.first_seq != self._to_acknowledge.held_seq + 1:
+            raise ProtocolError(f"sequence number {frame.first_seq} came after {self._to_acknowledge.held_seq}")
         for (handle, position, _size, flush), batches in zip(
             frame.entries, sync.bodies(frame.entries, body), strict=True
         ):
-            self._held_seq += 1
+            self._to_acknowledge.held_seq += 1
             partition = self._handles.get(handle)
             if partition is None:  # detached: the master does not know it yet
                 continue
             self._append(partition, batches, position)
-            if flush:
-                self._unflushed.append((self._held_seq, handle, partition.log.end_position))
-            elif partition.flushes_before_ack:  # the master did not know that yet when it sent this
-                self._unflushed_copies[partition] = partition.log.end_position
+            self._to_acknowledge.came(handle, flush=bool(flush))
             self._flusher.replicated(partition, must_flush=bool(flush))
         self._stable(frame.stable)
         self._acknowledge_soon()
@@ -481,9 +468,7 @@ class _Link:
             partition = self._handles.get(handle)
             if partition is not None:
                 self._append(partition, batches, position)
-                self._copied[handle] = partition
-                if flush:
-                    self._unflushed_copies[partition] = partition.log.end_position
+                self._to_acknowledge.was_copied(handle, flush=bool(flush))
                 self._flusher.replicated(partition, must_flush=bool(flush))
         self._stable(frame.stable)
         self._acknowledge_soon()
@@ -529,11 +514,8 @@ class _Link:
     def _flushed(self, partition: Partition) -> None:
         """An fsync of the partition's log has ended."""
         handle = self._numbers.get(partition)
-        end_position = self._unflushed_copies.get(partition)
-        if handle is not None and end_position is not None:
-            self._copied[handle] = partition
-            if partition.log.flushed_position >= end_position:
-                del self._unflushed_copies[partition]
+        if handle is not None:
+            self._to_acknowledge.was_flushed(handle)
         self._acknowledge_soon()
 
     def _acknowledge_soon(self) -> None:
@@ -545,21 +527,8 @@ class _Link:
         self._ack_soon = False
         if self._closed or self.ended.done():
             return
-        unflushed = self._unflushed
-        while unflushed and self._is_settled(*unflushed[0][1:]):
-            unflushed.popleft()
-        flushed_seq = unflushed[0][0] - 1 if unflushed else self._held_seq
-        copied, self._copied = self._copied, {}
-        marks = [(handle, p.log.end_position, p.log.flushed_position) for handle, p in copied.items()]
-        for start in range(0, max(len(marks), 1), ENTRIES_TARGET):
-            part = marks[start : start + ENTRIES_TARGET]
-            self._push(sync.Ack(sync.ACK, self._epoch, self._held_seq, flushed_seq, part))
-
-    def _is_settled(self, handle: int, end_position: int) -> bool:
-        """Whether nobody is to wait for a flush up to there. What was detached is flushed no more, and the master knows
-        that: its place is told to be gone before this is acknowledged."""
-        partition = self._handles.get(handle)
-        return partition is None or partition.log.flushed_position >= end_position
+        for frame in self._to_acknowledge.frames(self._epoch):
+            self._push(frame)
 
     def _push(self, frame: tuple[Any, ...]) -> None:
         self._spoke_at = self.loop.time()
@@ -596,5 +565,5 @@ class _Link:
             self._handed_over = None
         if answer.reason:
             raise MetamqError(f"the master does not hand over: {answer.reason}")
-        if answer.end_seq != self._held_seq:
-            raise ProtocolError(f"handed over at {answer.end_seq}, but held is {self._held_seq}")
+        if answer.end_seq != self._to_acknowledge.held_seq:
+            raise ProtocolError(f"handed over at {answer.end_seq}, but held is {self._to_acknowledge.held_seq}")

@@ -132,6 +132,7 @@ def test_what_comes_damaged_from_a_slave_is_read_from_the_master(group: Group) -
     slave = group.add_slave()
     group.wait_insync(0, 1)
     values = send(group, topic, 50)
+    group.wait_equal(0, 1)  # else the slave may not know yet that there is something to read
     with group.cluster.consumer(
         topics=[topic], read_from="any", partition_fetch_max_bytes=1, prefetch_bytes=1, idle_timeout_s=2
     ) as consumer:
