@@ -161,7 +161,7 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
-    lives = "which lives and hands over" if plan.master_lives else "which is down"
+    lives = "which lives and hands over" if plan.master_lives else "which is down, or hangs"
     former = f"in place of replica {plan.master}, {lives}" if plan.master != plan.replica else "again"
     lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} {former}."]
     if plan.in_sync and plan.master_lives:

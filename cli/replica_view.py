@@ -39,24 +39,26 @@ def _of_master(broker: BrokerReplicas) -> Iterator[Amiss]:
 def _next_master(broker: BrokerReplicas) -> str:
     """What gives a broker id a master again, the way without loss first."""
     master = next(one for one in broker.replicas if one.role != "slave")
-    command = f"metamq ha promote --broker {broker.broker_id} --slave"
+    is_waiting = master.role == "waiting"
+    promote = f"metamq ha promote --broker {broker.broker_id} --slave"
     slaves = [one for one in broker.replicas if one is not master and not one.learner]
-    ready = [one for one in slaves if one.in_sync and one.address is not None and not one.problem]
+    ready = [one.replica for one in slaves if one.in_sync and one.address is not None and not one.problem]
     if ready:
-        again = "" if master.role == "waiting" else f", unless replica {master.replica} comes back soon"
-        return f"`{command} {ready[0].replica}` makes replica {ready[0].replica}, which is in sync, the master{again}."
-    down = [str(one.replica) for one in broker.replicas if one.in_sync and one.address is None]
-    others = [number for number in down if number != str(master.replica)]
-    if master.role == "waiting" and others:
-        return in_sync_and_down(others)
-    if master.role != "waiting" and not slaves:
-        return "Start it, or see its log for why it has ended."
-    last = next((one.replica for one in slaves if one.address is not None), master.replica)
-    losing = f"`{command} {last} --accept-loss` says what would be lost, and asks."
-    if master.role == "waiting":
-        return f"No replica is in sync. Start all of them; then {losing}"
-    which = listed(sorted({str(master.replica), *down}))
-    return f"Start replica {which}: no other one is in sync. Is that impossible, {losing}"
+        again = "" if is_waiting else f", unless replica {master.replica} comes back soon"
+        return f"`{promote} {ready[0]}` makes replica {ready[0]}, which is in sync, the master{again}."
+    down = [one.replica for one in slaves if one.in_sync and one.address is None]
+    if down and is_waiting:
+        return in_sync_and_down(down)
+    if down:
+        return f"Start replica {master.replica}; or replica {down[0]}, which is in sync, too, and promote that."
+    running = [one.replica for one in slaves if one.address is not None]
+    if is_waiting:
+        losing = f"`{promote} {min([master.replica, *running])} --accept-loss`"
+        return f"No replica is in sync. Start all of them; {losing} then says what the others have more, and asks."
+    if running:
+        losing = f"`{promote} {running[0]} --accept-loss` says what would be lost, and asks"
+        return f"Start replica {master.replica}: no other one is in sync. If it is gone for good, {losing}."
+    return "Start it, or see its log for why it has ended."
 
 
 def in_sync_and_down(replicas: Sequence[object]) -> str:

@@ -1,0 +1,74 @@
+"""What a broker id's replicas are advised, by how they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from metamq.cli.replica_view import amiss
+from metamq.client.admin_model import BrokerReplicas, ReplicaDescription
+
+
+def replica(number: int, role: str, how: str, problem: str = "") -> ReplicaDescription:
+    """`how`: in sync, learner, apart, or its stage at the master; with "down, " before it where it is not registered."""
+    is_down, how = how.startswith("down, "), how.removeprefix("down, ")
+    stage = "" if how in ("in sync", "learner", "apart") else how
+    address = None if is_down else f"host:{number}"
+    return ReplicaDescription(
+        0, number, role, address, how == "in sync", None, stage, None, None, None, problem, how == "learner"
+    )
+
+
+MASTER = replica(0, "master", "in sync")
+DEAD = replica(0, "master", "down, in sync")
+HANGS = replica(0, "master", "in sync", "no answer")
+WAITS = replica(0, "waiting", "apart", "waits")
+READY = replica(1, "slave", "in sync")
+BEHIND = replica(1, "slave", "catching up")
+GONE = replica(1, "slave", "down, in sync")
+APART = replica(1, "slave", "apart")
+FULL = replica(1, "slave", "apart", "no room")
+LEARNER = replica(1, "slave", "learner")
+PROMOTE = "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master"
+START_IT = "Start it, or see its log for why it has ended."
+
+
+@pytest.mark.parametrize(
+    ("master", "slave", "hints"),
+    [
+        (MASTER, READY, []),
+        (MASTER, BEHIND, []),
+        (MASTER, GONE, ["Start it."]),
+        (MASTER, APART, ["Its log says why, unless it has only just begun."]),
+        (MASTER, FULL, [""]),
+        (DEAD, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
+        (HANGS, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
+        (
+            DEAD,
+            APART,
+            [
+                "Start replica 0: no other one is in sync. If it is gone for good, "
+                "`metamq ha promote --broker 0 --slave 1 --accept-loss` says what would be lost, and asks."
+            ],
+        ),
+        (DEAD, GONE, ["Start replica 0; or replica 1, which is in sync, too, and promote that.", "Start it."]),
+        (DEAD, LEARNER, [START_IT]),
+        (WAITS, READY, [f"{PROMOTE}."]),
+        (
+            WAITS,
+            GONE,
+            ["Replica 1 is in sync and down: start it first, its folder holds what was acknowledged.", "Start it."],
+        ),
+        (
+            WAITS,
+            APART,
+            [
+                "No replica is in sync. Start all of them; `metamq ha promote --broker 0 --slave 0 --accept-loss` then "
+                "says what the others have more, and asks."
+            ],
+        ),
+    ],
+)
+def test_advice(master: ReplicaDescription, slave: ReplicaDescription, hints: list[str]) -> None:
+    found = amiss(BrokerReplicas(0, 3, 1, (master, slave)))
+    assert [one.hint for one in found] == hints
+    assert [one.what for one in found if one.status == "problem"] == ([] if master is MASTER else ["broker 0"])
