@@ -9,7 +9,7 @@ from metamq.client.admin_model import BrokerReplicas, ReplicaDescription
 
 
 def replica(number: int, role: str, how: str, problem: str = "") -> ReplicaDescription:
-    """`how`: in sync, learner, apart, or its stage at the master; with "down, " before it where it is not registered."""
+    """`how`: in sync, learner, apart, or its stage at the master; "down, " comes before it if it is not registered."""
     is_down, how = how.startswith("down, "), how.removeprefix("down, ")
     stage = "" if how in ("in sync", "learner", "apart") else how
     address = None if is_down else f"host:{number}"
