@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,10 +25,15 @@ from metamq.cli.output import (
 from metamq.cli.replica_view import amiss, in_sync_and_down
 from metamq.cli.units import DURATION, show_bytes
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
-from metamq.errors import ConfigError, Timeout
+from metamq.errors import ConfigError, ConnectError, Timeout
+from metamq.zk.paths import Paths
+from metamq.zk.servers import parse_servers
+
+if TYPE_CHECKING:
+    from metamq import Admin
 
 WAIT_S = 0.2
-WAIT_HINT = "`metamq ha status` says what each replica does."
+WAIT_HINT = "`metamq ha status` says what each replica does; with --broker only that one is waited for."
 
 
 @click.group(cls=Group)
@@ -106,22 +112,66 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     """
     current().log()
     deadline = time.monotonic() + limit_ms / 1000
-    with current().admin() as admin:
+    waiting = _Waiting()
+    with _admin_of_a_cluster(deadline, waiting) as admin:
         while True:
             found = admin.replicas()
             asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
-            lacking = {number: one for number, one in asked.items() if not _is_in_sync(one, wanted)}
+            lacking = [one for one in asked.values() if not _is_in_sync(one, wanted)]
             if asked and not lacking:
                 break
+            if not asked:
+                why = "no broker was ever started" if broker_id is None else f"broker {broker_id} was never started"
+            else:
+                why = "; ".join(_who_lacks(one, wanted) for one in lacking)
             if time.monotonic() > deadline:
-                whose = f" of {_brokers(lacking)}" if asked else ", and no such broker is there: it"
-                raise Timeout(f"to have {count(wanted, 'replica')} in sync{whose}", limit_ms / 1000, hint=WAIT_HINT)
+                what = f"waiting for {count(wanted, 'replica')} in sync"
+                raise Timeout(f"{what} ({why})", limit_ms / 1000, hint=WAIT_HINT)
+            waiting.tell(why)
             time.sleep(WAIT_S)
     if output == "json":
         print_json([asdict(one) for one in asked.values()])
     else:
         say(f"{count(wanted, 'replica')} of {_brokers(asked)} in sync.")
     return 0
+
+
+class _Waiting:
+    """Says what is waited for, once until it changes."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    def tell(self, why: str) -> None:
+        if why != self._told:
+            self._told = why
+            say(f"Waiting: {why}.")
+
+
+def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
+    """Waits also for ZooKeeper, and for the first broker ever. Raises ConfigError, ConnectError at the deadline."""
+    parse_servers(current().servers())  # what is wrong with them, waiting does not mend
+    Paths(current().place())
+    while True:
+        try:
+            return current().admin()
+        except (ConfigError, ConnectError) as error:
+            if time.monotonic() > deadline:
+                raise
+            waiting.tell(error.problem)
+            time.sleep(WAIT_S)
+
+
+def _who_lacks(broker: BrokerReplicas, wanted: int) -> str:
+    """ "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
+    running = [str(one.replica) for one in broker.replicas if one.in_sync and one.address is not None]
+    who = f" (replica {listed(running)})" if running else ""
+    rest = ""
+    for one in broker.replicas:
+        if str(one.replica) not in running:
+            state = "down" if one.address is None else one.stage or "not in sync"
+            rest += f", replica {one.replica}{' (the master)' if one.role == 'master' else ''} is {state}"
+    return f"broker {broker.broker_id} has {len(running)} of {count(wanted, 'replica')} in sync{who}{rest}"
 
 
 def _is_in_sync(broker: BrokerReplicas, wanted: int) -> bool:

@@ -71,7 +71,8 @@ class Admin:
         retention_ms, retention_bytes, cleanup, segment_bytes, max_message_bytes, min_insync, replication; see
         metamq.zk.topics.TopicConfig.
 
-        With exist_ok=True a topic that exists is left as it is, whatever its partitions and settings.
+        With exist_ok=True a topic that exists is left as it is, whatever its partitions and settings; brokers that are
+        down are not waited for.
 
         Raises TopicExists, ConfigError (a wrong setting, no live broker), Timeout after `timeout_s`: the topic exists
         then, and its brokers follow when they can.

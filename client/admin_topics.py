@@ -26,6 +26,7 @@ from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import master_offer
+from metamq.zk.replicas import slaves_of
 from metamq.zk.session import Session
 from metamq.zk.topics import PARTITIONS_MAX, TopicConfig, spread_partitions
 
@@ -67,7 +68,7 @@ async def create_topic(
 async def _served_already(cluster: Cluster, config: TopicConfig, exist_ok: bool, timeout_s: float) -> TopicConfig:
     if not exist_ok:
         raise TopicExists(config.topic)
-    await _wait_served(cluster, config, timeout_s)
+    await _wait_served(cluster, config, timeout_s, reachable_only=True)
     return config
 
 
@@ -200,14 +201,28 @@ async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> l
     """The broker ids to spread over: the live ones, or the wanted ones when all of them are live."""
     live = sorted(await live_brokers(session))
     if wanted is None:
+        if not live:
+            raise ConfigError("there is no broker to put partitions on", hint=await _how_to_get_one(session))
         return live
     if not isinstance(wanted, Collection) or not all(map(is_whole, wanted)):
         raise wrong_type("`brokers`", "a list of broker ids", wanted)
     missing = sorted(set(wanted) - set(live))
     if missing:
-        known = f"Live are: {', '.join(map(str, live))}." if live else "None is; start one with `metamq broker`."
+        known = f"Live are: {', '.join(map(str, live))}." if live else await _how_to_get_one(session)
         raise ConfigError(f"broker {', '.join(map(str, missing))} is not registered in ZooKeeper", hint=known)
     return sorted(set(wanted))
+
+
+async def _how_to_get_one(session: Session) -> str:
+    """What to do when no broker has a master."""
+    names = await session.children_or_none(session.paths.broker_ids()) or []
+    for broker_id in sorted(int(name) for name in names if name.isdecimal()):
+        stored = await read_state(session, broker_id)
+        for slave in await slaves_of(session, broker_id):
+            if stored is not None and (slave.replica, slave.incarnation) in stored[0].insync:
+                promote = f"`metamq ha promote --broker {broker_id} --slave {slave.replica}`"
+                return f"Broker {broker_id} has no master, and a slave in sync: start the master again, or {promote}."
+    return "Start one with `metamq broker`."
 
 
 def _check_count(topic: str, partitions: int) -> None:
@@ -225,20 +240,25 @@ def _check_settings(settings: Mapping[str, object], where: str) -> None:
             raise unknown(name, known, where)
 
 
-async def _wait_served(cluster: Cluster, config: TopicConfig, timeout_s: float) -> None:
+async def _wait_served(
+    cluster: Cluster, config: TopicConfig, timeout_s: float, *, reachable_only: bool = False
+) -> None:
     """Until every broker of the topic offers its partitions, and serves them under the topic's id.
 
-    The offer alone may be that of a topic of the same name that was deleted just now.
+    The offer alone may be that of a topic of the same name that was deleted just now. `reachable_only`: without those
+    that are down, which know a topic that is not new.
     """
     hint = "The configuration stands; brokers follow when they are up. See `metamq topic describe` and `metamq doctor`."
 
     async def served() -> str:
+        live = await live_brokers(cluster.session) if reachable_only else config.partitions
         for broker_id, count in config.partitions.items():
-            if await _offered_count(cluster.session, config.topic, broker_id) != count:
+            if broker_id in live and await _offered_count(cluster.session, config.topic, broker_id) != count:
                 return f"broker {broker_id} does not offer its {count} yet"
         asked: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
         for tp, answer in (await ask_offsets(cluster, asked)).items():
-            if isinstance(answer, MetamqError):
+            is_away = reachable_only and isinstance(answer, ConnectError | Timeout)
+            if isinstance(answer, MetamqError) and not is_away:
                 return f"{tp}: {answer.problem}"
         return ""
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.zk.embedded import EmbeddedZooKeeper, free_port
 from tests.cli.conftest import Metamq
 from tests.parts import another_boot, wait_until
 
 Pair = tuple[Cluster, BrokerProcess]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +51,12 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert ha("wait", "--in-sync", 2).talk == "2 replicas of broker 0 in sync.\n"
     late = ha("wait", "--in-sync", 3, "--limit", "100ms")
     assert late.status == 1
-    assert "to have 3 replicas in sync of broker 0 took longer than 0.1 s" in late.talk
-    assert "no such broker is there" in ha("wait", "--broker", 7, "--limit", "100ms").talk
+    why = "broker 0 has 2 of 3 replicas in sync (replica 0, 1)"
+    assert late.talk.startswith(
+        f"Waiting: {why}.\nmetamq: waiting for 3 replicas in sync ({why}) took longer than 0.1 s"
+    )
+    late = ha("wait", "--broker", 7, "--limit", "100ms")
+    assert "waiting for 2 replicas in sync (broker 7 was never started) took longer than 0.1 s" in late.talk
 
     refused = ha("promote", "--slave", 7, "--yes")
     assert refused.status == 1
@@ -117,3 +125,35 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
     accepted = ha("promote", "--slave", master, "--accept-loss", "--yes")
     assert accepted.status == 0, accepted.talk
     assert "LOST" not in accepted.talk
+
+
+def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Metamq, pair: Pair) -> None:
+    running, slave = pair
+    with running.admin() as admin:
+        replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
+        wait_until(lambda: all(one.in_sync and one.address for one in replicas()), what="both in sync")
+        master = next(one.replica for one in replicas() if one.role == "master")
+        (running.broker, slave)[master].kill()
+        wait_until(lambda: replicas()[master].address is None, what="the end of the master's session")
+        assert admin.create_topic("t", exist_ok=True, timeout_s=5).topic == "t"
+    late = ha("wait", "--limit", "100ms")
+    missing = f"broker 0 has 1 of 2 replicas in sync (replica {1 - master}), replica {master} (the master) is down"
+    assert f"Waiting: {missing}.\n" in late.talk
+    refused = offline("topic", "create", "other")
+    assert refused.status == 1
+    assert f"`metamq ha promote --broker 0 --slave {1 - master}`" in refused.talk
+
+
+def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_path: Path) -> None:
+    port = free_port()
+    waiting = process("ha", "wait", "--in-sync", 1, "--zookeeper", f"127.0.0.1:{port}")
+    assert waiting.stderr is not None
+    assert waiting.stderr.readline().startswith(b"Waiting: ")
+    with EmbeddedZooKeeper(tmp_path / "zookeeper", port) as zookeeper:
+        lines = iter(waiting.stderr.readline, b"")
+        assert any(b"no broker has ever been there" in line for line in lines)
+        broker = BrokerProcess(zookeeper.address, tmp_path / "broker")
+        broker.start()
+        assert b"1 replica of broker 0 in sync." in waiting.communicate(timeout=30)[1]
+        assert waiting.returncode == 0
+        assert broker.stop() == 0
