@@ -78,7 +78,7 @@ class ConsumerCore:
         self._queue = FetchRequestQueue(self._wake_runner)
         self._requests: dict[TopicPartition, FetchRequest] = {}
         self._stalled: dict[FetchRequest, None] = {}
-        self.outages = Outages(lambda broker_id: self.cluster.broker_name(broker_id))
+        self.outages = Outages(lambda broker_id: self.cluster.broker_name(broker_id), self._is_substituted)
         self._stuck: dict[TopicPartition, MetamqError] = {}
         self._lost_messages = 0
         self._delivering = True
@@ -260,6 +260,10 @@ class ConsumerCore:
         request = FetchRequest(state.tp, topic_id, source, index, offset, epoch)
         self._requests[state.tp] = request
         self._queue.put(request, self.loop.time())
+
+    def _is_substituted(self, tp: TopicPartition) -> bool:
+        request = self._requests.get(tp)
+        return request is not None and self._sources.is_substitute(request)
 
     def _ask_anew(self, request: FetchRequest) -> None:
         """The request is to be made elsewhere."""

@@ -23,10 +23,15 @@ PATIENCE_S = 30.0
 
 
 class Outages:
-    """A consumer's. `name_of` gives a broker's name, with its address where that is known."""
+    """A consumer's. `name_of` gives a broker's name, with its address where that is known.
 
-    def __init__(self, name_of: Callable[[int], str]) -> None:
+    `is_substituted` says whether a slave is read in the place of a partition's master: nothing to warn of, but where
+    the slave ends need not be the end of the data.
+    """
+
+    def __init__(self, name_of: Callable[[int], str], is_substituted: Callable[[TopicPartition], bool]) -> None:
         self._name_of = name_of
+        self._is_substituted = is_substituted
         self.errors: dict[TopicPartition, str] = {}
         """What is wrong with a partition, for health()."""
         self._since: dict[TopicPartition, tuple[float, MetamqError]] = {}
@@ -65,9 +70,11 @@ class Outages:
         """Warns of what lasts."""
         for tp, (since, error) in self._since.items():
             broker_id = _broker_of(tp)
-            if broker_id not in self._told and time.monotonic() - since >= TELL_AFTER_S:
+            is_new = broker_id not in self._told and time.monotonic() - since >= TELL_AFTER_S
+            if is_new and not self._is_substituted(tp):
                 self._told[broker_id] = since
-                partitions = count(self._count[broker_id], "partition")
+                dark = [one for one in self._since if _broker_of(one) == broker_id and not self._is_substituted(one)]
+                partitions = count(len(dark), "partition")
                 log.warning("%s: %s cannot be fetched at present: %s", self._name_of(broker_id), partitions, error)
 
     def began_at(self) -> float | None:
@@ -79,6 +86,13 @@ class Outages:
         tp, (_since, error) = min(list(self._since.items()), key=lambda item: item[1][0])
         if not isinstance(error, ConnectError):
             return error
+        if self._is_substituted(tp):
+            return ConnectError(
+                self._name_of(_broker_of(tp)),
+                f"its master could not be reached for {PATIENCE_S:g} s, and slaves need not have all of {tp}: "
+                f"{error.problem}",
+                hint="`metamq ha status` says whether a slave can be promoted. What is done is committed.",
+            )
         return ConnectError(
             self._name_of(_broker_of(tp)),
             f"{tp} could not be fetched for {PATIENCE_S:g} s: {error.problem}",

@@ -112,7 +112,8 @@ class Sources:
 
     def _is_cut_off(self, broker_id: int) -> None:
         if broker_id not in self._cut_off:
-            log.warning("%s: reading on from slaves until it can be reached", self._cluster.broker_name(broker_id))
+            name = self._cluster.broker_name(broker_id)
+            log.warning("%s: its master cannot be reached: reading on from slaves, as far as they have it", name)
             self._cut_off[broker_id] = asyncio.Event()
             self._spawn(self._until_back(broker_id))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from metamq import Consumer
+from metamq.client.outages import TELL_AFTER_S
 from metamq.client.transport import BrokerConnection
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, cluster
@@ -102,7 +104,9 @@ def topic_id(group: Group, topic: str) -> str:
         return admin.describe_topic(topic).config.id
 
 
-def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(group: Group) -> None:
+def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     topic = a_sync_topic(group)
     slave = group.add_slave()
     group.wait_insync(0, 1)
@@ -118,6 +122,10 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(gro
         assert bytes_out(slave) > 0
         new = Reader(group, topic, read_from="any")  # where to begin, a slave says as well
         new.read_all(values)
+        read_at = time.monotonic()
+        wait_until(lambda: time.monotonic() - read_at > 1.5 * TELL_AFTER_S, what="what lasts told")
+        assert "reading on from slaves" in caplog.text
+        assert "cannot be fetched at present" not in caplog.text
         group.replicas[0].start()
         group.wait_insync(0, 1)
         values += send(group, topic, 20, b"more")
