@@ -29,6 +29,7 @@ from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.keeper import RoleKeeper
+from metamq.broker.ha.role import Role
 from metamq.broker.housekeeping import Housekeeping
 from metamq.broker.http import StatusServer
 from metamq.broker.log import FileCache
@@ -120,8 +121,8 @@ class Broker:
             task.add_done_callback(self._task_ended)
         self._ready_reason = ""
         log.info(
-            "broker %d is up at %s:%d, epoch %d, %s, data in %s",
-            config.id, self.host, self.port, self.epoch, count(len(self._topics.counts()), "topic"), config.data,
+            "%s is up at %s:%d, %s, data in %s",
+            self.name, self.host, self.port, count(len(self._topics.counts()), "topic"), config.data,
         )  # fmt: skip
 
     async def _until_answered(self, step: Callable[[], Awaitable[None]]) -> None:
@@ -196,6 +197,19 @@ class Broker:
     def http_port(self) -> int:
         """The port of /metrics, -1 when it is not served."""
         return self._status.port if self._status is not None else -1
+
+    @property
+    def name(self) -> str:
+        """For people: which replica this is, and its role."""
+        role = self._keeper.role
+        part = (
+            f"the master, epoch {self.epoch}"
+            if role is Role.MASTER
+            else "a slave"
+            if role is Role.SLAVE
+            else role.value
+        )
+        return f"replica {self._folder.replica} of broker {self.config.id} ({part})"
 
     def _registration(self) -> Registration:
         return Registration(

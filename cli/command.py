@@ -13,6 +13,8 @@ from metamq.zk.paths import DEFAULT_ROOT
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
+SHORT_HELP_MAX = 200
+
 
 class GlobalOption(click.Option):
     """An option of every command; the last place where it is given counts."""
@@ -72,6 +74,13 @@ class Group(_WithGlobals, click.Group):
     """A command with commands below it."""
 
     command_class = Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click does, but with whole sentences: it cuts them at the width of the terminal."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        shown = [(name, one.get_short_help_str(SHORT_HELP_MAX)) for name, one in commands if one and not one.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(shown)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -58,7 +58,7 @@ def parse_header(text: str) -> tuple[str, bytes]:
     metavar="NAME=VALUE",
     help="A header of every message.",
 )
-@click.option("-p", "--partition", metavar="0-3", help="Send to this partition; keys do not count then.")
+@click.option("-p", "--partition", metavar="PARTITION", help="Send to this one, such as 0-3; keys do not count then.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
 @output_option("text", "json", text="How to print the summary: on standard error, or as JSON on standard output.")
 def produce(

@@ -18,6 +18,7 @@ from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.cli.units import DURATION, SIZE
 from metamq.client.settings import load
+from metamq.errors import ConfigError
 
 POLL_S = 0.2
 
@@ -99,7 +100,10 @@ def broker(
     current().log(logging.INFO)
     settings["retention_check_s"] = None if retention_check_ms is None else retention_check_ms / 1000
     settings["drain_timeout_s"] = None if drain_timeout_ms is None else drain_timeout_ms / 1000
-    config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
+    try:
+        config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
+    except ConfigError as error:
+        raise _by_option(error, settings) from None
     if with_parent:
         follow_parent(sys.stdin.fileno())
 
@@ -108,9 +112,18 @@ def broker(
             address = {"host": running.host, "port": running.port, "http_port": running.http_port}
             print_json_line({"broker_id": config.id, **address})
         else:
-            say(f"Broker {config.id} serves at {running.host}:{running.port}. Ctrl-C stops it.")
+            say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
     return run_broker(config, current().servers(), root=current().place(), ready=ready)
+
+
+def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
+    """The same error, with the option's name in the place of the setting's where it was given by one."""
+    for parameter in click.get_current_context().command.params:
+        setting = f"the broker's `{parameter.name}`"
+        if given.get(parameter.name or "") is not None and setting in error.problem:
+            return ConfigError(error.problem.replace(setting, parameter.opts[0]), hint=error.hint)
+    return error
 
 
 @click.command(cls=Command)

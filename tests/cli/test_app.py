@@ -108,7 +108,7 @@ def test_wrong_usage_ends_with_2(offline: Metamq, arguments: list[str], words: s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["broker", "--disk-reserve", "5"], "`disk_reserve_bytes` must be a whole number of bytes from 32 MiB to 1"),
+        (["broker", "--disk-reserve", "5"], "metamq: --disk-reserve must be a whole number of bytes from 32 MiB to 1"),
         (["topic", "list", "--zookeeper", "http://foo"], "ZooKeeper address 'http://foo' is a URL\n  Write host and"),
     ],
 )

@@ -247,7 +247,7 @@ def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq,
     )  # fmt: skip
     assert broker.stderr is not None
     lines = iter(broker.stderr.readline, b"")
-    assert any(line.startswith(b"Broker 3 serves at 127.0.0.1:") for line in lines)
+    assert any(line.startswith(b"Replica 0 of broker 3 (the master, epoch 1) serves at 127.0.0.1:") for line in lines)
     created = offline("topic", "create", "flights", "-p", 1, "--zookeeper", zookeeper)
     assert created.talk == "Topic flights has 1 partition (1 on broker 3).\n"
     other = process("broker", "--id", 4, "--port", 0, "--http-port", 0, "--data", tmp_path / "other", "-o", "json",
