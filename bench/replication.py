@@ -45,7 +45,7 @@ class Pair:
     def wait_in_sync(self, admin: Admin, count: int = 2, limit_s: float = 120.0) -> None:
         """Until so many replicas are in sync, and have everything: one may lag for seconds and be in sync."""
         deadline = time.monotonic() + limit_s
-        while sum(one.in_sync and not one.lag_bytes for one in admin.replicas()[0].replicas if one.address) != count:
+        while sum(one.holds_all and not one.lag_bytes for one in admin.replicas()[0].replicas) != count:
             assert time.monotonic() < deadline, f"{count} replicas were not in sync within {limit_s:g} s"
             time.sleep(0.01)
 

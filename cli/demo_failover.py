@@ -72,4 +72,4 @@ class FailOver:
 
 def _all_in_sync(admin: Admin) -> bool:
     replicas = admin.replicas()[BROKER_ID].replicas
-    return len(replicas) > 1 and all(one.in_sync and one.address is not None for one in replicas)
+    return len(replicas) > 1 and all(one.holds_all for one in replicas)

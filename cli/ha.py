@@ -164,18 +164,20 @@ def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
 
 def _who_lacks(broker: BrokerReplicas, wanted: int) -> str:
     """ "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
-    running = [str(one.replica) for one in broker.replicas if one.in_sync and one.address is not None]
+    has_master = any(one.holds_all for one in broker.replicas if one.role == "master")
+    ready = (one for one in broker.replicas if (one.holds_all if has_master else one.in_sync and one.address))
+    running = [str(one.replica) for one in ready]
     who = f" (replica {listed(running)})" if running else ""
     rest = ""
     for one in broker.replicas:
         if str(one.replica) not in running:
-            state = "down" if one.address is None else one.stage or "not in sync"
+            state = "down" if one.address is None else one.stage or "not linked to the master"
             rest += f", replica {one.replica}{' (the master)' if one.role == 'master' else ''} is {state}"
     return f"broker {broker.broker_id} has {len(running)} of {count(wanted, 'replica')} in sync{who}{rest}"
 
 
 def _is_in_sync(broker: BrokerReplicas, wanted: int) -> bool:
-    running = [one for one in broker.replicas if one.in_sync and one.address is not None]
+    running = [one for one in broker.replicas if one.holds_all]
     return len(running) >= wanted and any(one.role == "master" for one in running)
 
 

@@ -126,7 +126,7 @@ def _tell(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, out
         say(f"  {roles.get(one.number, 'waiting')} (replica {one.number}) at {one.address}{metrics}")
     for replica in known.values():
         if replica.problem:
-            say(f"{replica.problem[0].upper()}{replica.problem[1:]}.", fg="yellow")
+            say(f"Replica {replica.replica} {replica.problem}.", fg="yellow")
         if replica.role == "waiting":  # the others were on this machine, too: none is in sync
             say(f"To go on with it: metamq ha promote --broker {BROKER_ID} --slave {replica.replica} --accept-loss")
     say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C ends all.")

@@ -223,6 +223,16 @@ class ReplicaDescription:
     problem: str
     learner: bool
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether it is in sync and runs: as the master, which answers, or as a slave with a link to it.
+
+        One that was just killed stays in sync, and registered, until that is noticed.
+        """
+        if not self.in_sync or self.address is None or self.problem:
+            return False
+        return self.role == "master" or self.lag_bytes is not None
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerReplicas:

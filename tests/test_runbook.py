@@ -119,7 +119,7 @@ class Pair:
 
     def _is_in_sync(self) -> bool:
         replicas = self.admin.replicas()[0].replicas
-        return [one.in_sync and one.address is not None for one in replicas] == [True, True]
+        return [one.holds_all for one in replicas] == [True, True]
 
     def restore(self) -> None:
         """Both replicas run, in sync; 0 is the master."""

@@ -106,7 +106,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
         slave.start()
     with running.admin() as admin:
         replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
-        wait_until(lambda: all(one.in_sync and one.address for one in replicas()), what="both in sync")
+        wait_until(lambda: all(one.holds_all for one in replicas()), what="both in sync")
         master = next(one.replica for one in replicas() if one.role == "master")
         for broker in (running.broker, slave):
             broker.kill()
@@ -131,7 +131,7 @@ def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Me
     running, slave = pair
     with running.admin() as admin:
         replicas = lambda: admin.replicas()[0].replicas  # noqa: E731
-        wait_until(lambda: all(one.in_sync and one.address for one in replicas()), what="both in sync")
+        wait_until(lambda: all(one.holds_all for one in replicas()), what="both in sync")
         master = next(one.replica for one in replicas() if one.role == "master")
         (running.broker, slave)[master].kill()
         wait_until(lambda: replicas()[master].address is None, what="the end of the master's session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import logging
 import socket
 import time
@@ -18,6 +20,7 @@ from metamq.client import fetch_runner
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.embedded import free_port
+from metamq.zk.session import ANY_VERSION, Session
 from tests.parts import Line, wait_until
 
 if TYPE_CHECKING:
@@ -167,7 +170,15 @@ def test_what_is_pending_is_never_below_zero(shop: Shop, group: str) -> None:
     shop.numbers(topic, 5)
     with shop.consumer(topic, group, auto_commit=False) as consumer:
         shop.until(lambda: consumer.lag() == {tp(topic): 5})
-        consumer.commit({tp(topic): 1_000})
+        consumer.commit({tp(topic): 5})
+
+    async def put_beyond_the_end() -> None:  # as a power cut that took the log's end leaves it
+        async with await Session.open(shop.cluster.zookeeper) as session:
+            path = session.paths.offset(group, *tp(topic))
+            stored = json.loads((await session.get(path)).data) | {"next": 1_000}
+            await session.set(path, json.dumps(stored).encode(), ANY_VERSION)
+
+    asyncio.run(put_beyond_the_end())
     with shop.consumer(topic, group, auto_commit=False) as consumer:
         shop.until(lambda: consumer.lag() == {tp(topic): 0})
         assert consumer.health().partitions[tp(topic)].lag in (None, 0)

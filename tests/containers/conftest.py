@@ -167,7 +167,7 @@ class Composition:
     def _all_in_sync(self, admin: Admin, broker_id: int) -> bool:
         found = admin.replicas().get(broker_id)
         replicas = found.replicas if found is not None else ()
-        return len(replicas) == 2 and all(one.in_sync and one.address is not None for one in replicas)
+        return len(replicas) == 2 and all(one.holds_all for one in replicas)
 
     def roles(self, admin: Admin, broker_id: int) -> dict[str, str]:
         """The services that are now the master and the slave of a broker."""
