@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, repeat
-from operator import add
 
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
 from metamq.client.partitioner import Partitioner
@@ -192,14 +191,18 @@ def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int,
 
     A message larger than that is a chunk of its own.
     """
-    ends = list(accumulate(map(add, sizes, repeat(MESSAGE_OVERHEAD_BYTES))))
+    ends = [0, *accumulate(sizes)]
+
+    def bytes_before(index: int) -> int:
+        return ends[index] + index * MESSAGE_OVERHEAD_BYTES
+
+    indexes = range(len(ends))
     bounds = []
     start = 0
-    before = 0
-    while start < len(ends):
-        end = bisect_right(ends, before + batch_bytes, start)
-        end = min(max(end, start + 1), start + BATCH_COUNT_MAX)
-        bounds.append((start, end, ends[end - 1] - before))
-        before = ends[end - 1]
+    while start < len(sizes):
+        limit = bytes_before(start) + batch_bytes
+        stop = min(start + BATCH_COUNT_MAX, len(sizes))
+        end = bisect_right(indexes, limit, start + 2, stop + 1, key=bytes_before) - 1 if start + 1 < stop else stop
+        bounds.append((start, end, bytes_before(end) - bytes_before(start)))
         start = end
     return bounds

@@ -94,8 +94,9 @@ def encode(
 
 def _add_binary(parts: list[Buffer], column: Sequence[bytes]) -> int:
     """Appends a binary column's offsets and bytes to `parts`; returns their size."""
-    offsets = struct.pack(f"<{len(column) + 1}i", *_offsets(column))
-    (data_size,) = struct.unpack_from("<i", offsets, len(offsets) - 4)
+    ends = _offsets(column)
+    data_size = ends[-1]
+    offsets = struct.pack(f"<{len(ends)}i", *ends)
     offsets_size, padded_data_size = padded(len(offsets)), padded(data_size)
     parts.append(offsets)
     parts.append(_PADS[offsets_size - len(offsets)])
