@@ -212,6 +212,8 @@ def test_what_a_slave_has_not_any_more_is_read_from_the_master_also_by_who_begin
         return found
 
     wait_until(lambda: starts(1) > 0, what="retention at the slave")
+    with group.cluster.admin() as admin:  # from now on nothing goes, at the master neither: it looks when it starts
+        admin.alter(topic, retention_bytes=1024 * 1024 * 1024)
     assert starts(0) == 0
     reader = Reader(group, topic, read_from="any", partition_fetch_max_bytes=64 * 1024)
     try:
