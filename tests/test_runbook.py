@@ -86,7 +86,8 @@ class Pair:
 
     def damage(self, number: int) -> None:
         """Changes a byte in the first batch of a partition, under a broker that is not there."""
-        path = next(one for one in (self.folder / f"replica-{number}").glob("topics/*/0/*.log") if one.stat().st_size)
+        logs = (self.folder / f"replica-{number}").glob("topics/*/[01]/*.log")
+        path = next(one for one in logs if one.stat().st_size)
         with path.open("r+b") as file:
             first = file.read(1)
             file.seek(0)
