@@ -202,14 +202,8 @@ class Broker:
     def name(self) -> str:
         """For people: which replica this is, and its role."""
         role = self._keeper.role
-        part = (
-            f"the master, epoch {self.epoch}"
-            if role is Role.MASTER
-            else "a slave"
-            if role is Role.SLAVE
-            else role.value
-        )
-        return f"replica {self._folder.replica} of broker {self.config.id} ({part})"
+        parts = {Role.MASTER: f"the master, epoch {self.epoch}", Role.SLAVE: "a slave"}
+        return f"replica {self._folder.replica} of broker {self.config.id} ({parts.get(role, role.value)})"
 
     def _registration(self) -> Registration:
         return Registration(

@@ -19,6 +19,7 @@ to which sequence number the slave *holds* everything, and up to which it has *f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -106,7 +107,8 @@ class Place:
                 self.has_flushed(end)
         if flushed_position >= self.held.position:
             self.has_flushed(self.held)
-        self._forget_what_counts()
+        while self.copies and self.copies[0][0].position <= self.mark().position:
+            self.copies.popleft()
 
     def holds(self, end: Mark) -> None:
         """The slave has written it up to there, if not further."""
@@ -117,13 +119,9 @@ class Place:
         self.flushed = max(self.flushed, end)
 
     def copied_since(self) -> float | None:
-        """When the oldest part was copied that does not count for the stable mark yet; None when all does."""
-        self._forget_what_counts()
-        return self.copies[0][1] if self.copies else None
-
-    def _forget_what_counts(self) -> None:
-        while self.copies and self.copies[0][0].position <= self.mark().position:
-            self.copies.popleft()
+        """When the oldest part was copied that does not count for the stable mark yet; None: all does. Any thread."""
+        position = self.mark().position
+        return next((since for end, since in tuple(self.copies) if end.position > position), None)
 
 
 class _Entry(NamedTuple):
@@ -209,12 +207,18 @@ class HAConnection:
         return all((place := places.get(partition)) is not None and place.live for partition in partitions)
 
     def behind_since(self) -> float | None:
-        """Since when the slave has not held, or not flushed where that counts, what it was sent; None: it has all."""
-        waiting = [sent[0][3] for sent in (self._unheld, self._unflushed) if sent]
-        if self._queue:
+        """Since when the slave has not held, or not flushed where that counts, what it was sent; None: it has all.
+
+        Any thread.
+        """
+        waiting = [place.copied_since() for place in list(self.places.values())]
+        with contextlib.suppress(IndexError):
+            waiting.append(self._unheld[0][3])
+        with contextlib.suppress(IndexError):
+            waiting.append(self._unflushed[0][3])
+        with contextlib.suppress(IndexError):
             waiting.append(self._queue[0].at)
-        waiting += [since for place in self.places.values() if (since := place.copied_since()) is not None]
-        return min(waiting, default=None)
+        return min((since for since in waiting if since is not None), default=None)
 
     # -- sending ----------------------------------------------------------------------------------------------------
 

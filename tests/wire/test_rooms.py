@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pyarrow
 import pytest
 
 from metamq.wire.rooms import ROOM_STEP_BYTES, SMALL_BYTES, Rooms
@@ -50,7 +51,6 @@ def test_what_is_seen_in_any_form_is_not(rooms: Rooms, seen_as: object) -> None:
 
 
 def test_an_arrow_array_over_it_sees_it(rooms: Rooms) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     room = rooms.take(STEP)
     first = address(room)
     array = pyarrow.Array.from_buffers(pyarrow.int8(), 5, [None, pyarrow.py_buffer(memoryview(room)[8:])])

@@ -4,7 +4,10 @@ their order. The slave is the test's."""
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,37 @@ def test_an_acknowledgement_of_a_sequence_number_and_a_copy_behind_it_counts_for
         slave.acknowledges(1)
         assert master.stable == place.held.offset == place.flushed.offset == 3
         assert slave.link.behind_since() is None
+
+    run(tmp_path, scene, TOPIC)
+
+
+def test_statistics_from_another_thread_disturb_no_acknowledgement(tmp_path: Path) -> None:
+    """A scrape of the metrics looks at what is being acknowledged meanwhile."""
+
+    async def scene(master: Any) -> None:
+        slave = await in_sync_slave(master)
+        place, stop = slave.link.places[master.partition], threading.Event()
+
+        def look() -> None:
+            while not stop.is_set():
+                slave.link.behind_since()
+
+        before_s = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                looking = pool.submit(look)
+                try:
+                    for end in range(1, 3000):
+                        place.copies.append((connection.Mark(end, end), 0.0))
+                        place.sent_position = end
+                        place.copied(end, end)
+                        assert place.held == place.flushed == (end, end)
+                finally:
+                    stop.set()
+                looking.result()
+        finally:
+            sys.setswitchinterval(before_s)
 
     run(tmp_path, scene, TOPIC)
 

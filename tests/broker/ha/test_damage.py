@@ -10,10 +10,10 @@ import pytest
 
 from metamq.client.transport import BrokerConnection
 from metamq.errors import CorruptData
-from metamq.testing import BrokerProcess, cluster
+from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
-from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, raises_fenced, send
+from tests.broker.ha.test_replication import Group, a_sync_topic, raises_fenced, replica_group, send
 from tests.parts import statistics, wait_until
 
 BASE_OFFSET_AT = 8
@@ -23,12 +23,8 @@ FAR_BYTES = 2048
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, far_behind_bytes=FAR_BYTES) as running:
-        made = Group(running)
+    with replica_group(far_behind_bytes=FAR_BYTES) as made:
         yield made
-        for slave in made.replicas[1:]:
-            if slave.running:
-                slave.kill()
 
 
 def damage(broker: BrokerProcess, at: int = 0) -> None:

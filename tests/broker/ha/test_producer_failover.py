@@ -8,19 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.client.producer_core import ProducerOptions
-from metamq.testing import cluster
-from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
+from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS) as running:
-        made = Group(running)
+    with replica_group() as made:
         yield made
-        for broker in made.replicas:
-            broker.thaw()
-        for slave in made.replicas[1:]:
-            slave.kill()
 
 
 def test_a_master_that_hangs_is_left_as_soon_as_another_is_promoted(group: Group) -> None:

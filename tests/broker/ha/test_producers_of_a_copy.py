@@ -10,11 +10,11 @@ import pytest
 
 from metamq.client.outgoing import OutgoingBatch
 from metamq.client.transport import BrokerConnection
-from metamq.testing import BrokerProcess, cluster
+from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.compression import Codec
-from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
+from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
 from tests.parts import statistics, wait_until
 
 SEGMENT_BYTES = 1024 * 1024
@@ -22,13 +22,8 @@ SEGMENT_BYTES = 1024 * 1024
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    settings: dict[str, Any] = {"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, "retention_check_s": 0.1}
-    with cluster(**settings) as running:
-        made = Group(running)
+    with replica_group(retention_check_s=0.1) as made:
         yield made
-        for slave in made.replicas[1:]:
-            if slave.running:
-                slave.kill()
 
 
 def put(broker: BrokerProcess, topic: str, topic_id: str, batch: bytes) -> PutResult:

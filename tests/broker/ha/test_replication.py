@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,15 +122,22 @@ def metrics(broker: BrokerProcess) -> dict[tuple[str, str], float]:
     }
 
 
+@contextmanager
+def replica_group(**settings: object) -> Iterator[Group]:
+    """A cluster of one broker id, whose slaves end with the block. `settings` are those of its first master."""
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, **settings) as running:
+        group = Group(running)
+        try:
+            yield group
+        finally:
+            for slave in group.replicas[1:]:
+                slave.kill()
+
+
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS) as running:
-        made = Group(running)
+    with replica_group() as made:
         yield made
-        for slave in made.replicas[1:]:
-            if slave.running:
-                slave.thaw()
-                slave.kill()
 
 
 def a_sync_topic(group: Group, name: str = "t", partitions: int = 2, **settings: Any) -> str:

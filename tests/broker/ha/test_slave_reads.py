@@ -15,13 +15,13 @@ from metamq import Consumer
 from metamq.client.outages import TELL_AFTER_S
 from metamq.client.transport import BrokerConnection
 from metamq.errors import Fenced
-from metamq.testing import BrokerProcess, cluster
+from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, Command, Get, GetPartition, OffsetsEntry, OffsetsResult, unpack_list
 from metamq.wire.commands import GetResult as Result
 from metamq.zk.offers import slaves_offering
 from metamq.zk.session import Session
-from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
+from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group, send
 from tests.parts import statistics, wait_until
 
 FAR_BYTES = 64 * 1024
@@ -29,13 +29,8 @@ FAR_BYTES = 64 * 1024
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, far_behind_bytes=FAR_BYTES) as running:
-        made = Group(running)
+    with replica_group(far_behind_bytes=FAR_BYTES) as made:
         yield made
-        for slave in made.replicas[1:]:
-            if slave.running:
-                slave.thaw()
-                slave.kill()
 
 
 class Reader:

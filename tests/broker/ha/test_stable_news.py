@@ -15,7 +15,6 @@ import pytest
 from metamq.broker.fetch_session import FetchSession
 from metamq.broker.partition import BatchIds, Partition
 from metamq.errors import CorruptData, OffsetDiverged
-from metamq.testing import cluster
 from metamq.wire import status, sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
@@ -23,7 +22,7 @@ from metamq.wire.commands import Get, GetPartition, GetResult
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
 from tests.broker.ha import test_service
-from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
+from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group
 from tests.broker.ha.test_service import EPOCH, TOPIC, Master, a_master, turns
 
 MIB = 1024 * 1024
@@ -89,13 +88,8 @@ def test_slaves_are_told_when_the_masters_own_flush_is_the_last(tmp_path: Path) 
 @contextmanager
 def a_slow_link() -> Iterator[Group]:
     """Copies take their time; and a slave becomes readable in the middle of them."""
-    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, replication_bytes_per_s=8 * MIB) as running:
-        group = Group(running)
-        try:
-            yield group
-        finally:
-            for slave in group.replicas[1:]:
-                slave.kill()
+    with replica_group(replication_bytes_per_s=8 * MIB) as group:
+        yield group
 
 
 def test_a_slave_that_copies_idle_topics_shows_and_offers_them() -> None:
