@@ -17,15 +17,19 @@ def promote_and_go_on(load: UnderLoad) -> None:
     load.wait_for_more()
 
 
+def comes_back_as_a_slave(composition: Composition, load: UnderLoad) -> None:
+    composition.wait_in_sync(load.admin, BROKER_ID)
+    load.wait_for_more()
+    assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+
+
 def test_a_master_that_is_cut_off_its_network(composition: Composition) -> None:
     with UnderLoad(composition, "cut-off") as load:
         container, network = composition.container(load.master), composition.network()
         network.disconnect(container)
         promote_and_go_on(load)
         network.connect(container, aliases=[load.master])
-        composition.wait_in_sync(load.admin, BROKER_ID)
-        load.wait_for_more()
-        assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+        comes_back_as_a_slave(composition, load)
 
 
 def test_a_master_that_is_frozen(composition: Composition) -> None:
@@ -34,9 +38,7 @@ def test_a_master_that_is_frozen(composition: Composition) -> None:
         container.pause()
         promote_and_go_on(load)
         container.unpause()
-        composition.wait_in_sync(load.admin, BROKER_ID)
-        load.wait_for_more()
-        assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+        comes_back_as_a_slave(composition, load)
 
 
 def test_a_master_that_is_killed(composition: Composition) -> None:
@@ -45,9 +47,7 @@ def test_a_master_that_is_killed(composition: Composition) -> None:
         container.kill()
         promote_and_go_on(load)
         container.start()
-        composition.wait_in_sync(load.admin, BROKER_ID)
-        load.wait_for_more()
-        assert composition.roles(load.admin, BROKER_ID) == {"master": load.slave, "slave": load.master}
+        comes_back_as_a_slave(composition, load)
 
 
 def test_a_slave_that_is_cut_off_is_let_go_and_comes_back(composition: Composition) -> None:
