@@ -18,7 +18,7 @@ _NO_HEADERS: Mapping[str, bytes] = {}
 
 
 def own_part(data: memoryview) -> memoryview:
-    """`data`, copied where it is less than half of an answer: a small batch would keep all of it, which nobody counts.
+    """`data`, copied where it is less than half of the memory that it lies in, which it would keep and nobody counts.
 
     The answer of one busy partition, which is nearly all of it, is not copied.
     """

@@ -32,13 +32,17 @@ class Rooms:
         return sys.getrefcount(self._rooms[index])
 
     def take(self, size: int) -> bytearray:
-        """Memory of `size` bytes or more, which nobody else has. What is in it is undefined."""
+        """Memory of `size` bytes or more, which nobody else has. What is in it is undefined.
+
+        Not much more: a frame that fills less than half of its memory would seem to be a small part of it, see
+        metamq.client.message_batch.own_part.
+        """
         if size <= SMALL_BYTES:
             return bytearray(size)
         room_bytes = -(-size // ROOM_STEP_BYTES) * ROOM_STEP_BYTES
         free = [index for index in range(len(self._rooms)) if self._references(index) == self._free_count]
         for index in free:  # from the first on, so that the same few stay in the processor's caches
-            if room_bytes <= len(self._rooms[index]) <= 2 * room_bytes:
+            if room_bytes <= len(self._rooms[index]) <= room_bytes + room_bytes // 2:
                 return self._rooms[index]
         while free and self.kept_bytes + room_bytes > self._kept_bytes_max:
             self.kept_bytes -= len(self._rooms.pop(free.pop()))

@@ -74,6 +74,12 @@ def test_no_more_than_so_much_is_kept(rooms: Rooms) -> None:
     assert rooms.kept_bytes <= STEPS * STEP
 
 
+def test_a_frame_fills_most_of_its_memory(rooms: Rooms) -> None:
+    address(rooms.take(4 * STEP))
+    for steps in (1, 2, 3):
+        assert len(rooms.take(steps * STEP)) <= 1.5 * steps * STEP
+
+
 def test_small_frames_do_not_take_a_room(rooms: Rooms) -> None:
     assert len(rooms.take(SMALL_BYTES)) == SMALL_BYTES
     assert rooms.kept_bytes == 0
