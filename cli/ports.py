@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import socket
-
 from metamq.errors import ConfigError
+from metamq.zk.ports import is_free
 
 TRIED = 100
 
@@ -39,15 +37,8 @@ class Ports:
         raise ConfigError(f"no port from {first} to {last} is free for {what}", hint=f"Give {option}.")
 
     def _is_free(self, port: int) -> bool:
-        with socket.socket(socket.AF_INET) as probe:
-            # As the servers do: a connection that still lingers in TIME_WAIT does not take the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._host, port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return False
-                raise ConfigError(
-                    f"cannot listen on port {port} of {self._host}: {error.strerror}", hint="Choose another."
-                ) from None
-        return True
+        try:
+            return is_free(self._host, port)
+        except OSError as error:
+            problem = f"cannot listen on port {port} of {self._host}: {error.strerror}"
+            raise ConfigError(problem, hint="Choose another.") from None

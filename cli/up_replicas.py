@@ -114,13 +114,14 @@ class Replicas:
             known = self.described()
         except MetamqError:
             known = {}
-        role = f", the {known[ended.number].role}," if ended.number in known else ""
+        role = known[ended.number].role if ended.number in known else ""
         left = any(not member.ended for member in self.members)
         goes_on = "The others go on." if left else "No replica started here is left; ZooKeeper goes on until Ctrl-C."
-        say(f"Replica {ended.number}{role} {ended.child.how_it_ended()}. {goes_on}", fg="yellow")
+        what = f"Replica {ended.number}, the {role}," if role else f"Replica {ended.number}"
+        say(f"{what} {ended.child.how_it_ended()}. {goes_on}", fg="yellow")
         if not ended.child.was_killed():
             say(error.hint)
-        if role == ", the master,":
+        if role == "master":
             others = [one for one in known.values() if one.in_sync and one.replica != ended.number]
             ready = [one.replica for one in others if one.address is not None and _answers(one.address)]
             if ready:

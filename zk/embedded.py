@@ -17,7 +17,6 @@ while the server is down may be given that very port as its own, connect to itse
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import secrets
@@ -36,6 +35,7 @@ from typing import IO, Self
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
+from metamq.zk.ports import is_free
 from metamq.zk.server_log import what_went_wrong
 
 MIN_SESSION_TIMEOUT_MS = 1_000
@@ -329,18 +329,10 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _port_is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # As the server does: a connection that still lingers in TIME_WAIT does not take the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise ConfigError(
-                f"ZooKeeper cannot listen on {host}:{port}: {error}", hint="Choose another one."
-            ) from error
-    return True
+    try:
+        return is_free(host, port)
+    except OSError as error:
+        raise ConfigError(f"ZooKeeper cannot listen on {host}:{port}: {error}", hint="Choose another one.") from error
 
 
 def _port_taken(host: str, port: int) -> ConfigError:
