@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from settle import settle
+
 PIECE = 1024 * 1024
 TOTAL = 1024 * 1024 * 1024
 
@@ -112,6 +114,7 @@ def copy_to_file(folder: str) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         source, target = os.path.join(place, "source"), os.path.join(place, "target")
         _run(None, source)
+        settle(TOTAL)
         return _run(source, target)
 
 
@@ -120,6 +123,7 @@ def measure(folder: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         path = os.path.join(place, "raw")
         loopback = _run(None, None)
+        settle(TOTAL)
         copy_write = _run(None, path)
         read_send = _run(path, None)
     return {"loopback": loopback, "copy_write": copy_write, "read_send": read_send}

@@ -17,6 +17,7 @@ from pathlib import Path
 import latency
 import psutil
 import raw
+from settle import settle
 
 from metamq import Admin
 from metamq.testing import BrokerProcess, Cluster, cluster
@@ -66,6 +67,7 @@ def _send_many(running: Cluster, topic: str, size: int) -> float:
     values = [os.urandom(size)] * (BYTES[size] // size)
     with running.producer() as producer:
         producer.send(topic, b"warm").result()
+        settle(3 * BYTES[size])  # the logs of both replicas, and what is under way
         began = time.perf_counter()
         producer.send_many(topic, values).result()
         return len(values) / (time.perf_counter() - began)
@@ -166,6 +168,7 @@ def catching_up(both: Pair, rounds: int, say: Say) -> dict[str, float]:
             with both.cluster.producer() as producer:
                 producer.send_many(topic, [os.urandom(1024)] * (AWAY_BYTES // 1024)).result()
             raws.append(raw.copy_to_file(str(both.cluster.folder)))
+            settle(AWAY_BYTES)
             with _busy(both.cluster, "served"):
                 slave.start()
                 began = time.perf_counter()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from settle import settle
+
 from metamq import Consumer, Producer
 from metamq.testing import Cluster
 
@@ -125,6 +127,7 @@ def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], N
         with cluster.producer() as producer:
             producer.send(topic, b"warm").result()
             for way in (send, send_many):
+                settle(2 * BYTES[size])
                 rates[way.__name__] = way(producer, topic, size)
                 say(f"{way.__name__:16} {rates[way.__name__]:12,.0f}/s")
         count = BYTES[size] // size
