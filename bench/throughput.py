@@ -119,13 +119,15 @@ def listen(cluster: Cluster, topic: str, count: int) -> float:
 
 
 def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], None]) -> dict[str, float]:
-    """Every way once, on a topic of its own, which is deleted after."""
+    """Every way once, on a topic of its own, which is deleted after. Its logs are there: it has been used."""
     topic = f"bench-{size}-{partitions}-{time.monotonic_ns()}"
     cluster.create_topic(topic, partitions=partitions)
     rates: dict[str, float] = {}
     try:
         with cluster.producer() as producer:
-            producer.send(topic, b"warm").result()
+            warm = [producer.send(topic, b"warm", partition=f"0-{index}") for index in range(partitions)]
+            for delivery in warm:
+                delivery.result()
             for way in (send, send_many):
                 settle(2 * BYTES[size])
                 rates[way.__name__] = way(producer, topic, size)

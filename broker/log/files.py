@@ -17,10 +17,14 @@ from collections.abc import Callable
 
 from metamq.broker.log.index import IndexCache
 from metamq.errors import StorageError
+from metamq.wire.rooms import SMALL_BYTES, Rooms
 
 Buffer = bytes | bytearray | memoryview
 Write = Callable[[int, Buffer, int], int]
 Sync = Callable[[int], None]
+
+KEPT_BYTES = 16 * 1024 * 1024
+"""Memory of large reads that is used again."""
 
 
 class FileCache:
@@ -30,7 +34,7 @@ class FileCache:
     faulty disk.
     """
 
-    __slots__ = ("_open", "_write", "indexes", "limit", "sync")
+    __slots__ = ("_open", "_rooms", "_write", "indexes", "limit", "sync")
 
     def __init__(
         self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
@@ -40,6 +44,7 @@ class FileCache:
         self.indexes = IndexCache(index_bytes_max)
         self._write = write
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._rooms = Rooms(KEPT_BYTES)
 
     @property
     def open_count(self) -> int:
@@ -91,6 +96,14 @@ class FileCache:
         fd = self._open.pop(path, None)
         if fd is not None:
             os.close(fd)
+
+    def read(self, path: str, size: int, at: int) -> bytes | memoryview:
+        """`size` bytes from byte `at` on, fewer where the file ends. Raises OSError."""
+        fd = self.descriptor(path)
+        if size <= SMALL_BYTES:
+            return os.pread(fd, size, at)
+        view = memoryview(self._rooms.take(size))[:size]
+        return view[: os.preadv(fd, [view], at)]
 
     def write(self, path: str, data: Buffer, at: int) -> None:
         """Writes all of `data` at byte `at`, however many writes that takes. Raises OSError."""

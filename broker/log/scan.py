@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable, Iterator
 
@@ -68,9 +67,9 @@ def _bytes_needed(chunk: memoryview, at: int) -> int:
     return min(max(size, HEADER_BYTES), BATCH_BYTES_MAX)
 
 
-def read_at(files: FileCache, segment: Segment, position: int, size: int) -> bytes:
+def read_at(files: FileCache, segment: Segment, position: int, size: int) -> bytes | memoryview:
     """`size` bytes of the segment. Raises CorruptData when the file is shorter than the log believes, OSError."""
-    data = os.pread(files.descriptor(segment.path), size, position - segment.base_position)
+    data = files.read(segment.path, size, position - segment.base_position)
     if len(data) != size:
         raise CorruptData(
             segment.path,
@@ -148,23 +147,22 @@ def find_intact(files: FileCache, segment: Segment, position: int) -> Iterator[t
     end = segment.end_position
     overlap = BATCH_BYTES_MAX
     while position + HEADER_BYTES <= end:
-        block = memoryview(read_at(files, segment, position, min(2 * overlap, end - position)))
+        data = bytes(read_at(files, segment, position, min(2 * overlap, end - position)))
+        block = memoryview(data)
         last = position + len(block) >= end
         limit = len(block) if last else overlap
-        at = _next_magic(block, 0, limit)
+        at = _next_magic(data, 0, limit)
         while at is not None:
             header, problem = check_stored(block, at, len(block))
             if problem is None and header is not None:
                 yield position + at, header
-            at = _next_magic(block, at + 8, limit)
+            at = _next_magic(data, at + 8, limit)
         if last:
             return
         position += overlap
 
 
-def _next_magic(block: memoryview, start: int, limit: int) -> int | None:
-    data = block.obj
-    assert isinstance(data, bytes)
+def _next_magic(data: bytes, start: int, limit: int) -> int | None:
     at = data.find(_MAGIC_BYTES, start + PRODUCER_AT)
     while at >= 0 and at - PRODUCER_AT < limit:
         if at % 8 == 0:

@@ -38,7 +38,7 @@ _BASE_POSITION = attrgetter("base_position")
 class LogSlice(NamedTuple):
     """Batches as they lie in the log; the last may be cut off anywhere."""
 
-    data: bytes
+    data: bytes | memoryview
     base_offset: int
     """Of the first batch, at or below the offset that was asked for."""
     position: int
