@@ -22,7 +22,10 @@ without the machine, so each stands beside what the same machine does with syste
 * **copy and write**: one sends, another receives and writes to a file, in the page cache: what producing cannot beat;
 * **read and send**: one reads a file from the page cache and sends, another receives: what fetching cannot beat.
 
-The broker is a process of its own. Figures are medians of the rounds of one run.
+The broker is a process of its own. Figures are medians of the rounds of one run; a ratio is taken in each round, of
+figures of the same minute. Before each, the disk has what was written, and free memory has been touched: a virtual
+machine may give freed memory back to its host, and to use that again costs up to six times as much
+(`bench/settle.py`).
 """
 
 HOW = """
@@ -176,6 +179,8 @@ def main() -> None:
         f"This run: {results['date']}, {machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, "
         f"metamq {machine['metamq']}, {results['rounds']} rounds."
     )
+    if machine["gives_memory_back"]:
+        lines += ["", "The machine gave freed memory back to its host meanwhile, so figures of writing vary by chance."]
     for part, write in (
         ("throughput", _throughput),
         ("latency", _latency),

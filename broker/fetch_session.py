@@ -263,7 +263,7 @@ class FetchSession:
             self._wait_for_more()
 
     def _has(self, bytes_min: int) -> bool:
-        """Whether what is ready suffices. A consumer that is behind has thousands ready: it looks at no more than it must."""
+        """Whether what is ready suffices; looks no further than it must: where a consumer is behind, all are ready."""
         found = 0
         for place in self._ready:
             found += place.available_bytes()
