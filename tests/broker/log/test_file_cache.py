@@ -75,3 +75,18 @@ def test_loaded_indexes_are_bounded() -> None:
     for number in kept:
         cache.forget(str(number))
     assert cache.get("49") is None
+
+
+@pytest.mark.parametrize("size", [1000, 1_000_000])
+def test_what_was_read_stays_as_it_is_while_somebody_holds_it(tmp_path: Path, size: int) -> None:
+    files = FileCache(4)
+    path = str(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"".join(bytes([number]) * size for number in range(40)))
+    held = [files.read(path, size, number * size) for number in range(40)]
+    assert [bytes(data) for data in held] == [bytes([number]) * size for number in range(40)]
+    held = [data[10:20] for data in held]
+    for number in range(40):
+        assert files.read(path, size, number * size) == bytes([number]) * size
+    assert held == [bytes([number]) * 10 for number in range(40)]
+    assert len(files.read(path, size, 40 * size - 7)) == 7
+    files.close()
