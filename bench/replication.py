@@ -154,6 +154,10 @@ def _busy(running: Cluster, topic: str) -> Iterator[None]:
             thread.join()
 
 
+def _topic_bytes(data: Path, topic: str) -> int:
+    return sum(path.stat().st_size for path in data.glob(f"topics/{topic}@*/*/*.log"))
+
+
 def catching_up(both: Pair, rounds: int, say: Say) -> dict[str, float]:
     """Bytes per second of a slave that was away, while the master serves; beside a raw copy from file to file."""
     rates, raws = [], []
@@ -172,6 +176,8 @@ def catching_up(both: Pair, rounds: int, say: Say) -> dict[str, float]:
             with _busy(both.cluster, "served"):
                 slave.start()
                 began = time.perf_counter()
+                while _topic_bytes(slave.data, topic) < AWAY_BYTES:  # to ask the brokers would hold them up
+                    time.sleep(0.005)
                 both.wait_in_sync(admin)
                 rates.append(AWAY_BYTES / (time.perf_counter() - began))
             admin.delete(topic)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from metamq.wire.rooms import Rooms
 
-KEPT_BYTES = 16 * 1024 * 1024
+KEPT_BYTES = 32 * 1024 * 1024
 """Memory of large frames that is used again; a part of it may be idle, beside what is set aside."""
 
 

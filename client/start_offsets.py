@@ -1,10 +1,15 @@
-"""Where to begin: the committed offset, or where the consumer's `start` says; asked of the partition's broker."""
+"""Where to begin: the committed offset, or where the consumer's `start` says; asked of the partition's broker.
+
+A consumer begins with thousands of partitions at once, each for itself. What they ask in one turn of the loop goes to
+the broker as one question; each gets its own answer, or its own error.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -30,6 +35,16 @@ class FirstOffset(NamedTuple):
     is_committed: bool
 
 
+class _Question(NamedTuple):
+    """What can be asked as one."""
+
+    broker_id: int
+    topic: str
+    topic_id: str
+    what: int
+    """A time, EARLIEST or LATEST."""
+
+
 class OffsetFinder:
     """Finds offsets; `start` is for partitions without a committed one."""
 
@@ -38,6 +53,8 @@ class OffsetFinder:
         self._start = start
         self._made_anew: set[tuple[str, str]] = set()
         """(topic, topic id): said once, not for each partition."""
+        self._waiting: dict[_Question, dict[TopicPartition, list[asyncio.Future[OffsetsResult]]]] = {}
+        self._asking: set[asyncio.Task[None]] = set()
 
     async def first_offset(self, assigned: AssignedPartition) -> FirstOffset:
         """Where to begin with a partition. Raises the broker's error, or ConnectError."""
@@ -63,7 +80,34 @@ class OffsetFinder:
             asked = max(timestamp_us(where) or 0, 0)
         else:
             asked = EARLIEST if where == "earliest" else LATEST
-        return (await self.ask({tp: topic_id}, asked))[tp]
+        question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, asked)
+        answer: asyncio.Future[OffsetsResult] = asyncio.get_running_loop().create_future()
+        if question not in self._waiting:
+            self._waiting[question] = {}
+            task = asyncio.ensure_future(self._ask_together(question))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+        self._waiting[question].setdefault(tp, []).append(answer)
+        return await answer
+
+    async def _ask_together(self, question: _Question) -> None:
+        await asyncio.sleep(0)  # the others of this turn come in
+        waiting = self._waiting.pop(question)
+        partitions = list(waiting)
+        topic_ids = dict.fromkeys(partitions, question.topic_id)
+        results: Sequence[OffsetsResult | Exception]
+        try:
+            results = await self._ask_broker(question.broker_id, partitions, topic_ids, question.what)
+        except Exception as error:  # also a bug of ours: they would wait for ever
+            results = [error] * len(partitions)
+        for tp, result in zip(partitions, results, strict=True):
+            for answer in waiting[tp]:
+                if answer.done():  # whoever asked was cancelled
+                    continue
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
 
     async def ends(self, topic_ids: Mapping[TopicPartition, str]) -> dict[TopicPartition, int]:
         """The ends of what can be read."""
@@ -96,23 +140,39 @@ class OffsetFinder:
             by_broker[parse_partition(tp.partition)[0]].append(tp)
         found: dict[TopicPartition, OffsetsResult] = {}
         for broker_id, partitions in by_broker.items():
-            entries = [
-                OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions
-            ]
-            replica = MASTER
-            if master_only:
-                connection = await self._cluster.connection(broker_id)
-            else:
-                topics = {tp.topic for tp in partitions}
-                connection, replica = await self._cluster.reading_connection(broker_id, topics)
-            results = await ask_offsets(connection, entries)
+            results = await self._ask_broker(broker_id, partitions, topic_ids, what, master_only=master_only)
             for tp, result in zip(partitions, results, strict=True):
-                if result.status != status.OK:
-                    raise status.decode_error(result.status, result.error)
-                if replica != MASTER and what != LATEST and 0 < result.offset == result.start_offset:
-                    raise _only_the_master_knows(tp, result)
+                if isinstance(result, MetamqError):
+                    raise result
                 found[tp] = result
         return found
+
+    async def _ask_broker(
+        self,
+        broker_id: int,
+        partitions: Sequence[TopicPartition],
+        topic_ids: Mapping[TopicPartition, str],
+        what: int,
+        *,
+        master_only: bool = False,
+    ) -> list[OffsetsResult | MetamqError]:
+        """The result of each partition, or its error. Raises what concerns all of them."""
+        entries = [OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions]
+        replica = MASTER
+        if master_only:
+            connection = await self._cluster.connection(broker_id)
+        else:
+            topics = {tp.topic for tp in partitions}
+            connection, replica = await self._cluster.reading_connection(broker_id, topics)
+        results: list[OffsetsResult | MetamqError] = []
+        for tp, result in zip(partitions, await ask_offsets(connection, entries), strict=True):
+            if result.status != status.OK:
+                results.append(status.decode_error(result.status, result.error))
+            elif replica != MASTER and what != LATEST and 0 < result.offset == result.start_offset:
+                results.append(_only_the_master_knows(tp, result))
+            else:
+                results.append(result)
+        return results
 
 
 def _only_the_master_knows(tp: TopicPartition, result: OffsetsResult) -> ConnectError:
