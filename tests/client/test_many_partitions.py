@@ -221,6 +221,30 @@ def test_offsets_of_very_many_partitions_are_asked_in_pieces() -> None:
     asyncio.run(run())
 
 
+def test_partitions_that_begin_together_ask_as_one_and_each_gets_its_own_answer() -> None:
+    questions: list[int] = []
+    number, fields = LONG_ERROR
+
+    def answer(request: Request) -> list[OffsetsResult]:
+        questions.append(len(request.header))
+        results = offset_answers(request)
+        return [results[0]._replace(status=number, error=fields), *results[1:]]
+
+    async def run() -> None:
+        finder = OffsetFinder(as_cluster(Paper(answer)), "latest")
+        asked = partitions(500)
+        finds = [asyncio.ensure_future(finder.find(tp, TOPIC_ID, "latest")) for tp in asked]
+        await asyncio.sleep(0)
+        finds[2].cancel()
+        found = await asyncio.gather(*finds, return_exceptions=True)
+        assert isinstance(found[0], StorageError)
+        assert isinstance(found[2], asyncio.CancelledError)
+        assert [found[1], *found[3:]] == [1, *range(3, 500)]
+        assert questions == [500]
+
+    asyncio.run(run())
+
+
 def test_that_none_of_them_is_there_can_be_said() -> None:
     """An error is longer than its partition's name."""
 
