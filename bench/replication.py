@@ -31,8 +31,8 @@ AWAY_BYTES = 1024 * 1024 * 1024
 ROUND_TRIPS = 1500
 PROMOTIONS = 6
 PARTITIONS = 4
-BUSY_RATE = 1000
-"""Messages per second that the master takes while it brings a slave up to date."""
+BUSY_MESSAGES, BUSY_EVERY_S = 10, 0.01
+"""What the master takes while it brings a slave up to date, and gives to a consumer: 1,000 messages a second."""
 
 
 class Pair:
@@ -134,8 +134,9 @@ def _busy(running: Cluster, topic: str) -> Iterator[None]:
 
     def produce() -> None:
         with running.producer() as producer:
-            while not stop.wait(1 / BUSY_RATE):
-                producer.send(topic, bytes(500))
+            while not stop.wait(BUSY_EVERY_S):
+                for _ in range(BUSY_MESSAGES):
+                    producer.send(topic, bytes(500))
 
     def consume() -> None:
         with running.consumer(topics=[topic], start="latest", idle_timeout_s=0.5) as consumer:
