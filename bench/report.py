@@ -123,9 +123,9 @@ def _replication(results: dict[str, Any]) -> list[str]:
         "",
         f"* a blocking round trip takes {waits['async_p50_ms']:.2f} ms to an async topic and "
         f"{waits['sync_p50_ms']:.2f} ms to a sync one, at the median: {waits['added_p50_ms']:.2f} ms more;",
-        f"* a slave that was away catches up at {caught_up['bytes_per_s'] / 1e9:.2f} GB/s while the master serves 1,000 "
-        f"messages/s; a "
-        f"copy from file to file over loopback makes {caught_up['raw_bytes_per_s'] / 1e9:.2f} GB/s;",
+        f"* a slave that was away catches up at {caught_up['bytes_per_s'] / 1e9:.2f} GB/s while the master serves "
+        "1,000 messages/s; a copy from file to file over loopback makes "
+        f"{caught_up['raw_bytes_per_s'] / 1e9:.2f} GB/s;",
         f"* from the request to promote a slave to the first write that it acknowledged: {promoted['living_s']:.2f} s "
         f"when the master lives, {promoted['dead_s']:.2f} s when it was just killed with -9;",
         f"* taking a byte costs the master {cpu['alone']:.2f} ns of processor time, replicating it "
