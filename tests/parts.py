@@ -49,7 +49,7 @@ class Stored(NamedTuple):
     value: bytes
 
 
-def statistics(broker: BrokerProcess) -> dict[str, Any]:
+def statistics(broker: BrokerProcess | LocalBroker) -> dict[str, Any]:
     """What the broker answers to STATS."""
 
     async def ask() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def statistics(broker: BrokerProcess) -> dict[str, Any]:
     return asyncio.run(ask())
 
 
-def read_topic(broker: BrokerProcess, topic: str, topic_id: str) -> dict[str, list[Stored]]:
+def read_topic(broker: BrokerProcess | LocalBroker, topic: str, topic_id: str) -> dict[str, list[Stored]]:
     """All that readers can see of a topic's partitions at this broker, both checksums of every batch verified."""
 
     async def read() -> dict[str, list[Stored]]:
@@ -204,6 +204,16 @@ class LocalBroker:
         self._ready = threading.Event()
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    @property
+    def port(self) -> int:
+        """As BrokerProcess has it."""
+        return self.broker.port
+
+    @property
+    def broker_id(self) -> int:
+        """As BrokerProcess has it."""
+        return self._config.id
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -14,10 +15,18 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.log.segments import take_inventory
-from metamq.errors import CorruptData, DeliveryTimeout
+from metamq.client.transport import BrokerConnection
+from metamq.errors import CorruptData, DeliveryTimeout, DiskFull, MetamqError
 from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.wire import status
+from metamq.wire.columns import encode
+from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.limits import BATCH_BYTES_MAX
-from tests.parts import http_get, read_topic, statistics, wait_until
+from metamq.zk.topics import TopicConfig
+from tests.load import Load, blocking, check
+from tests.parts import LocalBroker, http_get, read_topic, statistics, wait_until
+
+AnyBroker = BrokerProcess | LocalBroker
 
 MEBIBYTE = 1024 * 1024
 RESERVE_BYTES = 2 * BATCH_BYTES_MAX
@@ -77,7 +86,7 @@ def start(parts: Cluster, data: Path, broker_id: int, **settings: object) -> Bro
     return broker
 
 
-def messages_in(broker: BrokerProcess) -> int:
+def messages_in(broker: AnyBroker) -> int:
     return sum(statistics(broker)["counters"]["messages_in"].values())
 
 
@@ -123,7 +132,61 @@ def test_without_room_writes_wait_reads_and_retention_go_on_and_all_is_stored_in
     assert broker.stop() == 0
 
 
-def _partition(broker: BrokerProcess, topic: str) -> dict[str, int]:
+def put(broker: AnyBroker, topic: TopicConfig) -> MetamqError | None:
+    """What the broker says to a PUT that nobody repeats."""
+
+    async def send() -> MetamqError | None:
+        connection = await BrokerConnection.open("127.0.0.1", broker.port)
+        try:
+            batch = encode([b"once"], base_timestamp_us=1)
+            response = await connection.send(Command.PUT, [PutEntry(topic.topic, topic.id, 0, len(batch))], [batch])
+            (result,) = unpack_list(PutResult, response.header)
+            return status.decode_error(result.status, result.error) if result.status != status.OK else None
+        finally:
+            await connection.close()
+
+    return asyncio.run(send())
+
+
+def test_room_that_goes_and_comes_under_load_loses_and_doubles_nothing(parts: Cluster, tmp_path: Path) -> None:
+    """Without a file system of its own, which needs root: the free bytes are what the test says."""
+    free_bytes = 10 * RESERVE_BYTES
+    settings = {"id": 7, "disk_reserve_bytes": RESERVE_BYTES, "retention_check_s": 0.1}
+    with LocalBroker(parts.zookeeper, tmp_path / "broker", **settings) as broker, parts.admin() as admin:
+        broker.broker._folder.free_bytes = lambda: free_bytes  # type: ignore[method-assign]
+        topic = admin.create_topic("tide", partitions=2, brokers=[7], flush="ack")
+        loads = [Load(n, 7, blocking(parts.zookeeper, keyed=n == 0, topic="tide")) for n in range(2)]
+        try:
+            for turn in range(1, 5):
+                old = admin.create_topic(f"old-{turn}", partitions=1, brokers=[7], segment_bytes=2000)
+                before = messages_in(broker)
+                with parts.producer() as producer:
+                    for _ in range(10):
+                        producer.send(old.topic, b"x" * 500).result(20)
+                wait_until(lambda before=before: messages_in(broker) > before + 200)  # type: ignore[misc]
+
+                free_bytes = RESERVE_BYTES - turn
+                wait_until(lambda: statistics(broker)["writes_refused"], what="the refusal")
+                full = messages_in(broker)
+                refused = put(broker, topic)
+                assert isinstance(refused, DiskFull)
+                assert (refused.free_bytes, refused.reserve_bytes) == (RESERVE_BYTES - turn, RESERVE_BYTES)
+                assert len(read_topic(broker, old.topic, old.id)["7-0"]) == 10
+                admin.alter(old.topic, retention_bytes=1)
+                wait_until(lambda name=old.topic: _partition(broker, name)["start_offset"])  # type: ignore[misc]
+                assert sum(map(len, read_topic(broker, "tide", topic.id).values())) > 0
+                assert messages_in(broker) == full
+                free_bytes = RESERVE_BYTES
+        finally:
+            free_bytes = RESERVE_BYTES
+            for load in loads:
+                load.ending.set()
+        told = [load.join() for load in loads]
+        assert not any(one.failed for one in told)
+        check(told, read_topic(broker, "tide", topic.id))
+
+
+def _partition(broker: AnyBroker, topic: str) -> dict[str, int]:
     found: dict[str, int] = next(p for p in statistics(broker)["partitions"] if p["topic"] == topic)
     return found
 
