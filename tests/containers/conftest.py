@@ -1,4 +1,5 @@
-"""The image and docker-compose.yml on a real Docker engine; where none answers, these tests say so and are skipped."""
+"""The image and docker-compose.yml on a real Docker engine. Where none answers, these tests say so: they are skipped,
+and a run of nothing else (`./dev test --containers`) fails."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
     from docker.models.networks import Network
 
-BUILD_STEP_S = 600
-"""So long the engine may say nothing: Spark is half a gigabyte to download."""
-CONTAINERS = [pytest.mark.containers, pytest.mark.timeout(2 * BUILD_STEP_S)]
+BUILD_S = 600
+"""Spark is half a gigabyte to download."""
+ENGINE_S = 60
+"""So long the engine may say nothing."""
+CONTAINERS = [pytest.mark.containers, pytest.mark.timeout(2 * BUILD_S)]
 """The marks of all these tests: whichever comes first may have to wait for an image to be built from nothing."""
 ROOT = Path(__file__).parent.parent.parent
 TAG = "metamq-test"
@@ -35,8 +38,14 @@ REPLICAS = {"broker-0": (0, 0), "broker-0-slave": (0, 1), "broker-1": (1, 0), "b
 PORTS = (ZOOKEEPER_PORT, 8120, 8123, 8130, 8133, 8140, 8143, 8150, 8153)
 
 
+def _cannot_run(request: pytest.FixtureRequest, reason: str) -> NoReturn:
+    if request.config.option.markexpr == "containers":
+        pytest.exit(reason, returncode=1)  # who asked for these is not to take silence for success
+    pytest.skip(reason)
+
+
 @pytest.fixture(scope="session")
-def engine() -> Iterator[DockerClient]:
+def engine(request: pytest.FixtureRequest) -> Iterator[DockerClient]:
     """The engine that DOCKER_HOST names, or the one at the default socket."""
     import docker
 
@@ -44,12 +53,12 @@ def engine() -> Iterator[DockerClient]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # docker leaves the socket of a failed attempt unclosed
         try:
-            client = docker.from_env(timeout=BUILD_STEP_S)
+            client = docker.from_env(timeout=ENGINE_S)
         except docker.errors.DockerException as error:
             reason = str(error)
         gc.collect()
     if reason:
-        pytest.skip(f"no Docker engine answers; start one, or point DOCKER_HOST at one ({reason})")
+        _cannot_run(request, f"no Docker engine answers; start one, or point DOCKER_HOST at one ({reason})")
     try:
         yield client
     finally:
@@ -57,37 +66,42 @@ def engine() -> Iterator[DockerClient]:
 
 
 @pytest.fixture(scope="session")
-def image(engine: DockerClient) -> str:
-    """The tag of an image built from this checkout."""
-    return build(engine, "metamq", TAG)
-
-
-@pytest.fixture(scope="session")
-def spark_image(engine: DockerClient, image: str) -> str:
-    """The image with Spark, which is the other one and Spark."""
-    return build(engine, "spark", f"{image}-spark")
-
-
-def build(engine: DockerClient, target: str, tag: str) -> str:
-    """Builds a target of the Dockerfile. On the host's network, as docker-compose.yml has it."""
-    import docker
-
-    try:
-        engine.images.build(path=str(ROOT), target=target, tag=tag, network_mode="host", rm=True)
-    except docker.errors.BuildError as error:
-        end = "".join(line.get("stream", "") for line in error.build_log)[-3000:]
-        pytest.fail(f"the image cannot be built: {error}\n{end}")
-    return tag
-
-
-def compose_command() -> list[str]:
+def compose_command(request: pytest.FixtureRequest) -> list[str]:
     """Compose 2, a plug-in of docker, or Compose 1, a program of its own."""
     docker = shutil.which("docker")
     if docker and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0:
         return [docker, "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]
-    pytest.skip("there is neither `docker compose` nor `docker-compose`")
+    _cannot_run(request, "there is neither `docker compose` nor `docker-compose`")
+
+
+@pytest.fixture(scope="session")
+def image(engine: DockerClient, compose_command: list[str]) -> str:
+    """The tag of an image built from this checkout."""
+    return build(compose_command, "zookeeper", TAG)
+
+
+@pytest.fixture(scope="session")
+def spark_image(compose_command: list[str], image: str) -> str:
+    """The image with Spark, which is the other one and Spark."""
+    build(compose_command, "spark", image)
+    return f"{image}-spark"
+
+
+def build(compose_command: list[str], service: str, tag: str) -> str:
+    """Builds the image of a service as docker-compose.yml has it."""
+    done = subprocess.run(
+        [*compose_command, "--profile", "spark", "-f", str(ROOT / "docker-compose.yml"), "build", service],
+        env={**os.environ, "METAMQ_IMAGE": tag},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BUILD_S,
+    )
+    if done.returncode:
+        pytest.fail(f"the image cannot be built:\n{done.stdout[-3000:]}")
+    return tag
 
 
 def free_address() -> str:
@@ -111,13 +125,13 @@ def _is_free(address: str, port: int) -> bool:
 class Composition:
     """What docker-compose.yml starts, under a project name of its own."""
 
-    def __init__(self, engine: DockerClient, image: str) -> None:
+    def __init__(self, engine: DockerClient, compose_command: list[str], image: str) -> None:
         self.engine = engine
         self.image = image
         self.project = f"metamq-test-{uuid.uuid4().hex[:8]}"
         self.address = free_address()
         self.zookeeper = f"{self.address}:{ZOOKEEPER_PORT}"
-        self._command = [*compose_command(), "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
+        self._command = [*compose_command, "-p", self.project, "-f", str(ROOT / "docker-compose.yml")]
 
     def compose(self, *arguments: str) -> None:
         """Runs a command of Compose; fails with what it said."""
@@ -181,9 +195,9 @@ class Composition:
 
 
 @pytest.fixture(scope="session")
-def composition(engine: DockerClient, image: str) -> Iterator[Composition]:
+def composition(engine: DockerClient, compose_command: list[str], image: str) -> Iterator[Composition]:
     """docker-compose.yml, running, for all tests; gone with its data after them. Roles change: ask for them."""
-    composition = Composition(engine, image)
+    composition = Composition(engine, compose_command, image)
     try:
         composition.up()
         yield composition

@@ -1,0 +1,45 @@
+"""What the end of a run says: figures that tests report, and which tests are a run of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+FIGURES = "figures"
+LEFT_OUT = "not containers"
+"""In the -m that ./dev gives."""
+
+
+@pytest.fixture
+def report_figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Shows a line at the end of the run, also of a test that passes: what is printed, pytest keeps to itself then."""
+
+    def report(line: str) -> None:
+        request.node.user_properties.append((FIGURES, line))  # pytest-xdist's workers send these along
+
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """After the outcome of the tests."""
+    reported = list(_reported(terminalreporter))
+    if reported:
+        terminalreporter.section("figures")
+    for line in reported:
+        terminalreporter.write_line(line)
+    if LEFT_OUT in config.option.markexpr and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        terminalreporter.write_line(
+            "The container tests need a Docker engine, and are a run of their own: ./dev test --containers"
+        )
+
+
+def _reported(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+    """Each test's lines, below its name."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and report.when == "call":
+                lines = [str(line) for kind, line in report.user_properties if kind == FIGURES]
+                if lines:
+                    yield report.nodeid
+                    yield from (f"  {line}" for line in lines)
