@@ -194,8 +194,8 @@ def _brokers(found: Iterable[int]) -> str:
 def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
     """Make a slave the master of its broker id, without a restart.
 
-    A living master hands over and becomes a slave; a dead one becomes a slave when it comes back. Producers and
-    consumers find the new master by themselves.
+    A living master hands over to a slave that is in sync, and becomes a slave; a dead one becomes a slave when it comes
+    back. Producers and consumers find the new master by themselves.
 
     \b
     metamq ha promote --broker 0 --slave 1
@@ -213,7 +213,8 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
-    lives = "which lives and hands over" if plan.master_lives else "which is down, or hangs"
+    lives = "which lives and hands " + ("over" if plan.in_sync else "nothing over")
+    lives = lives if plan.master_lives else "which is down, or hangs"
     former = f"in place of replica {plan.master}, {lives}" if plan.master != plan.replica else "again"
     lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} {former}."]
     if plan.in_sync and plan.master_lives:

@@ -183,8 +183,9 @@ class Admin:
         """Makes a slave the master of its broker id, without a restart; returns the new epoch.
 
         A living master hands over: nothing is lost, and it becomes a slave. A dead one is not waited for, and becomes
-        one when it comes back. A slave that is not in sync is refused with Fenced, unless `accept_loss`: what it lacks,
-        see plan_promotion(), is lost then. Raises ConfigError when there is no such slave, ConnectError, Timeout.
+        one when it comes back. A slave that is not in sync is refused with Fenced, unless `accept_loss`: nothing is
+        handed over to it, and what it lacks, see plan_promotion(), is lost. Raises ConfigError when there is no such
+        slave, ConnectError, Timeout.
         """
         return self._run(self._core.promote(broker_id, replica, accept_loss))
 

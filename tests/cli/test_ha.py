@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from metamq import aio
+from metamq.cli.units import show_bytes
+from metamq.client.admin_model import PromotionPlan
+from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from tests.broker.ha.test_replication import Group
 from tests.cli.conftest import Metamq
 from tests.parts import another_boot, wait_until
 
@@ -157,3 +164,133 @@ def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_p
         assert b"1 replica of broker 0 in sync." in waiting.communicate(timeout=30)[1]
         assert waiting.returncode == 0
         assert broker.stop() == 0
+
+
+SLOW_BYTES_S = 1000
+LARGE_BYTES = 200_000
+"""As fast as the link may be, it has to pause for minutes after this."""
+LACKED = {"one": 7, "two": 3}
+
+
+class Behind(NamedTuple):
+    """A slave that lives, is linked and out of the set, and exactly how far it is behind."""
+
+    group: Group
+    lag_bytes: int
+    since: tuple[float, float]
+    """Between these the first of what it lacks was appended, on the clock of time.monotonic()."""
+
+    def lag_s(self, found: float, before: float, rounding: float = 0.0005) -> bool:
+        """Whether that is how long it was behind, asked for between `before` and now."""
+        at_least, at_most = before - self.since[1], time.monotonic() - self.since[0]
+        return at_least - rounding <= found <= at_most + rounding
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
+    settings: dict[str, Any] = {"session_timeout_ms": 3000, "insync_lag_ms": 1000}
+    with cluster(**settings, replication_bytes_per_s=SLOW_BYTES_S) as running:
+        monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+        group = Group(running)
+        for topic in LACKED:
+            running.create_topic(topic, partitions=1, replication="sync")
+        slave = group.add_slave()
+        try:
+            group.wait_insync(0, 1)
+            with running.producer(compression=None, linger_ms=0) as producer:
+                producer.send("one", bytes(LARGE_BYTES)).result(20)
+                both = sum(size for _end, size in group.ends(0).values())
+                began = time.monotonic()
+                first = producer.send("one", b"0")
+                wait_until(lambda: group.ends(0)["one", 0][0] == 2, what="the first that it lacks")
+                since = began, time.monotonic()
+                first.result(20)  # once it has left the set
+                for topic, count in LACKED.items():
+                    for number in range(count - (topic == "one")):
+                        producer.send(topic, b"%d" % number).result(20)
+            yield Behind(group, sum(size for _end, size in group.ends(0).values()) - both, since)
+        finally:
+            slave.kill()
+
+
+def test_status_shows_how_far_a_slave_is_behind(offline: Metamq, behind: Behind) -> None:
+    with behind.group.cluster.admin() as admin:
+        before = time.monotonic()
+        master, slave = admin.replicas()[0].replicas
+        assert (slave.in_sync, slave.lag_messages, slave.lag_bytes) == (False, sum(LACKED.values()), behind.lag_bytes)
+        assert slave.lag_ms is not None
+        assert behind.lag_s(slave.lag_ms / 1000, before)
+        assert (master.in_sync, master.lag_messages, master.lag_bytes, master.lag_ms) == (True, None, None, None)
+    before = time.monotonic()
+    columns = offline("ha", "status").text.splitlines()[2].replace("catching up", "catching-up").split()
+    assert columns[4:7] == ["catching-up", str(sum(LACKED.values())), show_bytes(behind.lag_bytes)]
+    assert behind.lag_s(float(columns[7]), before, rounding=0.0505)
+    before = time.monotonic()
+    status = offline("ha", "status", "-o", "json").json[0]["replicas"][1]
+    assert (status["lag_messages"], status["lag_bytes"]) == (sum(LACKED.values()), behind.lag_bytes)
+    assert behind.lag_s(status["lag_ms"] / 1000, before)
+
+
+def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, behind: Behind) -> None:
+    running = behind.group.cluster
+    plan = PromotionPlan(
+        broker_id=0, replica=1, master=0, master_lives=True, in_sync=False, lost=LACKED, learner=False,
+        in_sync_and_down=(),
+    )  # fmt: skip
+    with running.admin() as admin:
+        assert admin.plan_promotion(0, 1) == plan
+
+    async def by_the_asyncio_admin() -> None:
+        async with aio.Admin(running.zookeeper) as admin:
+            assert await admin.plan_promotion(0, 1) == plan
+            with pytest.raises(Fenced, match="not in the in-sync set"):
+                await admin.promote(0, 1)
+
+    asyncio.run(by_the_asyncio_admin())
+
+    refused = offline("ha", "promote", "--slave", 1, "--yes")
+    assert refused.status == 1
+    assert refused.talk.splitlines()[:4] == [
+        "Replica 1 becomes the master of broker 0 in place of replica 0, which lives and hands nothing over.",
+        "It is not in sync: without --accept-loss the promotion is refused.",
+        "It would lose: 7 messages of topic one.",
+        "It would lose: 3 messages of topic two.",
+    ]
+    assert "not in the in-sync set" in refused.talk
+    unconfirmed = offline("ha", "promote", "--slave", 1, "--accept-loss")
+    assert unconfirmed.status == 1
+    with running.admin() as admin:
+        assert admin.replicas()[0].epoch == 1, "nothing was done"
+
+    accepted = offline("ha", "promote", "--slave", 1, "--accept-loss", "--yes")
+    assert accepted.status == 0, accepted.talk
+    assert accepted.talk.splitlines() == [
+        "Replica 1 becomes the master of broker 0 in place of replica 0, which lives and hands nothing over.",
+        "It is not in sync.",
+        "LOST: 7 messages of topic one.",
+        "LOST: 3 messages of topic two.",
+        "Replica 1 is the master of broker 0, epoch 2.",
+    ]
+    assert [behind.group.ends(1)[topic, 0][0] for topic in LACKED] == [1, 0]
+    behind.group.wait_insync(0, 1, master=1)
+    behind.group.wait_equal(0, 1)
+
+
+def test_the_asyncio_admin_promotes(pair: Pair) -> None:
+    running, slave = pair
+
+    async def scenario() -> None:
+        async with aio.Admin(running.zookeeper) as admin:
+            before = (await admin.replicas())[0]
+            (other,) = [one.replica for one in before.replicas if one.role == "slave"]
+            plan = await admin.plan_promotion(0, other)
+            assert (plan.in_sync, plan.master_lives, plan.lost) == (True, True, {})
+            assert await admin.promote(0, other) == before.epoch + 1
+            assert {one.replica: one.role for one in (await admin.replicas())[0].replicas}[other] == "master"
+
+    for broker in (running.broker, slave):
+        if not broker.running:
+            broker.start()
+    with running.admin() as admin:
+        wait_until(lambda: all(one.holds_all for one in admin.replicas()[0].replicas), what="both in sync")
+    asyncio.run(scenario())
