@@ -23,9 +23,11 @@ from metamq.client import partition_queue, sender
 from metamq.client.cluster import Cluster, Source
 from metamq.client.outgoing import OutgoingBatch
 from metamq.client.partition_queue import PartitionQueue
+from metamq.client.producer_core import ProducerOptions
 from metamq.client.sender import Sender, Verdict, verdict_on
 from metamq.errors import (
     ClosedError,
+    ConfigError,
     ConnectError,
     CorruptData,
     DeliveryTimeout,
@@ -234,6 +236,17 @@ def test_an_id_that_was_idle_for_long_is_given_up(queue: PartitionQueue) -> None
         assert send_all(queue, now_s) == [batch]
         queue.stored(batch, now_s)
         assert (queue.producer_id == producer_id) is same
+
+
+def test_a_producer_gives_up_long_before_it_is_forgotten() -> None:
+    forgotten_after_s = LogConfig().producer_expiry_ms / 1000
+    assert forgotten_after_s == 7 * 86_400, "docs/producing.md says 7 days"
+    longest_s = 86_400.0
+    assert ProducerOptions(delivery_timeout_s=longest_s)
+    with pytest.raises(ConfigError, match="delivery_timeout_s"):
+        ProducerOptions(delivery_timeout_s=longest_s + 1)
+    # A batch may be the first after the longest pause under one id, and then be repeated for as long as that.
+    assert partition_queue.PRODUCER_ID_IDLE_S + longest_s < forgotten_after_s / 2
 
 
 def test_time_is_over_for_a_batch_that_was_never_sent(queue: PartitionQueue) -> None:
