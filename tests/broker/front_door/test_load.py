@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from metamq.wire import status
-from metamq.wire.commands import Command, GetPartition, GetResult, unpack_list
+from metamq.wire.commands import Command, GetPartition, GetResult, PutEntry, PutResult, unpack_list
 from metamq.wire.frames import PREFIX
 from metamq.wire.limits import FETCH_BYTES_MAX, FRAME_BYTES_MAX
 
@@ -14,10 +14,13 @@ KIB = 1024
 MEBIBYTE = 1024 * KIB
 
 
+CONNECTIONS = 1000
+
+
 def test_a_thousand_idle_connections(front: Any) -> None:
     front.still_serves()
     before = front.rss()
-    for _ in range(1000):
+    for _ in range(CONNECTIONS):
         front.connect()
     idle = front.rss() - before
     began = time.monotonic()
@@ -27,6 +30,45 @@ def test_a_thousand_idle_connections(front: Any) -> None:
     print(f"1,000 idle connections: {idle / 1000 / KIB:.1f} KiB each; 20 round trips beside them: {took_s:.2f} s")
     assert idle < 1000 * 64 * KIB
     assert took_s < 10
+
+
+def test_a_thousand_connections_that_all_produce_and_fetch(front: Any) -> None:
+    """All polls are parked at once, then every connection sends; each gets its own message, and each is stored once."""
+    topic_id = front.topic("crowd", 4)
+    clients = [front.connect() for _ in range(CONNECTIONS)]
+    front.still_serves()
+    before = front.rss()
+    ends = [front.offset("crowd", index) for index in range(4)]
+    polls: list[int] = []
+    for number, client in enumerate(clients):
+        index = number % 4
+        opened = [GetPartition(1, "crowd", topic_id, index)]
+        poll = front.get(opened=opened, armed=[(1, ends[index])], wait_ms=30_000)
+        polls.append(client.request(Command.GET, poll))
+    puts: list[int] = []
+    for number, client in enumerate(clients):
+        batch = front.batch([b"from %d" % number])
+        entry = PutEntry("crowd", topic_id, number % 4, len(batch))
+        puts.append(client.request(Command.PUT, [entry], [batch]))
+    places: dict[tuple[int, int], bytes] = {}
+    for number, client in enumerate(clients):
+        answers = {answer.opaque: answer for answer in (client.answer(), client.answer())}
+        (stored,) = unpack_list(PutResult, answers[puts[number]].header)
+        assert stored.status == status.OK
+        places[number % 4, stored.base_offset] = b"from %d" % number
+        polled = answers[polls[number]]
+        (result,) = unpack_list(GetResult, polled.header)
+        assert result.status == status.OK
+        assert front.values_in(polled.body), "a poll that was parked brings something"
+    assert sorted(places) == [(index, end + n) for index, end in enumerate(ends) for n in range(CONNECTIONS // 4)]
+    for number, client in enumerate(clients):
+        index = number % 4
+        offset = ends[index] + number // 4
+        answer = client.ask(Command.GET, front.get(armed=[(1, offset)], partition_bytes_max=1))
+        assert front.values_in(answer.body) == [places[index, offset]]
+    grown = front.rss() - before
+    print(f"1,000 connections at work: the broker grew by {grown / 1000 / KIB:.1f} KiB each")
+    assert grown < CONNECTIONS * 64 * KIB
 
 
 def test_a_thousand_announcements_of_large_frames(front: Any) -> None:
