@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from metamq.broker.log import FlushTicket, PartitionLog
+from metamq.broker.log import FlushTicket, LogConfig, PartitionLog
 from metamq.broker.log.producers import Duplicate
 from metamq.errors import MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
@@ -117,6 +117,11 @@ class Partition:
         self._is_dirty()
         self.publish()
         return Appended(base_offset, now_us, base_offset + header.count, False)
+
+    def reconfigure(self, config: LogConfig) -> None:
+        """Takes new settings. What waits for a flush that is not asked for any more, waits no longer."""
+        self.log.reconfigure(config)
+        self.publish()
 
     def append_replicated(self, batches: memoryview, position: int) -> None:
         """On a slave: stores what the master sends, which begins at this byte of the log.

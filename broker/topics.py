@@ -64,8 +64,8 @@ class Topics:
         """Called with each partition that was opened."""
         self.closing: Callable[[Partition], None] = lambda partition: None
         """Called with each partition of a deleted topic, before it is closed."""
-        self.flushes_now: Callable[[Partition], None] = lambda partition: None
-        """Called with each partition whose topic flushes before it acknowledges from now on."""
+        self.flush_changed: Callable[[Partition], None] = lambda partition: None
+        """Called with each partition whose topic begins, or ceases, to flush before it acknowledges."""
         self.damaged: Callable[[], None] = lambda: None
         """Called when a log was found to be damaged."""
         self._changing = asyncio.Lock()
@@ -178,9 +178,9 @@ class Topics:
         settings = log_config(config, self._folder.path / "archive")
         for partition in indexed.values():
             flushed_before = partition.flushes_before_ack
-            partition.log.reconfigure(settings)
-            if partition.flushes_before_ack and not flushed_before:
-                self.flushes_now(partition)
+            partition.reconfigure(settings)
+            if partition.flushes_before_ack != flushed_before:
+                self.flush_changed(partition)
         wanted = config.partitions[self._broker_id]
         missing = [index for index in range(wanted) if index not in indexed and (topic, index) not in self._broken]
         await self._open(topic, config, missing)

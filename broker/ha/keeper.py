@@ -94,7 +94,7 @@ class RoleKeeper:
         self._state_watch, self._slaves_watch, self._master_watch = (OneWatch(self.look_again) for _ in range(3))
         topics.opened = self._opened
         topics.closing = self._closing
-        topics.flushes_now = self._flushes_now
+        topics.flush_changed = self._flush_changed
         topics.damaged = self._damaged
 
     @property
@@ -412,8 +412,10 @@ class RoleKeeper:
         elif self.client is not None:
             self.client.closed(partition)
 
-    def _flushes_now(self, partition: Partition) -> None:
-        if self.client is not None:
+    def _flush_changed(self, partition: Partition) -> None:
+        if self.ha is not None:
+            self.ha.flush_changed(partition)
+        elif self.client is not None and partition.flushes_before_ack:
             self.client.flushes_now(partition)
 
     @property

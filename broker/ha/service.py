@@ -116,6 +116,10 @@ class HAService:
         partition.stable_listener = self._stable_moved
         self._bind(partition)
 
+    def flush_changed(self, partition: Partition) -> None:
+        """What counts of a slave's acknowledgements has changed: what it holds, or what it has flushed."""
+        self._bind(partition)
+
     def slave_beyond(self, partition: Partition, position: int) -> int:
         """A slave that lets readers see beyond this byte, by its number; -1 when none does. They take turns."""
         slaves = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,7 +21,7 @@ from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.zk.paths import master_offer
 from metamq.zk.session import ANY_VERSION, Session
-from metamq.zk.topics import TopicConfig, TopicStore
+from metamq.zk.topics import FlushEvery, TopicConfig, TopicStore
 from tests.parts import LocalBroker, http_get, read_topic, statistics, wait_until
 
 T = TypeVar("T")
@@ -224,6 +225,95 @@ def test_a_topic_of_many_partitions_does_not_stop_the_loop_that_makes_them(parts
         longest_s = max(after - before for before, after in pairwise(turns))
         assert took_s > 60 * 0.005
         assert longest_s < took_s / 4
+
+
+class HeldDisk:
+    """fsync that waits for the test, from `hold` on; `let` ends those that wait, and not those that come later."""
+
+    def __init__(self) -> None:
+        self._gate: threading.Event | None = None
+        self.waiting = 0
+
+    def sync(self, fd: int) -> None:
+        gate = self._gate
+        if gate is not None:
+            self.waiting += 1
+            assert gate.wait(60)
+        os.fsync(fd)
+
+    def hold(self) -> None:
+        self.waiting = 0
+        self._gate = threading.Event()
+
+    def let(self, *, hold: bool) -> None:
+        gate = self._gate
+        self._gate = threading.Event() if hold else None
+        self.waiting = 0
+        assert gate is not None
+        gate.set()
+
+
+def test_a_flush_policy_takes_effect_on_a_living_master(parts: Cluster, tmp_path: Path) -> None:
+    disk = HeldDisk()
+    with LocalBroker(parts.zookeeper, tmp_path / "local", id=2) as local, parts.admin() as admin:
+        local.broker._files.sync = disk.sync
+        topic = admin.create_topic("policy", partitions=1, brokers=[2], flush=FlushEvery(1, None))
+        other = admin.create_topic("policy-other", partitions=1, brokers=[2], flush=FlushEvery(None, None))
+        (partition,) = local.broker._topics.open["policy"].values()
+
+        def alter(flush: Any) -> None:
+            admin.alter("policy", flush=flush)
+            wait_until(lambda: local.broker._topics.config("policy").flush == flush, what="the new policy")
+
+        def seen() -> int:
+            return len(read_topic(local, "policy", topic.id)["2-0"])
+
+        # Nothing is repeated meanwhile: a repetition would be told what the first was not.
+        with parts.producer(request_timeout_s=60) as producer:
+            producer.send("policy", b"warm").result(20)
+            wait_until(lambda: not partition.flushing and partition.log.flushed_offset == 1)
+            disk.hold()
+            try:
+                producer.send("policy", b"tail").result(20)  # no flush is waited for
+                wait_until(lambda: disk.waiting)
+                assert seen() == 2
+                alter("ack")
+                assert seen() == 2, "what readers saw is not taken back"
+                late = producer.send("policy", b"late")
+                wait_until(lambda: partition.log.end_offset == 3)
+                producer.send(other.topic, b"beside it").result(20)
+                assert (late.done(), seen()) == (False, 2)
+
+                flushes = local.broker._flusher.flushes
+                disk.let(hold=True)  # that of the tail: it began before `late` was there
+                wait_until(lambda: local.broker._flusher.flushes > flushes and disk.waiting)
+                producer.send(other.topic, b"beside it").result(20)
+                assert partition.log.flushed_offset == 2
+                assert (late.done(), seen()) == (False, 2)
+                disk.let(hold=True)
+                assert late.result(20).offset == 2
+                assert (partition.log.flushed_offset, seen()) == (3, 3)
+
+                waits = producer.send("policy", b"waits")
+                wait_until(lambda: disk.waiting)
+                assert (waits.done(), seen()) == (False, 3)
+                alter(FlushEvery(None, None))
+                assert waits.result(20).offset == 3, "it waits for no flush any more, though one is under way"
+                assert producer.send("policy", b"at once").result(20).offset == 4
+                assert (partition.log.flushed_offset, seen()) == (3, 5)
+            finally:
+                disk.let(hold=False)
+
+
+def test_an_unflushed_tail_is_flushed_when_its_topic_begins_to_ask_for_it(parts: Cluster, tmp_path: Path) -> None:
+    with LocalBroker(parts.zookeeper, tmp_path / "local", id=3) as local, parts.admin() as admin:
+        admin.create_topic("tail", partitions=1, brokers=[3], flush=FlushEvery(None, None))
+        (partition,) = local.broker._topics.open["tail"].values()
+        with parts.producer() as producer:
+            producer.send_many("tail", [b"x"] * 10).result(20)
+        assert partition.log.flushed_offset == 0
+        admin.alter("tail", flush="ack")
+        wait_until(lambda: partition.log.flushed_offset == 10, what="the flush of the tail")
 
 
 def test_a_configuration_that_cannot_be_read_is_reported_and_hurts_nobody_else() -> None:

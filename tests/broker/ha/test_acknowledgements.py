@@ -165,3 +165,29 @@ def test_a_slave_that_has_flushed_all_it_holds_counts_so_when_its_topic_begins_t
         assert place.flushed == place.held
 
     run(tmp_path, scene, TOPIC)
+
+
+def test_a_write_that_waits_for_a_slaves_flush_waits_no_longer_once_its_topic_does_not_ask_for_it(
+    tmp_path: Path,
+) -> None:
+    async def scene(topics: Any, make: Callable[[], Awaitable[Any]]) -> None:
+        master = await make()
+        topics.flush_changed = master.service.flush_changed
+        slave = await in_sync_slave(master)
+        append_flushed(master)
+        await turns()
+        slave.says(sync.Ack(sync.ACK, EPOCH, 1, 0, []))
+        answered: list[object] = []
+        assert not master.partition.when_stable(1, answered.append)
+        await topics.apply({"t": TOPIC}, {})
+        assert (master.stable, answered) == (1, [None])
+        await topics.apply({"t": FLUSHED}, {})
+        append_flushed(master)
+        await turns()
+        slave.says(sync.Ack(sync.ACK, EPOCH, 2, 0, []))
+        assert master.stable == 1, "what was seen stays; the next one counts when it is flushed"
+        slave.acknowledges(2)
+        assert master.stable == 2
+
+    with a_master(tmp_path, FLUSHED) as (topics, make):
+        asyncio.run(scene(topics, make))

@@ -178,7 +178,7 @@ def test_what_a_slave_has_is_flushed_once_its_topic_asks_for_that(tmp_path: Path
     async def scene(master: Any, topics: Topics) -> None:
         await topics.apply({"t": TOPIC}, {})
         slave = SlaveEnd(topics)
-        topics.flushes_now = slave.link.flushes_now
+        topics.flush_changed = slave.link.flushes_now
         slave.decides(1, sync.Decision.FROM)
         master.append()
         batch = bytes(master.partition.log.read_position(0, 1000).data)
