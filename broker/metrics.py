@@ -47,7 +47,7 @@ _PER_SLAVE = {
     "lag_bytes": ("metamq_replication_lag_bytes", "At the master: bytes that a slave does not hold yet"),
     "lag_ms": ("metamq_replication_lag_seconds", "At the master: age of the oldest batch that a slave does not hold"),
     "in_sync": ("metamq_replication_in_sync", "At the master: 1 when a slave is in sync"),
-    "sent_bytes": ("metamq_replication_sent_bytes", "At the master: bytes sent to a slave, over its present link"),
+    "sent_bytes": ("metamq_replication_sent_bytes", "At the master: bytes of logs sent to a slave, over its link"),
 }
 _UNITS = {"lag_ms": 1000}
 _LINKED = "At a slave: 1 when it is linked to its master"

@@ -234,10 +234,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """Whether the write buffer is below its mark."""
         return self._writable and self._transport is not None
 
-    def push(self, header: Any, bodies: list[Buffer] | None = None) -> None:
-        """Sends a frame of the stream."""
-        if self._transport is not None and not self._ended:
-            self._write(self._connection.push(header, bodies))
+    def push(self, header: Any, bodies: list[Buffer] | None = None) -> int:
+        """Sends a frame of the stream; returns its size, 0 when the connection is gone."""
+        if self._transport is None or self._ended:
+            return 0
+        buffers = self._connection.push(header, bodies)
+        self._write(buffers)
+        return sum(map(len, buffers))
 
     def _write(self, buffers: list[Buffer]) -> None:
         if self._transport is not None and not self._ended and not self._transport.is_closing():

@@ -55,8 +55,8 @@ class Wire(Protocol):
     def writable(self) -> bool:
         """Whether the write buffer is below its mark; `HAConnection.pump` is called when it is again."""
 
-    def push(self, header: object, bodies: list[Buffer] | None = None) -> None:
-        """Sends a SYNC frame of its own accord."""
+    def push(self, header: object, bodies: list[Buffer] | None = None) -> int:
+        """Sends a SYNC frame of its own accord; returns its size."""
 
     def close(self) -> None:
         """Closes after what is written has been sent."""
@@ -157,6 +157,8 @@ class HAConnection:
         self.heard_at = self.spoke_at = loop.time()
         self.tasks: set[asyncio.Task[None]] = set()
         self.places: dict[Partition, Place] = {}
+        self.sent_bytes = 0
+        """Of logs."""
         self.sent_seq = 0
         self.held_seq = 0
         self.closed = False
@@ -172,6 +174,8 @@ class HAConnection:
         self._unheld: deque[tuple[int, Place, Mark, float]] = deque()
         self._unflushed: deque[tuple[int, Place, Mark, float]] = deque()
         self._copying: dict[Place, None] = {}
+        self._copies_next = False
+        """Frames of the two kinds take turns."""
         self._stable_news: dict[Place, None] = {}
         self._pump_soon = False
         self._later: asyncio.TimerHandle | None = None
@@ -277,7 +281,7 @@ class HAConnection:
             if self.closed or not self._wire.writable:
                 return
             pause_s = self.flow.pause_s(self._now())
-            if pause_s > 0 and (self._queue or self._copying):
+            if pause_s > 0 and (self._queue or self._copying or self._stable_news):
                 self._later = self._loop.call_later(pause_s, self.pump)
                 return
             if not (self._queue or self._copying):
@@ -285,9 +289,11 @@ class HAConnection:
                     return
                 self.beat()
                 continue
-            if self._queue:
+            if self._queue and not (self._copying and self._copies_next):
+                self._copies_next = True
                 self._send_queued()
-            if self._copying and not self.closed:
+            else:
+                self._copies_next = False
                 self._send_copy()
         self.pump_soon()
 
@@ -367,8 +373,8 @@ class HAConnection:
     def _push(self, message: tuple[object, ...], bodies: list[Buffer] | None = None) -> None:
         self.spoke_at = self._now()
         if bodies:
-            self.flow.sent(sum(map(len, bodies)), self.spoke_at)
-        self._wire.push(message, bodies)
+            self.sent_bytes += sum(map(len, bodies))
+        self.flow.sent(self._wire.push(message, bodies), self.spoke_at)
 
     # -- acknowledgements ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 A token bucket that may be overdrawn. Frames are whole batches and never cut, so a frame is sent whenever the balance
 is not negative, and the next one waits until its bytes are paid for. Over any stretch of time a link sends no more
-than the limit allows, a tenth of a second's worth, and one frame.
+than the limit allows, a tenth of a second's worth, and one frame. Heartbeats and answers wait for nothing: they
+are few, and paid for by what comes after them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ class FlowMonitor:
     """The limit and the figures of one link. `limit_bytes_s` 0 is no limit; times are seconds that never go back."""
 
     def __init__(self, limit_bytes_s: float, now: float) -> None:
-        self.total_bytes = 0
         self._limit = limit_bytes_s
         self._balance = limit_bytes_s * BURST_S
         self._balance_at = now
@@ -32,7 +32,6 @@ class FlowMonitor:
 
     def sent(self, count: int, now: float) -> None:
         """A frame of `count` bytes goes, header and body."""
-        self.total_bytes += count
         self._roll(now)
         self._window_bytes += count
         if self._limit:

@@ -530,5 +530,5 @@ class HAService:
             "lag_bytes": lag_bytes,
             "lag_ms": round((now - since) * 1000) if since is not None else 0,
             "bytes_s": round(link.flow.bytes_s(now)),
-            "sent_bytes": link.flow.total_bytes,
+            "sent_bytes": link.sent_bytes,
         }

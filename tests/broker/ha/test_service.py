@@ -48,10 +48,12 @@ class Slave:
         self.service = service
         self.link, _accept = service.join(join, self)
 
-    def push(self, header: object, bodies: list[Buffer] | None = None) -> None:
-        frame = sync.unpack_from_master(msgpack.unpackb(msgpack.packb(header)))
+    def push(self, header: object, bodies: list[Buffer] | None = None) -> int:
+        packed = msgpack.packb(header)
+        frame = sync.unpack_from_master(msgpack.unpackb(packed))
         if isinstance(frame, sync.Data):
             self.sent_seq = frame.first_seq + len(frame.entries) - 1
+        return len(packed) + sum(map(len, bodies or ()))
 
     def close(self) -> None:
         pass

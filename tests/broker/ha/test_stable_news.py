@@ -35,10 +35,11 @@ class Slave(test_service.Slave):
         self.told: list[int] = []
         super().__init__(master.service)
 
-    def push(self, header: object, bodies: list[Buffer] | None = None) -> None:
-        super().push(header, bodies)
+    def push(self, header: object, bodies: list[Buffer] | None = None) -> int:
+        size = super().push(header, bodies)
         frame = sync.unpack_from_master(msgpack.unpackb(msgpack.packb(header)))
         self.told += [offset for _handle, offset, _position in getattr(frame, "stable", [])]
+        return size
 
 
 async def flush(partition: Partition) -> None:
