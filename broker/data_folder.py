@@ -1,7 +1,8 @@
 """The data folder of one replica: whose it is, that only one process uses it, and which topics lie in it.
 
     lock                                exclusive flock of the process that uses the folder; its pid, for people
-    meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean
+    meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean, and
+                                        which file `lock` is
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log)
     topics/.removed-…                   a topic that is being removed
 
@@ -11,22 +12,27 @@ without a clean stop is a new incarnation, which counts as in sync only after it
 torn, or ending before what readers had seen of it. Where the host's boots cannot be told apart, every start without a
 clean stop counts as a new one. It is stored before anything of what was found is changed: a crash in between must not
 lose the news. Losses before anybody has been told the number are one.
+
+A folder may also take the place of another one that was the same replica: an empty one, or a copy, which may be older
+than what that one held last. It begins with an incarnation that is drawn, not counted: the other folder may come back,
+and count on from where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import socket
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from metamq.broker.folder_lock import FolderLock
 from metamq.errors import ConfigError, StorageError
 
 log = logging.getLogger("metamq.broker")
@@ -50,6 +56,8 @@ class _Meta:
     clean: bool
     cluster_id: str = ""
     generation: int = 0
+    lock: str = ""
+    """The mark of the lock's file, see metamq.broker.folder_lock."""
 
 
 class TopicFolder(NamedTuple):
@@ -67,7 +75,7 @@ class DataFolder:
     One thread only, save for free_bytes(), and for what concerns a topic's folder: whichever thread, one at a time.
     """
 
-    def __init__(self, path: Path, meta: _Meta, lock: int) -> None:
+    def __init__(self, path: Path, meta: _Meta, lock: FolderLock) -> None:
         """Use open()."""
         self.path = path
         self._meta = meta
@@ -85,22 +93,22 @@ class DataFolder:
         another process uses the folder, or when it belongs to another replica or a newer release; StorageError.
         """
         path = Path(path).absolute()
+        boot = _current_boot() if boot_id is None else boot_id
         try:
             (path / "topics").mkdir(parents=True, exist_ok=True)
-            lock = _lock(path)
+            lock = FolderLock.take(path, boot or socket.gethostname())
         except OSError as error:
             raise _failure(path, "opening the data folder", error) from error
         try:
             former = _load(path)
-            boot = _current_boot() if boot_id is None else boot_id
-            meta = _started(path, former, broker_id, replica, boot)
+            meta = _started(path, former, broker_id, replica, boot, lock.mark)
             folder = cls(path, meta, lock)
             folder._store(meta)
             if former is not None and former.incarnation != meta.incarnation:
                 folder._raised("the host went down without a clean stop of the broker")
             folder._finish_removals()
         except BaseException:
-            os.close(lock)
+            lock.close()
             raise
         return folder
 
@@ -117,6 +125,16 @@ class DataFolder:
     def identity(self) -> str:
         """Made at random with the folder; unchanged by restarts."""
         return self._meta.identity
+
+    @property
+    def lock(self) -> str:
+        """The lock that this process holds: who held it before, on this machine, is gone."""
+        return self._lock.place
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is not the folder that was in use last, but one like it; until begin_after()."""
+        return self._meta.lock != self._lock.mark
 
     @property
     def incarnation(self) -> int:
@@ -160,10 +178,12 @@ class DataFolder:
             self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
             self._raised(reason)
 
-    def begin_after(self, incarnation: int) -> None:
-        """A new incarnation, durably, above that of a folder that this one is in the place of. Raises StorageError."""
-        self._store(replace(self._meta, incarnation=max(incarnation, self.incarnation) + 1))
-        self._raised(f"the data folder {self.path} is new, and what the replica had in another one is gone")
+    def begin_after(self, incarnation: int, reason: str) -> None:
+        """A new incarnation, durably, above that of a folder that this one is in the place of, and one that nobody
+        comes to by counting. Raises StorageError."""
+        drawn = max(incarnation, self.incarnation) + 1 + secrets.randbelow(1 << 31)
+        self._store(replace(self._meta, incarnation=drawn, lock=self._lock.mark))
+        self._raised(f"the data folder {self.path} {reason}")
 
     def _raised(self, reason: str) -> None:
         self._is_known = False
@@ -238,14 +258,13 @@ class DataFolder:
 
         Raises StorageError; the lock is gone all the same.
         """
-        if self._lock < 0:
+        if not self._lock.held:
             return
         try:
             if clean:
                 self._store(replace(self._meta, clean=True))
         finally:
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.close()
 
     def _store(self, meta: _Meta) -> None:
         target, temporary = self.path / "meta.json", self.path / "meta.json.tmp"
@@ -267,25 +286,6 @@ class DataFolder:
                 shutil.rmtree(path)
             except OSError as error:
                 raise _failure(path, "removing a topic", error) from error
-
-
-def _lock(path: Path) -> int:
-    """Takes the folder's lock; returns the descriptor that holds it. Raises ConfigError, OSError."""
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        pid = os.read(fd, 32).decode(errors="replace").strip()
-        os.close(fd)
-        if not isinstance(error, BlockingIOError):
-            raise
-        raise ConfigError(
-            f"the data folder {path} is in use by process {pid or 'unknown'}",
-            hint="Stop that process first, or give this broker a data folder of its own.",
-        ) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
 
 
 _META_HINT = "Restore the file from a backup: whose replica this is cannot be guessed from the logs."
@@ -311,12 +311,12 @@ def _load(path: Path) -> _Meta | None:
         raise ConfigError(f"{path / 'meta.json'} is not complete: {error}", hint=_META_HINT) from error
 
 
-def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_id: str) -> _Meta:
+def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_id: str, lock: str) -> _Meta:
     """The folder's meta data from this start on. Raises ConfigError when the folder is another broker's."""
     if meta is None:
         if any((path / "topics").iterdir()):
             raise ConfigError(f"{path} holds topics, but its meta.json is missing", hint=_META_HINT)
-        return _Meta(broker_id, replica, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False)
+        return _Meta(broker_id, replica, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False, lock=lock)
     if meta.broker_id != broker_id:
         raise ConfigError(
             f"the data folder {path} belongs to broker {meta.broker_id}, not {broker_id}",
@@ -328,7 +328,7 @@ def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_
             hint=f"Start it with --replica {meta.replica}, or give replica {replica} a data folder of its own.",
         )
     lost = not meta.clean and (not boot_id or boot_id != meta.boot_id)
-    return replace(meta, boot_id=boot_id, clean=False, incarnation=meta.incarnation + lost)
+    return replace(meta, boot_id=boot_id, clean=False, incarnation=meta.incarnation + lost, lock=meta.lock or lock)
 
 
 def _current_boot() -> str:

@@ -211,6 +211,7 @@ class Broker:
             replica=self._folder.replica,
             incarnation=self._folder.incarnation,
             folder=self._folder.identity,
+            lock=self._folder.lock,
             host=self.host,
             port=self.port,
             version=metamq.__version__,
@@ -233,6 +234,7 @@ class Broker:
                 "would count as deleted.",
             )
         await self._check_cluster()
+        await self._check_not_copied()
 
     async def _check_cluster(self) -> None:
         """Refuses a ZooKeeper of another cluster, and an empty one. Only a new folder makes anything there."""
@@ -244,12 +246,29 @@ class Broker:
 
     async def _check_not_replaced(self) -> None:
         """A new folder in the place of one that is lost is no member of the in-sync set, whatever stands there."""
-        await until_alone(self._session, self._registration())  # a living one has lost nothing
+        former = await self._incarnations_before()
+        if former:
+            self._folder.begin_after(max(former), "is new, and what the replica had in another one is gone")
+
+    async def _check_not_copied(self) -> None:
+        """Nor is a copy of the folder: the replica may have gone on with the original. Who runs with that is left
+        alone: as long as it may live, nothing is changed here."""
+        if self._folder.is_copy:
+            former = await self._incarnations_before()
+            reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
+            self._folder.begin_after(max(former, default=0), reason)
+
+    async def _incarnations_before(self) -> list[int]:
+        """What stands in ZooKeeper of this replica, of a time when it had another folder. Raises ConfigError when
+        another process is this replica now: a living one has lost nothing."""
+        await until_alone(self._session, self._registration())
         stored = await read_state(self._session, self.config.id)
-        if stored is not None:
-            former = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
-            if former or stored[0].master == self._folder.replica:
-                self._folder.begin_after(max(former, default=self._folder.incarnation))
+        if stored is None:
+            return []
+        former = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
+        if not former and stored[0].master == self._folder.replica:
+            return [self._folder.incarnation]
+        return former
 
     async def _read_topics(self) -> None:
         """Applies every topic's configuration, and watches all of them.

@@ -207,6 +207,7 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "A rolling restart": nothing,
     "The slave's disk is lost": lambda pair: pair.lose_disk(1),
     "The master's disk is lost": lambda pair: pair.lose_disk(0),
+    "A data folder is moved to another disk": nothing,
     "A log of the slave is damaged": the_slaves_log_is_damaged,
     "A log of the master is damaged": the_masters_log_is_damaged,
     "Only a slave that is not in sync is left": the_slave_was_away_before_the_master_went,

@@ -99,7 +99,7 @@ def next_term(state: BrokerState | None, registration: Registration) -> BrokerSt
     is_new = me not in state.insync
     if others and is_new:
         ahead = ", ".join(str(replica) for replica, _ in others)
-        raise Fenced(str(registration), f"its host stopped without a clean shutdown, and replica {ahead} may be ahead")
+        raise Fenced(str(registration), f"it may lack what it had acknowledged, and replica {ahead} may be ahead")
     return BrokerState(state.epoch + 1, state.master, tuple(sorted([*others, me])), state.generation + is_new)
 
 

@@ -1,8 +1,9 @@
 """The ephemeral nodes of replicas, "master" and "slave<n>": what stands in them, and whose they are.
 
-A process that was killed leaves its node behind until its session expires. Who holds the lock of the same data folder,
-on the same machine, knows that the former process is gone, and may replace its node at once. A node of anybody else is
-waited for as long as its session may still live; after that two live processes claim one place, which is an error.
+A process that was killed leaves its node behind until its session expires. Who holds the very lock that it held knows
+that it is gone, and may replace its node at once; who has a copy of its data folder does not hold that lock. A node of
+anybody else is waited for as long as its session may still live; after that two live processes claim one place, which
+is an error.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ class BrokerAddress:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a replica says of itself. `folder` identifies its data folder, and is unchanged by restarts.
+    """What a replica says of itself. `folder` identifies its data folder, and is unchanged by restarts, and in copies.
 
-    A process that holds the folder's lock and finds a node of the same folder, written on the same machine, knows that
-    the node's writer is dead.
+    `lock` names the lock on it that the process holds: one file, on one machine, at one of its boots. A process that
+    holds it and finds a node that says the same knows that the node's writer is dead.
     """
 
     broker_id: int
     replica: int
     incarnation: int
     folder: str
+    lock: str
     host: str
     port: int
     version: str
@@ -82,11 +84,12 @@ def replica_json(session: Session, registration: Registration) -> bytes:
         "replica": registration.replica,
         "incarnation": registration.incarnation,
         "folder": registration.folder,
+        "lock": registration.lock,
         "host": registration.host,
         "port": registration.port,
         "version": registration.version,
         "learner": registration.learner,
-        "machine": socket.gethostname(),
+        "machine": socket.gethostname(),  # for people
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
     return json.dumps(document).encode()
@@ -124,8 +127,8 @@ def is_ours(node: Node, session: Session, registration: Registration, role: Role
     if node.ephemeral_owner == session.session_id:
         return True
     document = _document(registration.broker_id, node, role)
-    former = (document["replica"], document["folder"], document["machine"])
-    return former == (registration.replica, registration.folder, socket.gethostname())
+    former = (document["replica"], document["folder"], document.get("lock"))
+    return former == (registration.replica, registration.folder, registration.lock)
 
 
 async def without_slave_node(session: Session, registration: Registration) -> list[Op]:
@@ -146,9 +149,9 @@ class Patience:
     async def wait(self, path: str, there: Node, role: Role) -> None:
         """Until the node is gone. Raises ConfigError when it is still there after its session's time-out."""
         me = self._registration
-        other = address_of(me.broker_id, there, role)
+        other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
         if self._deadline is None:
-            timeout_ms = json.loads(there.data).get("session_timeout_ms", self._session.negotiated_timeout_ms)
+            timeout_ms = document.get("session_timeout_ms", self._session.negotiated_timeout_ms)
             self._deadline = time.monotonic() + (timeout_ms + EXPIRY_MARGIN_MS) / 1000
         gone = asyncio.Event()
         if await self._session.exists(path, watch=gone.set) is None:
@@ -162,10 +165,13 @@ class Patience:
             async with asyncio.timeout(left_s):
                 await gone.wait()
         except TimeoutError:
-            raise ConfigError(
-                f"{what} runs already, at {other.address}",
-                hint="Give this one another --replica or --id, or stop the other one.",
-            ) from None
+            hint = "Give this one another --replica or --id, or stop the other one."
+            if document["folder"] == me.folder:
+                hint = (
+                    "This data folder and the one in use there are copies of one another: start only one of them, ever."
+                    " A further replica has a --replica of its own, and begins with an empty folder."
+                )
+            raise ConfigError(f"{what} runs already, at {other.address}", hint=hint) from None
 
 
 async def until_alone(session: Session, registration: Registration) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,119 @@ def test_a_clean_stop_counts_once(tmp_path: Path) -> None:
     folder.close(clean=True)
     folder = DataFolder.open(tmp_path, 0, boot_id="boot 3")
     assert folder.incarnation == 2
+    folder.close(clean=True)
+
+
+def same_folder(data: Path) -> Path:
+    return data
+
+
+def renamed(data: Path) -> Path:
+    return data.rename(data.with_name("renamed"))
+
+
+def moved_into_another_folder(data: Path) -> Path:
+    other = data.with_name("other")
+    other.mkdir()
+    for path in data.iterdir():
+        path.rename(other / path.name)
+    return other
+
+
+def upgraded(data: Path) -> Path:
+    """From a release that did not note which lock it is."""
+    meta = json.loads((data / "meta.json").read_text())
+    del meta["lock"]
+    (data / "meta.json").write_text(json.dumps(meta))
+    return data
+
+
+def copied(data: Path) -> Path:
+    subprocess.run(["cp", "-r", str(data), str(data.with_name("copy"))], check=True)
+    return data.with_name("copy")
+
+
+def copied_to_the_letter(data: Path) -> Path:
+    subprocess.run(["cp", "-a", str(data), str(data.with_name("copy"))], check=True)
+    return data.with_name("copy")
+
+
+def restored(data: Path) -> Path:
+    """The new files may have the inodes' numbers of the old ones."""
+    backup = copied_to_the_letter(data)
+    shutil.rmtree(data)
+    subprocess.run(["cp", "-a", str(backup), str(data)], check=True)
+    return data
+
+
+def moved_to_another_disk(data: Path) -> Path:
+    return Path(shutil.copytree(data, tempfile.mkdtemp(dir="/dev/shm"), dirs_exist_ok=True))
+
+
+def without_its_lock(data: Path) -> Path:
+    (data / "lock").unlink()
+    return data
+
+
+@pytest.mark.parametrize("happens", [same_folder, renamed, moved_into_another_folder, upgraded])
+@pytest.mark.parametrize("clean", [True, False])
+def test_the_same_folder(tmp_path: Path, clean: bool, happens: Callable[[Path], Path]) -> None:
+    folder = DataFolder.open(tmp_path / "data", 0)
+    lock = folder.lock
+    folder.close(clean=clean)
+    folder = DataFolder.open(happens(tmp_path / "data"), 0)
+    assert (folder.is_copy, folder.lock) == (False, lock)
+    folder.close(clean=clean)
+
+
+@pytest.mark.parametrize("happens", [copied, copied_to_the_letter, restored, moved_to_another_disk, without_its_lock])
+def test_a_copy_is_one_until_it_has_begun_anew(tmp_path: Path, happens: Callable[[Path], Path]) -> None:
+    folder = DataFolder.open(tmp_path / "data", 0)
+    lock, identity = folder.lock, folder.identity
+    folder.close(clean=True)
+    data = happens(tmp_path / "data")
+    try:
+        for _ in range(2):  # as by a start that was refused
+            folder = DataFolder.open(data, 0)
+            assert (folder.is_copy, folder.identity, folder.incarnation) == (True, identity, 1)
+            assert folder.lock != lock
+            folder.close(clean=True)
+        folder = DataFolder.open(data, 0)
+        folder.begin_after(7, "is a copy")
+        assert not folder.is_copy
+        assert folder.incarnation == stored_incarnation(data) > 8
+        folder.close(clean=False)
+        folder = DataFolder.open(data, 0)
+        assert not folder.is_copy
+        folder.close(clean=True)
+    finally:
+        if not data.is_relative_to(tmp_path):
+            shutil.rmtree(data)
+
+
+def test_two_copies_and_their_original_never_come_to_one_incarnation(tmp_path: Path) -> None:
+    DataFolder.open(tmp_path / "data", 0, boot_id="boot 1").close(clean=False)
+    drawn = []
+    for number in range(2):
+        data = tmp_path / f"copy-{number}"
+        subprocess.run(["cp", "-r", str(tmp_path / "data"), str(data)], check=True)
+        folder = DataFolder.open(data, 0, boot_id="boot 1")
+        folder.begin_after(1, "is a copy")
+        drawn.append(folder.incarnation)
+        folder.close(clean=True)
+    folder = DataFolder.open(tmp_path / "data", 0, boot_id="boot 2")
+    assert len({*drawn, folder.incarnation}) == 3
+    folder.close(clean=True)
+
+
+def test_after_another_boot_of_the_host_it_is_another_lock(tmp_path: Path) -> None:
+    """A clone of a machine has the same files."""
+    folder = DataFolder.open(tmp_path, 0, boot_id="boot 1")
+    lock = folder.lock
+    folder.close(clean=True)
+    folder = DataFolder.open(tmp_path, 0, boot_id="boot 2")
+    assert folder.lock != lock
+    assert not folder.is_copy
     folder.close(clean=True)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -149,5 +150,41 @@ def test_an_empty_folder_in_the_place_of_a_lost_one(broker: BrokerProcess, parts
     broker.kill()
     shutil.rmtree(broker.data)
     broker.start()
-    assert incarnations(parts, broker) == {2}
+    (drawn,) = incarnations(parts, broker)
+    assert drawn > 2, "the lost folder counts on to 2, should it come back after another boot"
     assert "is new, and what the replica had in another one is gone" in broker.log_path.read_text()
+
+
+def test_a_killed_broker_whose_folder_was_renamed_takes_its_place_again_at_once(parts: Cluster, tmp_path: Path) -> None:
+    """While its session lives; and it is who it was."""
+    broker = BrokerProcess(parts.zookeeper, tmp_path / "before", len(parts.brokers), session_timeout_ms=60_000)
+    parts.brokers.append(broker)
+    broker.start()
+    broker.kill()
+    broker.data = broker.data.rename(tmp_path / "renamed")
+    broker.start(timeout_s=30)
+    assert incarnations(parts, broker) == {1}
+
+
+@pytest.mark.parametrize("command", [["cp", "-r"], ["cp", "-a"]], ids=" ".join)
+def test_a_copy_in_the_place_of_a_folder(parts: Cluster, broker: BrokerProcess, command: list[str]) -> None:
+    """As restored from a backup: alone, the broker goes on with it, and says that messages may be gone."""
+
+    async def generation() -> int:
+        async with await Session.open(parts.zookeeper) as session:
+            state = await read_state(session, broker.broker_id)
+            assert state is not None
+            return state[0].generation
+
+    backup, before = broker.data.with_name("backup"), asyncio.run(generation())
+    broker.stop()
+    subprocess.run([*command, str(broker.data), str(backup)], check=True)
+    shutil.rmtree(broker.data)
+    subprocess.run([*command, str(backup), str(broker.data)], check=True)
+    broker.start()
+    (drawn,) = incarnations(parts, broker)
+    assert drawn > 2
+    assert asyncio.run(generation()) == before + 1
+    assert "is a copy, or was moved to another disk" in broker.log_path.read_text()
+    broker.restart()
+    assert incarnations(parts, broker) == {drawn}

@@ -22,7 +22,7 @@ from metamq.zk.session import Session
 
 Until = Callable[..., Awaitable[None]]
 
-ME = Registration(0, replica=0, incarnation=1, folder="abc", host="one.example", port=8123, version="0.1.0")
+ME = Registration(0, replica=0, incarnation=1, folder="abc", lock="x", host="one.example", port=8123, version="0.1.0")
 OTHER = replace(ME, folder="xyz", host="two.example")
 
 

@@ -14,7 +14,7 @@ from metamq.zk.offers import register_slave_topics, register_topics
 from metamq.zk.replicas import Confirmed, change_insync, take_over
 from metamq.zk.session import Session, State
 
-ME = Registration(0, replica=0, incarnation=1, folder="abc", host="one.example", port=8123, version="0.1.0")
+ME = Registration(0, replica=0, incarnation=1, folder="abc", lock="x", host="one.example", port=8123, version="0.1.0")
 SLAVE = replace(ME, replica=1, folder="def")
 
 

@@ -41,7 +41,7 @@ Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]
 T = TypeVar("T")
 
-ME = Registration(0, replica=0, incarnation=1, folder="abc", host="one.example", port=8123, version="0.1.0")
+ME = Registration(0, replica=0, incarnation=1, folder="abc", lock="x", host="one.example", port=8123, version="0.1.0")
 ONE = replace(ME, replica=1, incarnation=7, folder="def", host="two.example")
 TWO = replace(ME, replica=2, incarnation=4, folder="ghi", host="three.example")
 ALL = (ME.member, ONE.member, TWO.member)

@@ -22,7 +22,7 @@ from tests.broker.ha.test_acknowledgements import FLUSHED
 from tests.broker.ha.test_service import EPOCH, TOPIC, a_master, fails
 
 REGISTRATION = Registration(
-    broker_id=0, replica=1, incarnation=7, folder="f", host="127.0.0.1", port=1, version="1", learner=False
+    broker_id=0, replica=1, incarnation=7, folder="f", lock="x", host="127.0.0.1", port=1, version="1"
 )
 
 

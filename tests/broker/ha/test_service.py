@@ -451,7 +451,7 @@ def test_a_slave_leaves_a_master_that_hangs_in_the_handshake_when_there_is_anoth
 
         servers = [await listen(number) for number in range(2)]
         registration = Registration(
-            broker_id=0, replica=2, incarnation=1, folder="f", host="127.0.0.1", port=1, version="1", learner=False
+            broker_id=0, replica=2, incarnation=1, folder="f", lock="x", host="127.0.0.1", port=1, version="1"
         )
         client = HAClient(
             lambda: registration, topics, Flusher(fails), learner=False, generation=lambda: 1,
