@@ -124,10 +124,10 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
                 why = "no broker was ever started" if broker_id is None else f"broker {broker_id} was never started"
             else:
                 why = "; ".join(_who_lacks(one, wanted) for one in lacking)
+            waiting.tell(why)
             if time.monotonic() > deadline:
                 what = f"waiting for {count(wanted, 'replica')} in sync"
                 raise Timeout(f"{what} ({why})", limit_ms / 1000, hint=WAIT_HINT)
-            waiting.tell(why)
             time.sleep(WAIT_S)
     if output == "json":
         print_json([asdict(one) for one in asked.values()])
