@@ -92,6 +92,7 @@ class Broker:
                 timeout_ms=config.session_timeout_ms,
                 connect_timeout_s=None,  # it may be started after us
                 root=self._root,
+                make_chroot=not self._folder.cluster_id,  # an old folder finds its own, or is refused
                 on_state=self._session_state,
             )
             self._flusher = Flusher(self.fail)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from metamq.client.first_contact import open_session
-from metamq.zk.paths import Paths
 from metamq.zk.presence import missing_cluster
-from metamq.zk.servers import parse_servers
 
 
 def check_cluster(servers: str, root: str) -> None:
@@ -17,11 +15,7 @@ def check_cluster(servers: str, root: str) -> None:
 
 async def look_for_cluster(servers: str, root: str) -> None:
     """See `check_cluster`."""
-    Paths(root)
-    _hosts, chroot = parse_servers(servers)
-    # Without the chroot, which a session makes where it is missing.
-    addresses, place = servers.partition("/")[0], chroot + root
-    async with await open_session(addresses, root=place, patient=False) as session:
+    async with await open_session(servers, root=root, patient=False) as session:
         problem = await missing_cluster(session)
         if problem is not None:
             raise problem

@@ -23,6 +23,7 @@ from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.columns import decode
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.zk.session import Session
 
 FETCH_BYTES = 4 * 1024 * 1024
 
@@ -33,6 +34,16 @@ def wait_until(condition: Callable[[], object], limit_s: float = 20.0, what: str
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {limit_s:g} s"
         time.sleep(0.01)
+
+
+def make_chroot(servers: str) -> str:
+    """Makes the chroot of the address, as the first broker does; returns the address."""
+
+    async def make() -> None:
+        await (await Session.open(servers, make_chroot=True)).close()
+
+    asyncio.run(make())
+    return servers
 
 
 def another_boot(broker: BrokerProcess) -> None:

@@ -113,7 +113,7 @@ class Session:
     ConfigError for a path that is none. Paths are absolute, below the chroot.
     """
 
-    def __init__(self, servers: str, *, timeout_ms: int, root: str) -> None:
+    def __init__(self, servers: str, *, timeout_ms: int, root: str, make_chroot: bool) -> None:
         """Not for use from outside: `await Session.open(...)`."""
         self.servers = servers
         self.paths = Paths(root)
@@ -121,7 +121,8 @@ class Session:
         self.session_id = 0
         self.negotiated_timeout_ms = timeout_ms
         self.generation = 0
-        hosts, self._chroot = parse_servers(servers)
+        hosts, self.chroot = parse_servers(servers)
+        self._make_chroot = make_chroot
         self._loop = asyncio.get_running_loop()
         self._link = Link(hosts, timeout_ms, self._state_changed_in_thread)
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
@@ -140,10 +141,12 @@ class Session:
         connect_timeout_s: float | None = 10.0,
         patient: bool = True,
         root: str = DEFAULT_ROOT,
+        make_chroot: bool = False,
         on_state: Callable[[State], None] | None = None,
     ) -> Session:
-        """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made when it is missing.
+        """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made only on `make_chroot`.
 
+        Without it nothing can be written where the chroot is missing: what makes parents raises ConfigError then.
         `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is called with
         each later state, see the method of that name.
         Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`
@@ -151,7 +154,7 @@ class Session:
         """
         if timeout_ms <= 0:
             raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
-        session = cls(servers, timeout_ms=timeout_ms, root=root)
+        session = cls(servers, timeout_ms=timeout_ms, root=root, make_chroot=make_chroot)
         session._link.start()
         try:
             await session._come_up(connect_timeout_s, patient)
@@ -189,7 +192,11 @@ class Session:
         while True:
             await self.connected()
             try:
-                return await self.ensure("/")
+                if self._make_chroot:
+                    await self.ensure("/")
+                else:
+                    await self.exists("/")
+                return
             except ConnectionLost:
                 continue
 
@@ -252,6 +259,16 @@ class Session:
             except NoNode:
                 if await self.exists(path, watch) is None:
                     return None
+
+    async def names_at(self, full: str) -> list[str] | None:
+        """The names of the children of a node outside of the chroot as well, None without a node."""
+        try:
+            names: list[str] = await self._ask(
+                self._open_session_id(), full, lambda client: client.get_children_async(full)
+            )
+        except NoNode:
+            return None
+        return names
 
     async def sync(self) -> None:
         """A round trip to ZooKeeper's leader, which saw the session alive; what is read next is no older than that."""
@@ -389,6 +406,11 @@ class Session:
         # An `exists` is answered by any server at once, a `create` that fails goes through the leader's log.
         if await self._ask(asked_in, full, lambda client: client.exists_async(full)) is not None:
             return
+        if not self._make_chroot and f"{self.chroot}/".startswith(f"{full}/"):
+            raise ConfigError(
+                f"there is no {self.chroot} in ZooKeeper at {self.servers}",
+                hint="The first broker makes it. Give the chroot that the brokers have in their address.",
+            )
         try:
             await self._ask(asked_in, full, lambda client: client.create_async(full, b""))
         except NodeExists:
@@ -453,10 +475,10 @@ class Session:
 
     def _full(self, path: str) -> str:
         if path == "/":
-            return self._chroot or "/"
+            return self.chroot or "/"
         if not path.startswith("/") or path.endswith("/") or "//" in path:
             raise ConfigError(f"{path!r} is not a znode path", hint='Write it like "/meta/brokers".')
-        return self._chroot + path
+        return self.chroot + path
 
     def _lost(self, reason: str, *, outcome: Any = "unknown") -> ConnectionLost:
         return ConnectionLost(self.servers, reason, outcome=outcome)

@@ -14,6 +14,7 @@ from metamq.testing import Cluster
 from metamq.testing import cluster as running_cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
 from tests.client.postgres import running_postgres
+from tests.parts import make_chroot
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def zookeeper() -> Iterator[EmbeddedZooKeeper]:
 @pytest.fixture
 def servers(zookeeper: EmbeddedZooKeeper) -> str:
     """The shared server's address with a chroot that only this test has."""
-    return f"{zookeeper.address}/{uuid.uuid4().hex}"
+    return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from metamq import Admin, Consumer, Producer, aio
-from metamq.errors import ConfigError, TopicNotFound
+from metamq.errors import ConfigError, MetamqError, TopicNotFound
 from metamq.testing import BrokerProcess
 from metamq.zk.session import Session
 
@@ -61,6 +61,55 @@ def test_a_root_without_a_broker_is_named_and_not_made(servers: str, caplog: pyt
     assert said.startswith(f"there is no broker below /nope in ZooKeeper at {servers}. Beside it: /meta. ")
     Admin(servers).close()
     assert warnings_of(caplog) == []
+
+
+def test_a_chroot_that_is_missing_is_named_and_not_made(servers: str, caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(make(servers, "/meta/brokers/ids/0"))
+    misspelt = f"{servers}/misspelt/deep"
+
+    async def opened() -> None:
+        async with aio.Producer(misspelt) as producer:
+            with pytest.raises(TopicNotFound):
+                await producer.send("orders", b"x")
+
+    def consume() -> None:
+        for settings in ({"group": "g"}, {}):
+            with pytest.raises(TopicNotFound):
+                Consumer(misspelt, topics=["orders"], **settings)
+
+    def administer() -> None:
+        with Admin(misspelt) as admin:
+            assert (admin.topics(), admin.brokers(), admin.groups()) == ({}, {}, {})
+            with pytest.raises(ConfigError, match="there is no broker"):
+                admin.create_topic("orders")
+
+    chroot = servers.partition("/")[2]
+    for use in (consume, administer, lambda: asyncio.run(opened())):
+        use()
+        said = warnings_of(caplog)
+        first = f"there is no /{chroot}/misspelt/deep in ZooKeeper at {servers.partition('/')[0]}. "
+        assert {line.startswith(f"{first}Beside it: /{chroot}/meta. It is the end of the ") for line in said} == {True}
+    assert asyncio.run(nodes(servers)) == ["meta"]
+
+
+def test_a_new_broker_makes_the_chroot_and_clients_that_wait_there_find_it(
+    servers: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    below = f"{servers}/new"
+    with Admin(below) as admin, Producer(below) as producer:
+        with pytest.raises(TopicNotFound):
+            producer.send("orders", b"x").result(10)
+        broker = BrokerProcess(below, tmp_path / "broker")
+        broker.start()
+        try:
+            admin.create_topic("orders")
+            assert producer.send("orders", b"x").result(10).offset == 0
+        finally:
+            assert broker.stop() == 0
+    elsewhere = BrokerProcess(f"{servers}/misspelt", tmp_path / "broker")
+    with pytest.raises(MetamqError, match="does not know broker 0"):
+        elsewhere.start()
+    assert asyncio.run(nodes(servers)) == ["new"]
 
 
 def test_clients_may_be_there_before_the_first_broker(

@@ -12,6 +12,7 @@ from kazoo.client import KazooClient
 
 from metamq.zk.embedded import EmbeddedZooKeeper
 from metamq.zk.session import Session
+from tests.parts import make_chroot
 
 Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]
@@ -27,7 +28,7 @@ def zookeeper() -> Iterator[EmbeddedZooKeeper]:
 @pytest.fixture
 def servers(zookeeper: EmbeddedZooKeeper) -> str:
     """The shared server's address with a chroot that only this test has."""
-    return f"{zookeeper.address}/{uuid.uuid4().hex}"
+    return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
 
 
 @pytest.fixture(scope="session")

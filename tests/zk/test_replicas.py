@@ -210,7 +210,8 @@ def test_a_change_without_an_answer_is_unknown_and_asked_again_happens_once(
     victim: EmbeddedZooKeeper, unique: str
 ) -> None:
     async def scenario() -> None:
-        async with await Session.open(f"{victim.address}/{unique}", timeout_ms=2_000) as session:
+        servers = f"{victim.address}/{unique}"
+        async with await Session.open(servers, timeout_ms=2_000, make_chroot=True) as session:
             held = await become_master(session, ME)
             victim.freeze()
             lost = await change_insync(session, held, [ME.member, ONE.member])

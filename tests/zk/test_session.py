@@ -64,6 +64,30 @@ def test_a_node_is_created_read_written_and_deleted(servers: str) -> None:
     run(servers, scenario)
 
 
+def test_a_chroot_is_made_only_where_that_was_asked_for(servers: str) -> None:
+    async def main() -> None:
+        below = f"{servers}/one/two"
+        async with await Session.open(below) as session, await Session.open(servers) as outside:
+            assert (await session.get_or_none("/a"), await session.children_or_none("/")) == (None, None)
+            missing = f"there is no /{below.partition('/')[2]} in ZooKeeper at {below}"
+            for write in (session.ensure("/a/b"), session.create("/a/b", makepath=True)):
+                with pytest.raises(ConfigError, match=missing) as caught:
+                    await write
+                assert "Give the chroot that the brokers have" in caught.value.hint
+            with pytest.raises(NoNode):
+                await session.create("/a")
+            assert await outside.children("/") == []
+            noticed = asyncio.Event()
+            assert await session.children_or_none("/", noticed.set) is None
+            async with await Session.open(below, make_chroot=True):
+                assert await outside.children("/one") == ["two"]
+            await noticed.wait()
+            await session.ensure("/a/b")
+            assert await outside.children("/one/two/a") == ["b"]
+
+    asyncio.run(main())
+
+
 def test_an_ephemeral_node_carries_the_session(servers: str) -> None:
     async def scenario(session: Session) -> None:
         node = await session.create("/e", ephemeral=True)
