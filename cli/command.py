@@ -67,7 +67,21 @@ class _WithGlobals(click.Command):
 
 
 class Command(_WithGlobals):
-    """A command."""
+    """A command. Where something is missing or too much, the error shows how it is written."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            example = self._example(ctx)
+            if type(error) not in (click.UsageError, click.MissingParameter) or not example:
+                raise  # what is wrong is named by itself
+            raise click.UsageError(f"{error.format_message()}\nWrite it like: {example}", ctx) from error
+
+    def _example(self, ctx: click.Context) -> str:
+        """The first of its help, without what is said beside it."""
+        lines = (line.strip().partition("   ")[0] for line in (self.help or "").splitlines())
+        return next((line for line in lines if f"{line} ".startswith(f"{ctx.command_path} ")), "")
 
 
 class Group(_WithGlobals, click.Group):

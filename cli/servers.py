@@ -16,11 +16,13 @@ from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
-from metamq.cli.units import DURATION, SIZE
+from metamq.cli.units import DURATION, SIZE, as_written
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 
 POLL_S = 0.2
+IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "drain_timeout_s"}
+"""Options that are settings in another unit."""
 
 
 @click.command(cls=Command)
@@ -79,9 +81,7 @@ POLL_S = 0.2
 @click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
 @TEXT_OR_JSON
 @click.option("--with-parent", is_flag=True, hidden=True)
-def broker(
-    with_parent: bool, retention_check_ms: int | None, drain_timeout_ms: int | None, output: str, **settings: Any
-) -> int:
+def broker(with_parent: bool, output: str, **settings: Any) -> int:
     """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: what is under way is answered, then all is flushed.
 
     Each setting can also stand in [broker] of the TOML file, or in METAMQ_BROKER_... With -o json one line says where
@@ -98,8 +98,9 @@ def broker(
     from metamq.broker.server import Broker
 
     current().log(logging.INFO)
-    settings["retention_check_s"] = None if retention_check_ms is None else retention_check_ms / 1000
-    settings["drain_timeout_s"] = None if drain_timeout_ms is None else drain_timeout_ms / 1000
+    for option, setting in IN_SECONDS.items():
+        ms = settings.pop(option)
+        settings[setting] = None if ms is None else ms / 1000
     try:
         config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
     except ConfigError as error:
@@ -118,11 +119,15 @@ def broker(
 
 
 def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
-    """The same error, with the option's name in the place of the setting's where it was given by one."""
+    """The same error, with the option's name and text in the place of the setting's where it was given by one."""
     for parameter in click.get_current_context().command.params:
-        setting = f"the broker's `{parameter.name}`"
-        if given.get(parameter.name or "") is not None and setting in error.problem:
-            return ConfigError(error.problem.replace(setting, parameter.opts[0]), hint=error.hint)
+        name = parameter.name or ""
+        setting = IN_SECONDS.get(name, name)
+        if given.get(setting) is not None and f"the broker's `{setting}`" in error.problem:
+            problem = error.problem.replace(f"the broker's `{setting}`", parameter.opts[0])
+            limits, comma, _value = problem.rpartition(", not ")
+            text = as_written(parameter)
+            return ConfigError(f"{limits}{comma}{text}" if comma and text else problem, hint=error.hint)
     return error
 
 

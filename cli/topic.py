@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import click
@@ -29,6 +30,7 @@ from metamq.cli.units import (
     TOPIC,
     TOPIC_THERE,
     UNLIMITED,
+    as_written,
     show_bytes,
     show_flush,
     show_ids,
@@ -69,6 +71,21 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value is UNLIMITED else value for name, value in options.items() if value is not None}
 
 
+@contextlib.contextmanager
+def _named_as_given(options: dict[str, Any]) -> Iterator[None]:
+    """A setting that is refused is named by its option, and by what stood there: `--segment-bytes is 1k`."""
+    try:
+        yield
+    except ConfigError as error:
+        for parameter in click.get_current_context().command.params:
+            refused = f": {parameter.name} is {options.get(parameter.name or '')!r}"
+            text = as_written(parameter)
+            if text is not None and error.problem.endswith(refused):
+                problem = f"{error.problem.removesuffix(refused)}: {parameter.opts[0]} is {text}"
+                raise ConfigError(problem, hint=error.hint) from None
+        raise
+
+
 @click.group(cls=Group)
 def topic() -> None:
     """Create, list, describe, alter and delete topics."""
@@ -91,7 +108,7 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, o
     metamq topic create views --broker 0 --broker 1
     """
     current().log()
-    with current().admin() as admin:
+    with current().admin() as admin, _named_as_given(options):
         config = admin.create_topic(
             name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
         )
@@ -195,7 +212,10 @@ def alter(
         ]
         if losses:
             confirm(losses, yes=yes)
-        after = admin.alter(name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings)
+        with _named_as_given(options):
+            after = admin.alter(
+                name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings
+            )
     if output == "json":
         print_json(config_json(after))
     else:

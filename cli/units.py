@@ -95,6 +95,15 @@ def parse_place(text: str) -> Literal["earliest", "latest"] | datetime | int:
     raise ValueError(f"{text!r} is no place in a log: write earliest, latest, an offset or @2026-11-01T00:00")
 
 
+_AS_WRITTEN = "metamq.as_written"
+
+
+def as_written(parameter: click.Parameter) -> str | None:
+    """What stood in the command line for a parameter of a Parsed type, None where it was not given."""
+    texts: dict[str | None, str] = click.get_current_context().meta.get(_AS_WRITTEN, {})
+    return texts.get(parameter.name)
+
+
 class Parsed(_ParamType):
     """A parameter whose text `parse` understands; ValueError and ConfigError are usage errors."""
 
@@ -105,6 +114,8 @@ class Parsed(_ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
+        if ctx is not None and param is not None:
+            ctx.meta.setdefault(_AS_WRITTEN, {})[param.name] = value
         try:
             return self._parse(value)
         except ConfigError as error:

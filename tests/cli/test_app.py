@@ -83,7 +83,11 @@ def test_every_broker_setting_is_a_flag() -> None:
         (["tpic"], "No such command 'tpic'. Did you mean 'topic'?"),
         (["topic", "lst"], "No such command 'lst'. Did you mean 'list'?"),
         (["xyzzy"], "No such command 'xyzzy'."),
-        (["topic", "create"], "Missing argument 'NAME'"),
+        (["topic", "create"], "Missing argument 'NAME'. Write it like: metamq topic create flights"),
+        (["ha", "promote", "0", "1"], "option '--slave'. Write it like: metamq ha promote --broker 0 --slave 1"),
+        (["ha", "promote", "--slave", "1", "0"], "(0) Write it like: metamq ha promote --broker 0 --slave 1"),
+        (["group", "reset"], "'NAME'. Write it like: metamq group reset etl flights --to earliest"),
+        (["up", "7"], "unexpected extra argument (7) Write it like: metamq up"),
         (["topic", "create", "a b"], "has ' ' at character 2"),
         (["topic", "create", "x", "--retention", "soon"], "write it like 500ms"),
         (["topic", "create", "x", "--flush", "often"], "is no flush policy"),
@@ -103,12 +107,29 @@ def test_wrong_usage_ends_with_2(offline: Metamq, arguments: list[str], words: s
     ended = offline(*arguments)
     assert (ended.status, ended.data) == (2, b"")
     assert words in " ".join(ended.talk.split())
+    assert ("Write it like: " in ended.talk) == ("Write it like: " in words)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["broker", "--disk-reserve", "5"], "metamq: --disk-reserve must be a whole number of bytes from 32 MiB to 1"),
+        (
+            ["broker", "--disk-reserve", "20MB"],
+            "--disk-reserve must be a whole number of bytes from 32 MiB to 1 PiB, not 20MB\n",
+        ),
+        (
+            ["broker", "--session-timeout", "1.5ms"],
+            "metamq: --session-timeout must be a whole number of milliseconds from 1,000 to 600,000, not 1.5ms\n",
+        ),
+        (
+            ["broker", "--retention-check", "1ms"],
+            "metamq: --retention-check must be a number of seconds from 0.1 to 3,600, not 1ms\n",
+        ),
+        (
+            ["broker", "--drain-timeout", "2h", "--data", "x"],
+            "metamq: --drain-timeout must be a number of seconds from 0 to 3,600, not 2h\n",
+        ),
+        (["broker", "--id", "70000"], "metamq: --id must be a whole number from 0 to 65,535, not 70000\n"),
         (["topic", "list", "--zookeeper", "http://foo"], "ZooKeeper address 'http://foo' is a URL\n  Write host and"),
     ],
 )
@@ -243,9 +264,12 @@ def test_a_root_where_nothing_is_says_so_with_what_is_there(
 
 
 def test_a_chroot_that_is_misspelt_is_named_and_not_made(metamq: Metamq, topic: str, running: Any) -> None:
-    ended = metamq("topic", "list", "--zookeeper", f"{running.zookeeper}/chrot")
-    assert ended.status == 1
-    assert f"there is no /chrot/meta in ZooKeeper at {running.zookeeper}\n  Beside it: /meta." in ended.talk
+    for command in (["topic", "list"], ["topic", "create", "t"], ["consume", topic], ["doctor"]):
+        ended = metamq(*command, "--zookeeper", f"{running.zookeeper}/chrot")
+        assert ended.status == 1
+        said = " ".join((ended.talk + ended.text).split())
+        assert f"there is no /chrot in ZooKeeper at {running.zookeeper} Beside it: /meta." in said
+        assert "It is the end of the ZooKeeper address: correct that" in said
     assert "/chrot" not in metamq("topic", "list", "--root", "/elsewhere").talk
 
 

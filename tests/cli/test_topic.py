@@ -47,6 +47,15 @@ def test_create_describe_alter_delete(metamq: Metamq) -> None:
     assert "orders" not in metamq("topic", "list").text
 
 
+def test_a_setting_that_is_refused_is_named_as_it_was_given(metamq: Metamq, topic: str) -> None:
+    for option, text in (("--segment-bytes", "1k"), ("--max-message-bytes", "1GiB"), ("--retention", "0s")):
+        for name, command in (("never-made", "create"), (topic, "alter")):
+            ended = metamq("topic", command, name, option, text, *(["--yes"] if command == "alter" else []))
+            assert ended.status == 1
+            assert f"metamq: topic {name!r}: {option} is {text}\n  It has to be " in ended.talk
+    assert "never-made" not in metamq("topic", "list").text
+
+
 def test_changes_as_json(metamq: Metamq) -> None:
     created = metamq("topic", "create", "parcels", "-p", 2, "-o", "json")
     assert (created.status, created.talk) == (0, "")
