@@ -1,22 +1,27 @@
-"""kill -9 of the broker under load: what was acknowledged is there exactly once, where it was said to be, in order."""
+"""kill -9 of the broker, under load and while it starts: what was acknowledged is there exactly once, where it was said to be, in order."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import os
 import random
 import secrets
+import select
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from metamq import Producer, aio
 from metamq.client.outgoing import Delivery
 from metamq.errors import BufferFull, MetamqError
-from metamq.testing import Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster, cluster
 from tests.load import Load, Told, blocking, check
-from tests.parts import Stored, read_topic, statistics
+from tests.parts import Stored, read_topic, statistics, wait_until
 
 
 def many(zookeeper: str) -> Callable[[Load], None]:
@@ -65,6 +70,38 @@ def running() -> Iterator[Cluster]:
         yield parts
 
 
+SEES_FILES = Path("/proc/self/fd").is_dir()
+"""Only there it can be told how far a start has come."""
+KILLS_BEFORE_READY: list[list[str]] = [["recovery"], [], ["soon", "recovery"], ["soon"], ["recovery", "recovery"]]
+"""Between two times that it is ready, in turn."""
+
+
+def opens_logs(broker: BrokerProcess) -> bool:
+    """Whether a starting broker has come to its logs: one of their files is open."""
+    for descriptor in Path(f"/proc/{broker.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith(f"{broker.data / 'topics'}/"):
+                return True
+    return False
+
+
+def kill_while_it_starts(broker: BrokerProcess, when: str, choice: random.Random) -> str:
+    """Starts the broker and kills it `soon`, or in its `recovery`; how far it had come by then."""
+    broker.start(wait=False)
+    if when == "recovery":
+        wait_until(lambda: opens_logs(broker), what="the recovery")
+        time.sleep(choice.random() * 0.01)
+    else:
+        time.sleep(choice.random() * 0.3)
+    broker.freeze()  # so that it comes no further while it is looked at
+    process = broker._process
+    assert process is not None
+    is_ready = select.select([process.stdout], [], [], 0)[0]
+    stage = "ready" if is_ready else "in recovery" if opens_logs(broker) else "starting"
+    broker.kill()
+    return stage
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_kill_9_under_load_loses_and_doubles_nothing(running: Cluster, kills: int) -> None:
@@ -83,11 +120,14 @@ def test_kill_9_under_load_loses_and_doubles_nothing(running: Cluster, kills: in
     ]
     loads = [Load(number, seed, kind) for number, kind in enumerate(kinds)]
     repeats = 0
+    stages: Counter[str] = Counter()
     try:
-        for _ in range(kills):
+        for number in range(kills):
             time.sleep(choice.random() * 0.2)  # the random moment
             repeats += statistics(running.broker)["counters"]["repeats"]
             running.broker.kill()
+            for when in KILLS_BEFORE_READY[number % len(KILLS_BEFORE_READY)] if SEES_FILES else []:
+                stages[kill_while_it_starts(running.broker, when, choice)] += 1
             running.broker.start()
     finally:
         for load in loads:
@@ -97,8 +137,11 @@ def test_kill_9_under_load_loses_and_doubles_nothing(running: Cluster, kills: in
     repeats += statistics(running.broker)["counters"]["repeats"]
     acknowledged = sum(len(one.acknowledged) for one in told)
     print(f"{acknowledged} acknowledged, {sum(len(one.failed) for one in told)} failed, {repeats} batches came again")
+    print(f"killed when it was ready: {kills}; before that: {dict(stages)}")
     assert all(one.acknowledged for one in told)
     check(told, stored)
+    assert repeats > 0
+    assert not SEES_FILES or (stages["starting"] and stages["in recovery"])
 
 
 def test_the_check_bites() -> None:
