@@ -1,4 +1,4 @@
-"""kill -9 of the broker, under load and while it starts: what was acknowledged is there exactly once, where it was said to be, in order."""
+"""kill -9 of the broker, under load and while it starts: what was acknowledged is there once, in order and in place."""
 
 from __future__ import annotations
 

@@ -13,9 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -297,6 +299,7 @@ def test_another_cluster_that_has_a_broker_of_the_same_id(tmp_path: Path) -> Non
 
 
 def test_registered_only_when_recovery_is_finished(tmp_path: Path) -> None:
+    """No node of the new process is there before it serves all that is stored: the master's, nor that of a topic."""
     with cluster() as parts:
         with parts.admin() as admin:
             admin.create_topic("recovered", partitions=1)
@@ -306,19 +309,46 @@ def test_registered_only_when_recovery_is_finished(tmp_path: Path) -> None:
         parts.broker.kill()
         parts.broker.start(wait=False)
 
-        async def watch() -> None:
+        async def first_node() -> None:
             async with await Session.open(parts.zookeeper) as session:
-                path = session.paths.offered_topic("topics-pub", "recovered", master_offer(0))
+                paths = {"master": session.paths.master(0)}
+                for kind in ("topics-pub", "topics-sub"):
+                    paths[kind] = session.paths.offered_topic(kind, "recovered", master_offer(0))
                 while True:
-                    stat = await session.exists(path)
-                    if stat is not None and stat.ephemeral_owner != before["topics-pub"]:
-                        return
+                    for name, path in paths.items():
+                        stat = await session.exists(path)
+                        if stat is not None and stat.ephemeral_owner != before[name]:
+                            return
                     await asyncio.sleep(0.001)
 
-        asyncio.run(asyncio.wait_for(watch(), 30))
+        asyncio.run(asyncio.wait_for(first_node(), 30))
+        (partition,) = statistics(parts.broker)["partitions"]
+        assert partition["end_offset"] == 60_000
+        parts.broker.wait_ready()
         (partition,) = statistics(parts.broker)["partitions"]
         assert partition["stable_offset"] == 60_000
-        parts.broker.wait_ready()
+
+
+def test_while_logs_are_recovered_no_node_is_there(
+    metamq_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zookeeper, data = metamq_cluster.zookeeper, tmp_path / "broker"
+    with LocalBroker(zookeeper, data, id=31), metamq_cluster.admin() as admin:
+        admin.create_topic("in-turn", partitions=3, brokers=[31])
+        assert registered(zookeeper, "in-turn", 31).keys() == {"master", "topics-pub", "topics-sub"}
+    seen: list[dict[str, int]] = []
+    proper = PartitionLog.open
+
+    def watched(*arguments: Any, **settings: Any) -> PartitionLog:
+        opened = proper(*arguments, **settings)
+        with ThreadPoolExecutor(1) as another:  # this one runs the broker's loop
+            seen.append(another.submit(registered, zookeeper, "in-turn", 31).result(30))
+        return opened
+
+    monkeypatch.setattr(PartitionLog, "open", watched)
+    with LocalBroker(zookeeper, data, id=31):
+        assert seen == [{}] * 3
+        assert registered(zookeeper, "in-turn", 31).keys() == {"master", "topics-pub", "topics-sub"}
 
 
 def all_registered(broker: BrokerProcess, zookeeper: str, topic: str) -> bool:
