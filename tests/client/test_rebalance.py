@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from metamq.client.offsets import CommitRequest, Committed
 from metamq.errors import ConfigError, OwnershipLost, TopicNotFound
 from metamq.zk import ownership
 from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.errors import ConnectionLost
 from metamq.zk.members import evict, owned_partitions, read_members
 from metamq.zk.ownership import read_offset
 from metamq.zk.partitions import TopicPartition
@@ -340,6 +342,48 @@ def test_more_members_than_partitions(servers: str, caplog: pytest.LogCaptureFix
             await one.listener.stop()
             await three.listener.stop()
             await group.until(lambda: two.listener.health().idle_reason == "")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("place", ["the plan", "the owner nodes", "the offsets"])
+def test_a_rebalance_that_fails_is_tried_again_for_as_long_as_it_takes(
+    servers: str, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The original gave up after seven tries, five seconds apart; with the pauses of here that would take minutes."""
+    monkeypatch.setattr("metamq.client.rebalance.RETRY_MS_MAX", 5)
+    failures, tries = 30, 0
+
+    def failing(owner: object, name: str) -> None:
+        proper = getattr(owner, name)
+
+        async def attempt(*arguments: Any, **settings: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries <= failures:
+                raise ConnectionLost(servers, f"failure {tries} of the test", outcome="not_done")
+            return await proper(*arguments, **settings)
+
+        monkeypatch.setattr(owner, name, attempt)
+
+    async def scenario() -> None:
+        async with group_with(servers, TopicConfig("t", {0: 4})) as group:
+            one, two = await group.join("one"), await group.member("two")
+            await group.settled(4, one)
+            listener = two.listener
+            owner, name = {
+                "the plan": (listener._group_plan, "agree"),
+                "the owner nodes": (ownership, "claim"),
+                "the offsets": (listener._holdings._storage, "claimed"),
+            }[place]
+            failing(owner, name)
+            await listener.start()
+            await group.until(lambda: "of the test" in listener.health().last_error)
+            await group.settled(4, one, two)
+            assert tries > failures
+            assert two.failure is None
+            assert (len(one.consuming), len(two.consuming)) == (2, 2)
+            await group.until(lambda: listener.health().last_error == "")
 
     asyncio.run(scenario())
 
