@@ -54,6 +54,13 @@ def test_an_error_names_the_thing_and_the_character(name: str, said: str) -> Non
         check_topic(name)
 
 
+@pytest.mark.parametrize("pattern", ["*", "orders.*", "or*rs", "order?", "orders-[0-9]", "orders,payments", ">", "#"])
+def test_wildcards_name_no_topic(pattern: str) -> None:
+    """A topic is what it is called: no name stands for several, for a producer, a consumer or a broker's settings."""
+    with pytest.raises(ConfigError, match=r"^topic '.*' has '.' at character \d+\. Names have 1 to 200 characters"):
+        check_topic(pattern)
+
+
 def test_each_kind_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^group 'a b'"):
         check_group("a b")
