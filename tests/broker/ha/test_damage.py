@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,9 @@ from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.zk.brokers import BrokerState, read_state
+from metamq.zk.session import Session
+from metamq.zk.topics import FlushEvery
 from tests.broker.ha.test_replication import Group, a_sync_topic, raises_fenced, replica_group, send
 from tests.parts import statistics, wait_until
 
@@ -156,3 +159,62 @@ def test_a_damaged_slave_without_a_master_keeps_its_log_and_is_not_promoted(grou
     wait_until(lambda: set_aside(slave) != [], what="the log aside")
     group.wait_insync(0, 1)
     group.wait_equal(0, 1)
+
+
+TORN_BYTES = 50
+
+
+def cut_short(log: bytes) -> bytes:
+    return log[:-TORN_BYTES]
+
+
+def zeroed(log: bytes) -> bytes:
+    return log[:-TORN_BYTES] + bytes(TORN_BYTES)
+
+
+def garbled(log: bytes) -> bytes:
+    return log[:-TORN_BYTES] + bytes(byte ^ 0xFF for byte in log[-TORN_BYTES:])
+
+
+def tear(broker: BrokerProcess, torn: Callable[[bytes], bytes]) -> None:
+    """The last bytes of partition 0 never reached the disk."""
+    (path,) = (broker.data / "topics").glob("*/0/*.log")
+    path.write_bytes(torn(path.read_bytes()))
+
+
+def state(group: Group) -> BrokerState:
+    async def read() -> BrokerState:
+        async with await Session.open(group.cluster.zookeeper) as session:
+            stored = await read_state(session, 0)
+            assert stored is not None
+            return stored[0]
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("torn", [cut_short, zeroed, garbled])
+def test_a_slave_whose_unflushed_tail_is_torn_is_somebody_else_until_it_has_caught_up(
+    group: Group, torn: Callable[[bytes], bytes]
+) -> None:
+    """It had acknowledged what is gone now, and the set counts on who acknowledged it."""
+    topic = a_sync_topic(group, partitions=1, flush=FlushEvery(None, None))
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 50)
+    group.wait_equal(0, 1)
+    group.cluster.broker.kill()
+    slave.kill()
+    tear(slave, torn)
+    slave.start()
+    assert set_aside(slave) == [], "what was never flushed is no damage"
+    assert group.ends(1)[topic, 0][0] == 49
+    assert incarnation(slave) == 2
+    assert state(group).insync == ((0, 1), (1, 1)), "which says nothing of who is there now"
+    assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote(1)))
+    group.cluster.broker.start()
+    wait_until(lambda: state(group).insync == ((0, 1), (1, 2)), what="the new incarnation in sync")
+    values += send(group, topic, 10, b"more")
+    group.wait_equal(0, 1)
+    group.cluster.broker.kill()
+    group.promote(1)
+    assert sorted(group.read(topic)) == sorted(values)
