@@ -197,6 +197,8 @@ class Processors:
         """A slave's JOIN: makes the connection its link."""
         if self.ha is None:
             raise self.not_master.with_traceback(None)
+        if connection.is_link:
+            raise ProtocolError("a connection that joins is a link already")
         join = sync.unpack_from_slave(request.header)
         if not isinstance(join, sync.Join):
             raise ProtocolError(f"a SYNC request is a Join, got {type(join).__name__}")

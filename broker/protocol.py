@@ -213,6 +213,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     # -- as a slave's link ------------------------------------------------------------------------------------------
 
+    @property
+    def is_link(self) -> bool:
+        """Whether the peer has joined."""
+        return self._link is not None
+
     def become_link(self, request: Request, link: HAConnection, accept: sync.Accept, service: HAService) -> None:
         """Answers a slave's JOIN; from now on both ends push."""
         self._link = link, service

@@ -51,6 +51,9 @@ FETCH_BYTES_MAX = 32 * 1024 * 1024
 FETCH_RESULTS_MAX = 1000
 """Partitions in one answer to a GET; the others keep their turn."""
 
+HAND_OVER_MS_MAX = 60 * 1000
+"""How long a slave can ask its master to take no writes."""
+
 STATS_PARTITIONS_MAX = 1000
 """Partitions in one answer to STATS, which says where to go on."""
 

@@ -30,6 +30,7 @@ from metamq.wire.limits import (
     ENTRIES_MAX,
     ENTRIES_TARGET,
     ERROR_TEXT_CHARS_MAX,
+    HAND_OVER_MS_MAX,
 )
 
 MAGIC = 0x4D51_4841
@@ -253,6 +254,8 @@ def unpack_from_slave(header: Any) -> FromSlave:
         if any(len(entry.epochs) > ATTACH_EPOCHS_MAX for entry in partitions):
             raise ProtocolError(f"a partition has more than {ATTACH_EPOCHS_MAX:,} epochs in an Attach")
         return frame._replace(partitions=partitions)
+    if isinstance(frame, HandOver) and frame.wait_ms > HAND_OVER_MS_MAX:
+        raise ProtocolError(f"a HandOver waits for {HAND_OVER_MS_MAX:,} ms at most, got {frame.wait_ms:,}")
     if isinstance(frame, Join) and frame.magic != MAGIC:
         raise ProtocolError(f"the magic of a Join is to be {MAGIC:#x}, got {frame.magic:#x}")
     return frame

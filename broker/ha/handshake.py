@@ -14,7 +14,8 @@ Where the two have nothing in common that the master could go on from, the slave
 
 What the slave's readers have seen, below its stable mark, is given up only under a newer generation than the slave
 has followed so far: ZooKeeper raises it when somebody accepted a loss. Otherwise the partition is refused, and the
-data is left as it is. What the master's retention has removed is not given up by this.
+data is left as it is. What the master's retention has removed is not given up by this. Refused is also who would go on
+in the middle of a batch of the master's: no replica does, but a list is another one's word.
 
 So a slave is to store a generation as its own only when all its partitions have been through the handshake in it:
 within a generation all that readers have seen of a replica is the same at every later master. A member of the in-sync
@@ -97,6 +98,15 @@ def decide(master: Side | None, slave: Side) -> Verdict:
         reason += f"; {_messages(seen)} that readers had seen {_are(seen)} given up (generation {master.generation})"
         return Verdict(decision, *begin, reason, logging.WARNING)
     return Verdict(Decision.REFUSE, *slave.end, _refuse_reason(slave, kept_offset, seen), logging.ERROR)
+
+
+def refuse_between_batches(slave: Side, verdict: Verdict) -> Verdict:
+    """Instead of one to go on where no batch of the master's begins: what is below that is not the master's, either."""
+    reason = (
+        f"it is not replicated, and left as it is: it would go on at offset {verdict.offset:,}, byte "
+        f"{verdict.position:,}, and no batch of the master's begins there. Empty its data folder to copy it anew"
+    )
+    return Verdict(Decision.REFUSE, *slave.end, reason, logging.ERROR)
 
 
 def _wait(reason: str) -> Verdict:

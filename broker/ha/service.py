@@ -27,7 +27,7 @@ from typing import Any
 
 from metamq.broker.ha.connection import HAConnection, Mark, Wire
 from metamq.broker.ha.flow import FlowMonitor
-from metamq.broker.ha.handshake import Place, Side, decide
+from metamq.broker.ha.handshake import Place, Side, Verdict, decide, refuse_between_batches
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
@@ -244,6 +244,8 @@ class HAService:
                 link.generation,
             )
             verdict = decide(master, slave)
+            if partition is not None and verdict.decision is sync.Decision.FROM:
+                verdict = self._checked(partition, slave, verdict)
             name = f"{asked.topic}/{asked.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
             results.append(
@@ -256,6 +258,15 @@ class HAService:
         link.push(sync.Attached(sync.ATTACHED, self.epoch, results))
         for partition, handle in begun:
             self._push_producers(link, partition, handle)
+
+    def _checked(self, partition: Partition, slave: Side, verdict: Verdict) -> Verdict:
+        """The verdict to go on somewhere, if a batch begins there."""
+        try:
+            begins = partition.log.begins_at(verdict.offset, verdict.position)
+        except MetamqError as error:
+            self.failed(partition, error)
+            return decide(None, slave)
+        return verdict if begins else refuse_between_batches(slave, verdict)
 
     def _push_producers(self, link: HAConnection, partition: Partition, handle: int) -> None:
         """What the log does not tell: of the batches that retention removed from it."""

@@ -366,6 +366,16 @@ class PartitionLog(DurableLog):
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
 
+    def begins_at(self, offset: int, position: int) -> bool:
+        """Whether a batch begins there, or the log ends. Raises CorruptData, StorageError, ClosedError."""
+        self._check_open()
+        if not self.start_offset <= offset < self.end_offset:
+            return (offset, position) == (self.end_offset, self.end_position)
+        try:
+            return self._store.begins_at(offset, position)
+        except OSError as error:
+            raise storage_error(self.name, "reading", error) from error
+
     def offset_at_time(self, timestamp_us: int) -> tuple[int, int] | None:
         """(offset, timestamp) of the first message whose timestamp is at or after the time; None if there is none.
 

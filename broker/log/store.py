@@ -82,13 +82,7 @@ class SegmentStore:
 
     def read(self, offset: int, bytes_max: int, stable_position: int) -> LogSlice:
         """As PartitionLog.read(); `offset` lies below the stable position."""
-        segment = self.segments[-1]
-        if offset < segment.base_offset:
-            segment = self.segments[bisect_right(self.segments, offset, key=_BASE_OFFSET) - 1]
-        index = segment.index or self.index_of(segment)
-        base, position = index.find(offset)
-        if base != offset:
-            base, position = find_batch(self._files, segment, offset, (base, position), self.index_interval_bytes)
+        segment, base, position = self._find(offset)
         available = min(stable_position, segment.end_position) - position
         data = read_at(self._files, segment, position, min(max(bytes_max, HEADER_BYTES), available) & ~7)
         size, found, count = LOCATION.unpack_from(data)
@@ -97,6 +91,22 @@ class SegmentStore:
         if size > len(data):
             data = read_at(self._files, segment, position, size)
         return LogSlice(data, base, position)
+
+    def _find(self, offset: int) -> tuple[Segment, int, int]:
+        """(segment, base offset, position) of the batch that holds the offset."""
+        segment = self.segments[-1]
+        if offset < segment.base_offset:
+            segment = self.segments[bisect_right(self.segments, offset, key=_BASE_OFFSET) - 1]
+        index = segment.index or self.index_of(segment)
+        base, position = index.find(offset)
+        if base != offset:
+            base, position = find_batch(self._files, segment, offset, (base, position), self.index_interval_bytes)
+        return segment, base, position
+
+    def begins_at(self, offset: int, position: int) -> bool:
+        """As PartitionLog.begins_at(); `offset` lies in the log."""
+        _segment, *found = self._find(offset)
+        return found == [offset, position]
 
     def read_whole(self, position: int, bytes_max: int) -> BatchRun:
         """As PartitionLog.read_position(); `position` lies below the end."""

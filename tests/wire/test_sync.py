@@ -13,7 +13,13 @@ from metamq.errors import ProtocolError
 from metamq.wire import sync
 from metamq.wire.commands import Command, fields_of
 from metamq.wire.frames import encode_frame
-from metamq.wire.limits import ATTACH_EPOCHS_MAX, ENTRIES_MAX, ENTRIES_TARGET, HEADER_BYTES_MAX
+from metamq.wire.limits import (
+    ATTACH_EPOCHS_MAX,
+    ENTRIES_MAX,
+    ENTRIES_TARGET,
+    HAND_OVER_MS_MAX,
+    HEADER_BYTES_MAX,
+)
 from metamq.wire.sync import AttachPartition, AttachResult, Decision
 
 PARTITION = AttachPartition(1, "flights", "id", 3, 10, 1000, 20, 2000, 20, [(4, 10, 1000), (5, 15, 1500)])
@@ -131,6 +137,13 @@ def test_too_many_epochs() -> None:
     epochs = [(epoch, epoch, epoch) for epoch in range(1, ATTACH_EPOCHS_MAX + 2)]
     with pytest.raises(ProtocolError, match="more than 1,000 epochs"):
         sync.unpack_from_slave(received(sync.Attach(sync.ATTACH, 5, [PARTITION._replace(epochs=epochs)])))
+
+
+def test_a_master_is_not_asked_to_stop_for_long() -> None:
+    longest = sync.HandOver(sync.HANDOVER, 5, HAND_OVER_MS_MAX)
+    assert sync.unpack_from_slave(received(longest)) == longest
+    with pytest.raises(ProtocolError, match="a HandOver waits for 60,000 ms at most, got 60,001"):
+        sync.unpack_from_slave(received(longest._replace(wait_ms=HAND_OVER_MS_MAX + 1)))
 
 
 @settings(deadline=None, max_examples=100)

@@ -1,4 +1,5 @@
-"""Mutated requests, thousands of them: whatever comes in, the broker goes on, and stores nothing that nobody sent."""
+"""Mutated requests and frames of slaves, thousands of them: whatever comes in, the broker goes on, and stores nothing
+that nobody sent."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from metamq.wire import status
+from metamq.wire import status, sync
 from metamq.wire.commands import (
     EARLIEST,
     LATEST,
@@ -24,6 +25,7 @@ from metamq.wire.commands import (
     unpack_list,
 )
 from metamq.wire.frames import PREFIX, encode_frame
+from tests.parts import statistics
 
 MUTATIONS = 2000
 MEMORY_BYTES = 64 * 1024 * 1024
@@ -116,10 +118,15 @@ MUTATORS: list[Callable[[bytearray, random.Random], None]] = [
 ]
 
 
-def send_and_hang_up(front: Any, data: bytes) -> Counter[str]:
-    """Sends all of it, then the end of the stream; counts what the broker says until it closes."""
+def send_and_hang_up(front: Any, data: bytes, join: sync.Join | None = None) -> Counter[str]:
+    """Sends all of it, then the end of the stream; counts what the broker says until it closes.
+
+    With a `join` it is sent over a link.
+    """
     said: Counter[str] = Counter()
-    client = front.connect(greet=False)
+    client = front.connect(greet=join is not None)
+    if join is not None:
+        assert client.ask(Command.SYNC, join).status == status.OK
     try:
         client.send(data)
         client.socket.shutdown(socket.SHUT_WR)
@@ -133,25 +140,32 @@ def send_and_hang_up(front: Any, data: bytes) -> Counter[str]:
         front.close_clients()
 
 
+GREETING = b"".join(encode_frame(1, Command.HELLO, 0, 0, Hello(1, 1, "fuzz")))
+
+
+def mutants(valid: list[bytes], chance: random.Random) -> bytes:
+    """Up to three of the frames, changed."""
+    sent = bytearray()
+    for data in chance.choices(valid, k=chance.randint(1, 3)):
+        mutated = bytearray(data)
+        for mutate in chance.choices(MUTATORS, k=chance.randint(1, 2)):
+            if mutated:
+                mutate(mutated, chance)
+        sent += mutated
+    return bytes(sent)
+
+
 def test_mutated_requests(front: Any) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
     valid = requests(front)
-    greeting = b"".join(encode_frame(1, Command.HELLO, 0, 0, Hello(1, 1, "fuzz")))
-    send_and_hang_up(front, greeting + b"".join(valid))
+    send_and_hang_up(front, GREETING + b"".join(valid))
     before = front.rss()
     began = time.monotonic()
     said: Counter[str] = Counter()
     for number in range(MUTATIONS):
-        sent = bytearray()
-        for data in chance.choices(valid, k=chance.randint(1, 3)):
-            mutated = bytearray(data)
-            for mutate in chance.choices(MUTATORS, k=chance.randint(1, 2)):
-                if mutated:
-                    mutate(mutated, chance)
-            sent += mutated
-        said += send_and_hang_up(front, bytes(sent) if chance.random() < 0.1 else greeting + bytes(sent))
+        said += send_and_hang_up(front, (b"" if chance.random() < 0.1 else GREETING) + mutants(valid, chance))
         if number % 200 == 0:
             front.still_serves()
     grown = front.rss() - before
@@ -181,3 +195,85 @@ def stored(front: Any) -> set[bytes]:
             offset += len(values)
     assert found
     return found
+
+
+LINKS = 3000
+JOIN = sync.Join(sync.JOIN, 1, sync.MAGIC, 0, 7, 1, "a test", False, 1)
+
+
+def attach(topic_id: str, ends: list[tuple[int, int]]) -> sync.Attach:
+    """As if a slave had these parts of the topic's partitions, of the master's epoch."""
+    return sync.Attach(
+        sync.ATTACH,
+        1,
+        [
+            sync.AttachPartition(n, "copied", topic_id, n, 0, 0, *end, 0, [(1, 0, 0)] if end[0] else [])
+            for n, end in enumerate(ends)
+        ],
+    )
+
+
+def pushed(*frames: sync.FromSlave) -> list[bytes]:
+    return [b"".join(encode_frame(1, Command.SYNC, 0, 0, frame)) for frame in frames]
+
+
+def frames_of_a_slave(attached: sync.Attach) -> list[bytes]:
+    """One valid frame of each kind that a slave sends once it has joined."""
+    return pushed(
+        attached,
+        sync.Ack(sync.ACK, 1, 0, 0, [(place.handle, place.end_position, 0) for place in attached.partitions]),
+        sync.Detach(sync.DETACH, 1, [1, 3]),
+        sync.HandOver(sync.HANDOVER, 1, 5),
+        sync.Leave(sync.LEAVE, 1),
+    )
+
+
+def logs(front: Any) -> list[tuple[int, int]]:
+    """(end offset, bytes) of each partition."""
+    found = statistics(front.cluster.broker)["partitions"]
+    return [(p["end_offset"], p["size_bytes"]) for p in found if p["topic"] == "copied"]
+
+
+def test_mutated_frames_of_slaves(front: Any) -> None:
+    """Before and after a JOIN. What a slave says of itself may be anything: it changes nothing at the master."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    topic_id = front.topic("copied", 4)
+    for index in range(4):
+        for _ in range(3):
+            front.fill("copied", index, [b"value"])
+    before, memory = logs(front), front.rss()
+    valid = frames_of_a_slave(attach(topic_id, [(end * n // 3, size * n // 3) for n, (end, size) in enumerate(before)]))
+    joins = [b"".join(encode_frame(1, Command.SYNC, 0, 1, JOIN))]
+    said = send_and_hang_up(front, b"".join(valid), JOIN)
+    assert said["5 OK"] >= 2, "it is told what becomes of its logs, and sent what it lacks"
+    said.clear()
+    for number in range(LINKS):
+        if chance.random() < 0.2:
+            said += send_and_hang_up(front, GREETING + mutants(joins, chance))
+        else:
+            ends = [(chance.randint(0, end), chance.randrange(0, size + 1, 8)) for end, size in before]
+            first = chance.choice([b"", valid[0], *pushed(attach(topic_id, ends))])
+            said += send_and_hang_up(front, first + mutants(valid + joins, chance), JOIN)
+        if number % 100 == 0:
+            serves_without_slaves(front)
+    serves_without_slaves(front)
+    grown = front.rss() - memory
+    print(dict(said))
+    assert min(said[f"{n} {kind}"] for n in (1, 5) for kind in ("OK", "ProtocolError")) > 20, f"seed {seed}"
+    assert grown < MEMORY_BYTES, f"seed {seed}"
+    assert logs(front) == before, f"seed {seed}"
+    for index in range(4):
+        front.fill("copied", index, [b"it is served still"])
+
+
+def serves_without_slaves(front: Any) -> None:
+    """Those who asked to become the master are gone, and writes are taken again."""
+
+    def is_alone() -> bool:
+        said = statistics(front.cluster.broker)
+        return (said["replication"]["slaves"], said["replication"]["insync"], said["writes_refused"]) == ([], [0], None)
+
+    front.until(is_alone)
+    front.still_serves()

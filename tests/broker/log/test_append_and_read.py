@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -188,7 +189,18 @@ def test_offsets_and_times_against_brute_force(make_shelf: Any, batches: Any, in
     for wanted in range(-7, 33):
         expected = next(((n, t) for n, t in enumerate(times) if t >= wanted), None)
         assert log.offset_at_time(wanted) == expected
+    begins = {(header.base_offset, at) for at, header in walk(memoryview(whole_log(log)))}
+    begins.add((log.end_offset, log.end_position))
+    places = product(range(-1, log.end_offset + 2), sorted({at + by for _offset, at in begins for by in (-8, 0, 8)}))
+    assert {place for place in places if log.begins_at(*place)} == begins
     log.close(clean=False)
+
+
+def whole_log(log: PartitionLog) -> bytes:
+    data = b""
+    while len(data) < log.end_position:
+        data += bytes(log.read_position(len(data), 1 << 20).data)
+    return data
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "flipped", "of another segment"])
