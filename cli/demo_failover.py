@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ class FailOver:
     """A slave, and what becomes of it. `check` is called while it waits; what it raises ends the wait."""
 
     def __init__(self, running: Cluster, say: Callable[[str], None], check: Callable[[], None]) -> None:
-        self.done = False
+        self.master_died = threading.Event()
         self._running = running
         self._say = say
         self._check = check
@@ -42,8 +43,8 @@ class FailOver:
 
     def run(self, sent: int) -> None:
         """Kills the master, promotes the slave, and starts the former master again. To be called while all send."""
-        self.done = True
         self._running.broker.kill()
+        self.master_died.set()
         self._say(f"[bold red]kill -9 the master[/bold red] after {sent:,} flights: nobody takes flights now")
         with self._running.admin() as admin:
             ordered_at = time.monotonic()

@@ -33,6 +33,9 @@ class Tally:
     delayed: int = 0
     delay_minutes: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.flights:,} flights, {self.delayed:,} of which left, {self.delay_minutes:,} minutes late in all"
+
     @property
     def mean_delay(self) -> float:
         """Mean departure delay in minutes, over the flights that left."""

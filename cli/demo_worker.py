@@ -9,6 +9,7 @@ whoever dies when. The `flights` table's primary key would refuse a second copy.
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import sys
 
@@ -65,5 +66,6 @@ def work(zookeeper: str, path: str, name: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("metamq").setLevel(logging.ERROR)  # the demo tells of the master's death itself
     follow_parent(sys.stdin.fileno())
     work(*sys.argv[1:4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -9,15 +10,19 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metamq.cli.app import run
+from metamq.cli.demo_flights import FILE, PACKAGE, WHOLE_NUMBERS
 from metamq.testing import Cluster, cluster
 
+FLIGHTS = 5_000
 LIMIT_S = 30.0
 COMMAND = [sys.executable, "-W", "error", "-m", "metamq.cli"]
 LOGGERS = ("metamq", "metamq.client", "metamq.zk", "kazoo")
@@ -111,6 +116,34 @@ def process(running: Cluster) -> Iterator[Callable[..., subprocess.Popen[bytes]]
         if child.poll() is None:
             child.kill()
         child.communicate()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """The only place for temporary files of a process that has it as its TMPDIR."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def flights(tmp_path: Path) -> Path:
+    """A stand-in for the package with the demo's data: for PYTHONPATH."""
+    place = tmp_path / "packages"
+    file = place / PACKAGE / FILE
+    file.parent.mkdir(parents=True)
+    text = io.StringIO()
+    rows = csv.DictWriter(text, [*WHOLE_NUMBERS, "carrier"])
+    rows.writeheader()
+    for number in range(FLIGHTS):
+        rows.writerow({**dict.fromkeys(WHOLE_NUMBERS, number % 60), "carrier": f"C{number % 16}"})
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("flights.csv", text.getvalue())
+    metadata = place / f"{PACKAGE}-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: 1\n")
+    (metadata / "RECORD").write_text(f"{PACKAGE}/{FILE},,\n")
+    return place
 
 
 def until(condition: Callable[[], Any], what: str = "it") -> None:

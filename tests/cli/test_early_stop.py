@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import signal
 import subprocess
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from metamq.cli.demo_flights import FILE, PACKAGE, WHOLE_NUMBERS
 from metamq.zk.embedded import free_port
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
-
-FLIGHTS = 5_000
-
-
-@pytest.fixture
-def temporary(tmp_path: Path) -> Path:
-    """The only place for temporary files of a process that has `environment(temporary)`."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    return folder
 
 
 class Starting:
@@ -112,26 +98,6 @@ def test_a_hangup_that_is_ignored_stays_so(process: Start, tmp_path: Path) -> No
     (ignored,) = re.findall(r"^SigIgn:\t(\w+)", Path(f"/proc/{child.pid}/status").read_text(), re.MULTILINE)
     assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
     assert Starting(child).stop(signal.SIGTERM) == (0, "")
-
-
-@pytest.fixture
-def flights(tmp_path: Path) -> Path:
-    """A stand-in for the package with the demo's data: for PYTHONPATH."""
-    place = tmp_path / "packages"
-    file = place / PACKAGE / FILE
-    file.parent.mkdir(parents=True)
-    text = io.StringIO()
-    rows = csv.DictWriter(text, [*WHOLE_NUMBERS, "carrier"])
-    rows.writeheader()
-    for number in range(FLIGHTS):
-        rows.writerow({**dict.fromkeys(WHOLE_NUMBERS, number % 60), "carrier": f"C{number % 16}"})
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("flights.csv", text.getvalue())
-    metadata = place / f"{PACKAGE}-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: 1\n")
-    (metadata / "RECORD").write_text(f"{PACKAGE}/{FILE},,\n")
-    return place
 
 
 @pytest.fixture
