@@ -151,6 +151,9 @@ class RoleKeeper:
             if part.role is not Role.MASTER:
                 self._state = state
                 await self._be_slave(part.role, part.reason)
+            elif self.role is Role.MASTER and state is not None and state.epoch != self.epoch:
+                self._lose_term(state)
+                await self._be_master()
             elif self.role is not Role.MASTER or self._registered != self._to_register():
                 await self._be_master()
             elif self.ha is not None and stored is not None:
@@ -162,16 +165,25 @@ class RoleKeeper:
 
     # -- the roles ----------------------------------------------------------------------------------------------------
 
+    def _lose_term(self, state: BrokerState) -> None:
+        """Another one has begun in this replica's name. At once: the process that did may live, and is waited for."""
+        self.role, self.reason = Role.WAITING, f"epoch {state.epoch} has begun"
+        log.warning("%s: %s", self._what, self.reason)
+        self._processors.not_master = Fenced(self._what, self.reason)
+        self._end_term(self.reason)
+
     async def _be_master(self) -> None:
+        registered = self._to_register()
         self._folder.incarnation_known()  # from here on, whether or not we hear of it
         try:
             mastership = await become_master(self._session, self._registration)
         except Fenced:
             self.look_again()  # somebody was faster
             return
-        await self._begin_term(mastership)
+        await self._begin_term(mastership, registered)
 
-    async def _begin_term(self, mastership: Mastership) -> None:
+    async def _begin_term(self, mastership: Mastership, registered: tuple[int, int]) -> None:
+        """`registered`: as what, or as what before that: then it is to be registered anew."""
         self._end_term("a new term begins")
         await self._stop_following()
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
@@ -203,7 +215,7 @@ class RoleKeeper:
         log.info("%s is the master, epoch %d", self._what, self.epoch)
         self._mastership = mastership
         await self._offer()
-        self._registered = self._to_register()
+        self._registered = registered
 
     def _end_term(self, reason: str) -> None:
         """What this replica did as a master, it does no more."""
@@ -246,11 +258,12 @@ class RoleKeeper:
             self.client.follow(None)  # what was acknowledged on this link is not all here any more
             await self._topics.set_damaged_aside()
         self._folder.incarnation_known()
+        registered = self._to_register()
         await register_slave(self._session, self._registration)
         await self._offer()
         if not (master is None and role is Role.SLAVE and self._is_linked_to_master()):
             self.client.follow(master)
-        self._registered = self._to_register()
+        self._registered = registered
 
     def _is_linked_to_master(self) -> bool:
         """Whether the link is to who is the master by the state: it may be so without being registered, when it is cut
@@ -313,7 +326,7 @@ class RoleKeeper:
                 registration = self._registration
             state, version = stored
             in_sync = registration.member in state.insync
-            handed_over = False
+            handed_over, registered = False, self._to_register()
             if not in_sync and not accept_loss:
                 raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
             if in_sync:
@@ -324,7 +337,7 @@ class RoleKeeper:
             if isinstance(mastership, Refused):
                 raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
             log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
-            await self._begin_term(mastership)
+            await self._begin_term(mastership, registered)
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
