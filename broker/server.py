@@ -3,7 +3,8 @@
 start   lock the data folder → bind the port → wait for ZooKeeper → read the topics → recover their logs → become
         master under a new epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
 run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
-        ZooKeeper the broker goes on serving, since nobody else holds its data.
+        ZooKeeper the broker goes on serving readers; producers, too, if it never had a slave, else until its lease
+        ends.
 stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
 fail    the first failed write or fsync: acknowledge nothing more, say why, end with status 1. What the disk holds
         after it is not known to anybody, so nothing is flushed or closed cleanly; recovery looks at it.

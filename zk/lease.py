@@ -7,7 +7,8 @@ from when it received that request, which is later; the last third is for the st
 sessions in ticks, and for what the caller does between asking and acting.
 
 The request is a `sync`, which goes through the leader: a follower that lost the leader still answers reads from
-memory while the leader lets the session expire.
+memory while the leader lets the session expire. Where the session's life is not all that counts, the caller asks the
+rest after it, and a lease is only renewed by a yes: what is read then is no older than the `sync`.
 
 The clock is CLOCK_BOOTTIME: it goes on while the machine sleeps, where CLOCK_MONOTONIC stands still on Linux.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -73,14 +75,16 @@ class Lease:
     until the next session is there and has answered; whoever registered something compares `session.generation`.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """`confirm` asks what else is to hold for the lease to be renewed; it may raise ConnectionLost."""
         self._session = session
+        self._confirm = confirm
         self._term: Term | None = None
         self._timer: asyncio.Task[None] | None = None
         self._renewals: set[asyncio.Task[None]] = set()
 
     def valid(self) -> bool:
-        """Whether the session lives for certain, as far as clocks can tell."""
+        """Whether the session lives, and what else was to be confirmed holds, as far as clocks can tell."""
         return self._remaining_ns() > 0
 
     def remaining_ms(self) -> int:
@@ -140,4 +144,5 @@ class Lease:
     async def _renew(self) -> None:
         generation, timeout_ms, sent_ns = self._session.generation, self._session.negotiated_timeout_ms, now_ns()
         await self._session.sync()
-        self._term = renewed(self._term, Term(generation, sent_ns, timeout_ms))
+        if self._confirm is None or await self._confirm():
+            self._term = renewed(self._term, Term(generation, sent_ns, timeout_ms))

@@ -49,6 +49,9 @@ class Paths:
     def slave(self, broker_id: int, replica: int) -> str:
         return f"{self.broker(broker_id)}/slave{replica}"
 
+    def had_slaves(self, broker_id: int) -> str:
+        return f"{self.broker(broker_id)}/had-slaves"
+
     def broker_state(self, broker_id: int) -> str:
         return f"{self.broker(broker_id)}/state"
 

@@ -90,12 +90,17 @@ async def register_slave(session: Session, registration: Registration) -> None:
             operations.append(Create(path, data, ephemeral=True))
         if not operations:
             return
-        await session.ensure(paths.broker(registration.broker_id))
+        await session.ensure(paths.had_slaves(registration.broker_id))  # before anybody can ask to promote this one
         try:
             await session.multi(operations)
         except (BadVersion, NodeExists, NoNode):
             continue
         return
+
+
+async def had_slaves(session: Session, broker_id: int) -> bool:
+    """Whether a slave was ever registered: one that is not here now may come back, and be promoted."""
+    return await session.exists(session.paths.had_slaves(broker_id)) is not None
 
 
 async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = None) -> list[BrokerAddress]:

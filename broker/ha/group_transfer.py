@@ -2,7 +2,7 @@
 
     replication   is acknowledged once                                      rests on
     sync          every in-sync replica holds it (stable)                   the in-sync set alone, no clock
-    async         this replica has stored it as the topic asks              the lease, where there are other replicas
+    async         this replica has stored it as the topic asks              the lease, where there ever was a slave
 
 `min_insync` is looked at twice: before the append, when a refusal means that nothing was stored; and before the
 answer, when the set may have shrunk meanwhile. Then the outcome is *unknown*: it is stored here, on fewer replicas than

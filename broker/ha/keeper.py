@@ -12,6 +12,7 @@ missed or doubled event does no harm.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -34,7 +35,7 @@ from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeou
 from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
 from metamq.zk.lease import Lease
 from metamq.zk.offers import register_slave_topics, register_topics
-from metamq.zk.replicas import Refused, Unknown, change_insync, register_slave, slaves_of, take_over
+from metamq.zk.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session import Session
 from metamq.zk.watches import OneWatch
 
@@ -84,8 +85,9 @@ class RoleKeeper:
         self._settling = asyncio.Lock()
         self._registered = (-1, -1)
         """The session, by its generation, and the incarnation that this replica is registered with."""
-        self._lease = Lease(session)
+        self._lease = Lease(session, self._is_my_term)
         self._has_others = False
+        """Whether there may be somebody else whom one could promote, running or not."""
         self._mastership: Mastership | None = None
         self._state: BrokerState | None = None
         """As this slave saw it last."""
@@ -146,7 +148,8 @@ class RoleKeeper:
             stored = await self._state_watch.leave(partial(read_state, *what))
             slaves = await self._slaves_watch.leave(partial(slaves_of, *what))
             state = stored[0] if stored is not None else None
-            self._has_others = self._has_others or bool(slaves) or (state is not None and len(state.insync) > 1)
+            others = bool(slaves) or (state is not None and len(state.insync) > 1)
+            self._has_others = self._has_others or others or await had_slaves(*what)
             part = cast(state, registration, learner=self._config.learner, playing=self.role, epoch=self.epoch)
             if part.role is not Role.MASTER:
                 self._state = state
@@ -371,8 +374,22 @@ class RoleKeeper:
     # -- what the parts ask for ---------------------------------------------------------------------------------------
 
     def _may_believe(self) -> bool:
-        """Whether nobody can have become master meanwhile, as far as clocks tell; true where there is nobody else."""
+        """Whether nobody can have become master meanwhile, as far as clocks tell; true where there was never anybody
+        else."""
         return not self._has_others or self._lease.valid()
+
+    async def _is_my_term(self) -> bool:
+        """Whether the state has no later term than a master's own. That its session lives does not say so: a promotion
+        does not wait for the end of that."""
+        epoch = self.epoch
+        if self.role is not Role.MASTER:
+            return True
+        with contextlib.suppress(CorruptData):
+            stored = await read_state(self._session, self._registration.broker_id)
+            if stored is not None and stored[0].epoch == epoch:
+                return True
+        self.look_again()
+        return False
 
     def _refuse_writes(self, error: Fenced | None) -> None:
         self._processors.fenced = error

@@ -112,6 +112,27 @@ def test_it_passes_to_the_next_session_only_by_an_answer_in_it(servers: str, unt
     asyncio.run(main())
 
 
+def test_it_is_renewed_only_while_what_it_is_for_is_confirmed(servers: str, until: Until) -> None:
+    async def main() -> None:
+        holds, asked = True, 0
+
+        async def confirm() -> bool:
+            nonlocal asked
+            asked += 1
+            return holds
+
+        async with await Session.open(servers, timeout_ms=1_000) as session, Lease(session, confirm) as lease:
+            assert lease.valid()
+            holds, asked = False, 0
+            await until(lambda: not lease.valid())
+            assert asked > 1, "the session lives, and is asked"
+            holds = True
+            await until(lease.valid)
+            assert session.generation == 1
+
+    asyncio.run(main())
+
+
 def test_it_ends_with_the_session(servers: str) -> None:
     async def main() -> None:
         session = await Session.open(servers)

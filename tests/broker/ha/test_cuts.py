@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from metamq.errors import MetamqError
+from metamq.errors import Fenced, MetamqError
+from metamq.testing import BrokerProcess
+from metamq.zk.topics import TopicConfig
 from tests.broker.ha.chaos import ZOOKEEPER, NetworkedGroup, networked_group, party
-from tests.broker.ha.test_replication import a_sync_topic, send
+from tests.broker.ha.direct_puts import DirectPuts
+from tests.broker.ha.test_replication import SESSION_MS, a_sync_topic, send
 from tests.network import Way
-from tests.parts import statistics, wait_until
+from tests.parts import read_topic, statistics, wait_until
 
+LEASE_S = SESSION_MS / 1000 * 2 / 3
 TO_SLAVE = Way(party(0), party(1))
 TO_ZOOKEEPER = Way(party(0), ZOOKEEPER)
 
@@ -46,15 +51,30 @@ def has_both(group: NetworkedGroup, master: int) -> bool:
     return False
 
 
-def registered_master(group: NetworkedGroup) -> str | None:
-    """Its address in ZooKeeper."""
+def registered(group: NetworkedGroup, role: str) -> str | None:
+    """The address in ZooKeeper of the master, or of a slave."""
     with group.cluster.admin() as admin:
-        return next((one.address for one in admin.replicas()[0].replicas if one.role == "master"), None)
+        return next((one.address for one in admin.replicas()[0].replicas if one.role == role), None)
 
 
 def partition(group: NetworkedGroup, number: int, topic: str) -> dict[str, Any]:
     found: dict[str, Any] = next(p for p in statistics(group.replicas[number])["partitions"] if p["topic"] == topic)
     return found
+
+
+def a_topic_of_each_kind(group: NetworkedGroup, name: str) -> dict[str, TopicConfig]:
+    """Topics of one partition, by what `replication` is for them."""
+    kinds = ("sync", "async")
+    for kind in kinds:
+        group.cluster.create_topic(f"{name}-{kind}", partitions=1, replication=kind)
+    with group.cluster.admin() as admin:
+        return {kind: admin.describe_topic(f"{name}-{kind}").config for kind in kinds}
+
+
+def values_at(replica: BrokerProcess, config: TopicConfig) -> list[bytes]:
+    """What readers see of a topic of one partition at a replica."""
+    (messages,) = read_topic(replica, config.topic, config.id).values()
+    return [message.value for message in messages]
 
 
 @pytest.mark.parametrize("way", [TO_SLAVE, TO_SLAVE.back], ids=["to the slave", "from the slave"])
@@ -80,7 +100,7 @@ def test_a_master_without_zookeeper_whose_slave_and_clients_are_there(group: Net
         deliveries = [producer.send(topic, value) for value in values[:50]]
         group.network.cut(TO_ZOOKEEPER, TO_ZOOKEEPER.back)
         deliveries += [producer.send(topic, value) for value in values[50:100]]
-        wait_until(lambda: registered_master(group) is None, what="the session's end")
+        wait_until(lambda: registered(group, "master") is None, what="the session's end")
         assert group.replication(1)["link"] == "transfer"
         deliveries += [producer.send(topic, value) for value in values[100:150]]
         group.promote(1)
@@ -94,23 +114,65 @@ def test_a_master_without_zookeeper_whose_slave_and_clients_are_there(group: Net
     assert "does not hand over" not in group.replicas[1].log_path.read_text()
 
 
-def test_a_master_that_only_its_clients_reach_acknowledges_nothing_once_another_is_promoted(
+def test_a_master_that_only_its_clients_reach_acknowledges_nothing_on_sync_topics_once_another_is_promoted(
     group: NetworkedGroup,
 ) -> None:
-    """Neither on an async topic, where its lease is all that says so."""
-    group.cluster.create_topic("cut-off", partitions=1)
+    """And nothing on async ones once its lease is over, until it is the other one's slave."""
+    configs = a_topic_of_each_kind(group, "cut-off")
     ways = [way for one in (TO_SLAVE, TO_ZOOKEEPER) for way in (one, one.back)]
-    with group.cluster.producer() as producer:
-        producer.send("cut-off", b"before").result(20)
+    old, topic = group.replicas[0], configs["sync"].topic
+    with DirectPuts(old, configs["sync"]) as sync, DirectPuts(old, configs["async"]) as async_:
+        wait_until(lambda: sync.acknowledged and async_.acknowledged, what="acknowledgements before")
         group.network.cut(*ways)
+        cut_at = time.monotonic()
         group.promote(1)
-        after = [b"after-%d" % number for number in range(20)]
-        for value in after:
-            producer.send("cut-off", value).result(30)
-        assert [value for value in group.read("cut-off") if value in after] == after
+        promoted_at = time.monotonic()
+        after = send(group, topic, 20, b"after")
+        assert [value for value in group.read(topic) if value in after] == after
+        for puts in (sync, async_):
+            wait_until(lambda puts=puts: puts.refused, what="the lease's end")  # type: ignore[misc]
+        lease_over_at = cut_at + LEASE_S
+        wait_until(lambda: async_.refused[-1].sent_at > lease_over_at + 0.5, what="refusals for a while")
+        shown = {kind: values_at(old, config) for kind, config in configs.items()}
         group.network.heal(*ways, broken=True)
         group.wait_insync(0, 1, master=1)
-        group.wait_equal(0, 1)
+    assert [one for one in sync.acknowledged if one.answered_at > promoted_at] == []
+    assert [one for one in async_.acknowledged if one.sent_at > lease_over_at] == []
+    assert [one for one in async_.acknowledged if one.sent_at > cut_at], "before that it knows of nothing"
+    assert {type(one.error) for one in sync.refused + async_.refused} == {Fenced}
+    group.wait_equal(0, 1)
+    for kind, config in configs.items():
+        assert shown[kind] == group.read(config.topic)[: len(shown[kind])], "readers of the former one were shown this"
+    stored = group.read(topic)
+    assert {one.value for one in sync.acknowledged} <= set(stored)
+    assert [value for value in stored if value in after] == after
+
+
+def test_a_master_that_was_alone_when_it_started_has_a_lease_all_the_same(group: NetworkedGroup) -> None:
+    """Its slave was down at that time, and is promoted with an accepted loss while the master is cut off."""
+    configs = a_topic_of_each_kind(group, "alone")
+    old, slave = group.replicas
+    slave.kill()
+    group.wait_insync(0)
+    wait_until(lambda: registered(group, "slave") is None, what="the end of the slave's session")
+    old.restart()
+    ways = [way for one in (TO_SLAVE, TO_ZOOKEEPER) for way in (one, one.back)]
+    with DirectPuts(old, configs["sync"]) as sync, DirectPuts(old, configs["async"]) as async_:
+        wait_until(lambda: sync.acknowledged and async_.acknowledged, what="acknowledgements before")
+        group.network.cut(*ways)
+        lease_over_at = time.monotonic() + LEASE_S
+        slave.start()
+        group.promote(1, accept_loss=True)
+        for puts in (sync, async_):
+            wait_until(lambda puts=puts: puts.refused, what="the lease's end")  # type: ignore[misc]
+        wait_until(lambda: async_.refused[-1].sent_at > lease_over_at + 0.5, what="refusals for a while")
+        group.network.heal(*ways, broken=True)
+        group.network.slow_down(0.1, TO_ZOOKEEPER, TO_ZOOKEEPER.back)  # it has a new session before it knows its role
+        group.wait_insync(0, 1, master=1)
+    for puts in (sync, async_):
+        assert [one for one in puts.acknowledged if one.sent_at > lease_over_at] == []
+        assert {type(one.error) for one in puts.refused} == {Fenced}
+    group.wait_equal(0, 1)
 
 
 def test_a_promotion_while_the_link_is_down_is_handed_what_the_living_master_has(group: NetworkedGroup) -> None:

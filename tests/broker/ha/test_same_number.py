@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from metamq.errors import MetamqError
+from metamq.errors import Fenced, MetamqError
 from metamq.testing import BrokerProcess
+from tests.broker.ha.chaos import ZOOKEEPER, networked_group, party
+from tests.broker.ha.direct_puts import DirectPuts
+from tests.broker.ha.test_cuts import registered
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, group, raises_fenced, send
+from tests.network import Way
 from tests.parts import statistics, wait_until
 
 __all__ = ["group"]
@@ -136,3 +140,35 @@ def test_an_older_copy_of_a_masters_folder_waits_for_who_is_in_sync(group: Group
     values += send(group, topic, 5, b"after")
     group.wait_equal(0, 1)
     assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_an_original_that_was_cut_off_ends_when_a_copy_has_taken_its_place(tmp_path: Path) -> None:
+    """Nobody can tell it meanwhile; afterwards it takes nothing back, and acknowledges nothing."""
+    with networked_group(tmp_path, replicas=2) as group:
+        original = group.replicas[0]
+        group.cluster.create_topic("t", partitions=1)
+        group.wait_insync(0, 1)
+        with group.cluster.admin() as admin:
+            config = admin.describe_topic("t").config
+        way = Way(party(0), ZOOKEEPER)
+        group.network.cut(way, way.back)
+        wait_until(lambda: registered(group, "master") is None, what="the end of the original's session")
+        subprocess.run(["cp", "-r", str(original.data), str(tmp_path / "copy")], check=True)
+        second = second_process(group, tmp_path / "copy", 0)
+        try:
+            second.start()
+            group.replicas[0] = second
+            assert group.replication(0)["role"] == "waiting"
+            epoch = group.promote(0, accept_loss=True)
+            with DirectPuts(original, config) as puts:
+                group.network.heal(way, way.back)
+                assert original.wait(30) == 1
+            assert puts.acknowledged == []
+            assert {type(one.error) for one in puts.refused} == {Fenced}
+            said = original.log_path.read_text()
+            assert f"replica 0 of broker 0 runs already, at 127.0.0.1:{second.port}" in said
+            assert statistics(second)["epoch"] == epoch
+            group.wait_insync(0, 1)
+        finally:
+            original.kill()
+            second.kill()
