@@ -12,11 +12,12 @@ from metamq.client.transport import BrokerConnection
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess
 from metamq.wire import status
+from metamq.wire.batch import walk
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.zk.brokers import BrokerState, read_state
 from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
-from tests.broker.ha.test_replication import Group, a_sync_topic, raises_fenced, replica_group, send
+from tests.broker.ha.test_replication import Group, a_sync_topic, log_bytes, raises_fenced, replica_group, send
 from tests.parts import statistics, wait_until
 
 BASE_OFFSET_AT = 8
@@ -130,17 +131,21 @@ def test_what_comes_damaged_from_a_slave_is_read_from_the_master(group: Group) -
     topic = a_sync_topic(group, partitions=1)
     slave = group.add_slave()
     group.wait_insync(0, 1)
-    values = send(group, topic, 50)
+    values = send(group, topic, 500)
     group.wait_equal(0, 1)  # else the slave may not know yet that there is something to read
+    (log,) = log_bytes(slave.data).values()
+    ends = [at + header.size for at, header in walk(memoryview(log))]
     with group.cluster.consumer(
         topics=[topic], read_from="any", partition_fetch_max_bytes=1, prefetch_bytes=1, idle_timeout_s=2
     ) as consumer:
         read: list[bytes] = []
+        damaged_at = 0
         for message in consumer:
             read.append(message.value)
-            if len(read) == 5:
-                assert statistics(slave)["counters"]["bytes_out"] > 0
-                damage(slave, at=2400)  # one value or checksum; only its reader looks
+            if not damaged_at and statistics(slave)["counters"]["bytes_out"] > 0:  # it may be sent there late
+                damaged_at = len(read) + 20
+                damage(slave, at=ends[damaged_at] - 8)  # the value, which only its reader looks at
+    assert 0 < damaged_at < len(values) - 100, "far from the end it reads from the slave"
     assert read == values
 
 
