@@ -386,6 +386,7 @@ class ConsumerCore:
         state = self.inbox.states[request.tp]
         policy = self.plan.on_data_loss
         if policy == "fail":
+            error.topic, error.partition = request.tp
             self._fail(request.tp, error)
             return
         if isinstance(error, OffsetDiverged):
@@ -467,7 +468,9 @@ class ConsumerCore:
         if stuck is not None and stuck is self.inbox.error:
             self.inbox.error = next(iter(self._stuck.values()), None)
         state.sought_offset, state.assumed_offset = offset, None
-        self.inbox.rewind(state, offset)
+        # Up to there it has read what the log has: unless a further loss is accepted, which it is told then.
+        epoch = stuck.epoch if isinstance(stuck, OffsetDiverged) and offset == stuck.agreed else -1
+        self.inbox.rewind(state, offset, epoch)
         self._fetch_from(state, offset)
 
     async def seek_to(self, tp: TopicPartition, where: Any) -> None:

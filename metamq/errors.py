@@ -255,7 +255,13 @@ class SequenceGap(MetamqError):
 
 
 class OffsetOutOfRange(MetamqError):
-    """The log holds the offsets `start` to `end` (exclusive), `offset` is outside."""
+    """The log holds the offsets `start` to `end` (exclusive), `offset` is outside.
+
+    Where a consumer raises it, `topic` and `partition` name the log.
+    """
+
+    topic = ""
+    partition = ""
 
     def __init__(self, what: str, offset: int, start: int, end: int, reason: str = "") -> None:
         tail = f" ({reason})" if reason else ""

@@ -129,6 +129,46 @@ def test_who_has_read_or_committed_what_was_given_up_is_told_and_misses_nothing(
         group.wait_equal(0, 1)
 
 
+def test_who_goes_on_where_the_logs_agreed_is_told_of_the_next_loss_too(tmp_path: Path) -> None:
+    """Also if that comes before anything was read there: by then nothing else tells what the reader has."""
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, folder=tmp_path / "cluster") as running:
+        group = Group(running)
+        a_sync_topic(group, TOPIC, 1)
+        first, second = group.add_slave(), group.add_slave()
+        try:
+            group.wait_insync(0, 1, 2)
+            sent = send(group, TOPIC, 5, b"all")
+            for slave, others, name in (second, (0, 1), b"two"), (first, (0,), b"one"):
+                slave.kill()
+                group.wait_insync(*others)
+                sent += send(group, TOPIC, 5, name)
+            with running.consumer(topics=[TOPIC], start="earliest", on_data_loss="fail") as consumer:
+                messages = iter(consumer)
+                assert [next(messages).value for _ in sent] == sent
+                group.replicas[0].kill()
+                first.start()
+                group.promote(1, accept_loss=True)
+                send(group, TOPIC, 10, b"new")
+                with pytest.raises(OffsetDiverged) as caught:
+                    next(iter(consumer))
+                assert (caught.value.topic, caught.value.partition, caught.value.agreed) == (TOPIC, "0-0", 10)
+                first.kill()
+                second.start()
+                group.promote(2, accept_loss=True)
+                last = send(group, TOPIC, 20, b"last")
+                consumer.seek(TopicPartition(TOPIC, "0-0"), 10)
+                with pytest.raises(OffsetDiverged) as caught:
+                    next(iter(consumer))
+                assert caught.value.agreed == 5
+                consumer.seek(TopicPartition(TOPIC, "0-0"), 5)
+                messages = iter(consumer)
+                assert [next(messages).value for _ in last] == last
+            assert group.read(TOPIC) == sent[:5] + last
+        finally:
+            for slave in (first, second):
+                slave.kill()
+
+
 def settings_of(storage: Callable[[], OffsetStorage | None]) -> dict[str, Any]:
     offsets = storage()
     return {} if offsets is None else {"offsets": offsets}
