@@ -102,8 +102,13 @@ def kill_while_it_starts(broker: BrokerProcess, when: str, choice: random.Random
     return stage
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(20, marks=pytest.mark.timeout(240)),
+        pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+    ],
+)
 def test_kill_9_under_load_loses_and_doubles_nothing(running: Cluster, kills: int) -> None:
     seed = secrets.randbits(32)
     print(f"seed {seed}")
