@@ -40,10 +40,10 @@ class MessageBatch(Generic[T]):
         decode: Callable[[bytes], T] | None = None,
     ) -> None:
         """`data` is the stored batch; messages before `first_offset` are left out."""
-        self.topic = tp.topic
-        self.partition = tp.partition
-        self.offset = max(first_offset, header.base_offset)
-        self.epoch = header.epoch
+        self.topic: str = tp.topic
+        self.partition: str = tp.partition
+        self.offset: int = max(first_offset, header.base_offset)
+        self.epoch: int = header.epoch
         self._header = header
         self._data = data
         self._skip = self.offset - header.base_offset

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from metamq.client.checks import check_timeout
 from metamq.client.model import Receipt, ReceiptRange
@@ -21,6 +21,8 @@ from metamq.wire import columns
 from metamq.wire.columns import Headers
 from metamq.wire.compression import Codec
 from metamq.zk.names import partition_name
+
+R = TypeVar("R")
 
 MESSAGE_OVERHEAD_BYTES = 8
 """What a message costs in a batch besides its bytes: its entry in the offsets, and room for a short key's."""
@@ -80,31 +82,31 @@ class OutgoingBatch:
     )
 
     def __init__(self, topic: str) -> None:
-        self.topic = topic
-        self.broker_id = -1
-        self.partition = -1
+        self.topic: str = topic
+        self.broker_id: int = -1
+        self.partition: int = -1
         self.values: Sequence[bytes] = []
         self.keys: list[bytes | None] | None = None
         self.timestamps: list[int] | None = None
         self.headers: list[Headers | None] | None = None
-        self.count = 0
+        self.count: int = 0
         """Messages; known once done. The messages themselves are let go of then."""
-        self.size = 0
-        self.created_ns = time.monotonic_ns()
+        self.size: int = 0
+        self.created_ns: int = time.monotonic_ns()
         self.encoded: bytearray | None = None
-        self.attempts = 0
-        self.sequence = -1
-        self.gapped = False
-        self.unsure = False
+        self.attempts: int = 0
+        self.sequence: int = -1
+        self.gapped: bool = False
+        self.unsure: bool = False
         """An attempt at it has no answer: it may be stored."""
         self.refused: Mapping[int, OutgoingBatch] = NONE_REFUSED
         """By their places when they were sent, messages that were taken out again; each in a failed batch."""
-        self.done = False
+        self.done: bool = False
         self.error: MetamqError | None = None
-        self.seen = False
+        self.seen: bool = False
         """Somebody was told of the error: flush() need not raise it again."""
-        self.base_offset = -1
-        self.timestamp_us = time.time_ns() // 1000
+        self.base_offset: int = -1
+        self.timestamp_us: int = time.time_ns() // 1000
         self.event: threading.Event | None = None
         self.callbacks: list[Callable[[OutgoingBatch], None]] | None = None
 
@@ -217,8 +219,8 @@ def _warn_slow(callback: Callable[[Any], object], took_s: float) -> None:
         log.warning("a delivery's callback took %.1f s: all clients of the process waited for %r", took_s, callback)
 
 
-class _Waitable:
-    """What the two kinds of deliveries share; `_batches()` says what they wait for."""
+class _Waitable(Generic[R]):
+    """What the two kinds of deliveries share; `_batches()` says what they wait for, R is their result."""
 
     __slots__ = ("_producer",)
 
@@ -228,7 +230,7 @@ class _Waitable:
     def _batches(self) -> Sequence[OutgoingBatch]:
         raise AssertionError("a delivery waits for batches")
 
-    def _value(self) -> Any:
+    def _value(self) -> R:
         raise AssertionError("a delivery has a value")
 
     def done(self) -> bool:
@@ -243,7 +245,7 @@ class _Waitable:
             batch.seen = True
         return failed[0].error if failed else None
 
-    def _result(self, timeout: float | None) -> Any:
+    def _result(self, timeout: float | None) -> R:
         error = self.exception(timeout)
         if error is not None:
             raise error.with_traceback(None)  # many deliveries share it
@@ -275,14 +277,14 @@ class _Waitable:
             )
         self._producer.check_not_inside()
 
-    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Calls `callback(self)` once the outcome is known; at once when it is.
 
         It runs in the loop that all clients of the process share, and must not block: they all would stand still.
         """
         self._producer.in_loop(self._notify, callback)
 
-    def _notify(self, callback: Callable[[Any], object]) -> None:
+    def _notify(self, callback: Callable[[Self], object]) -> None:
         pending = self._last_pending()
         if pending is None:
             began_s = time.monotonic()
@@ -292,9 +294,9 @@ class _Waitable:
             self._producer.hurry()
             pending.add_callback(lambda _batch: self._notify(callback))
 
-    def as_future(self) -> Future[Any]:
+    def as_future(self) -> Future[R]:
         """A concurrent.futures.Future of the result; cancelling it does not take the message back."""
-        future: Future[Any] = Future()
+        future: Future[R] = Future()
 
         def settle(_delivery: Any) -> None:
             if future.set_running_or_notify_cancel():
@@ -307,11 +309,11 @@ class _Waitable:
         self.add_done_callback(settle)
         return future
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R]:
         return asyncio.wrap_future(self.as_future()).__await__()
 
 
-class Delivery(_Waitable):
+class Delivery(_Waitable[Receipt]):
     """What `send` returns: tells where the message was stored, or why not. Thread-safe; awaitable in any loop."""
 
     __slots__ = ("_batch", "_index")
@@ -346,8 +348,7 @@ class Delivery(_Waitable):
         Raises Timeout after `timeout` seconds (the delivery goes on), else what the delivery failed with:
         DeliveryTimeout, TopicNotFound, MessageTooLarge, ClosedError, ...
         """
-        receipt: Receipt = self._result(timeout)
-        return receipt
+        return self._result(timeout)
 
     def __repr__(self) -> str:
         (outcome,) = self._batches()
@@ -355,7 +356,7 @@ class Delivery(_Waitable):
         return f"<Delivery {state} topic={outcome.topic!r}>"
 
 
-class ManyDelivery(_Waitable):
+class ManyDelivery(_Waitable[list[ReceiptRange]]):
     """What `send_many` returns: one handle for all of its messages."""
 
     __slots__ = ("_parts",)
@@ -390,8 +391,7 @@ class ManyDelivery(_Waitable):
 
         Raises as `Delivery.result`; with an error some of the messages may be stored.
         """
-        ranges: list[ReceiptRange] = self._result(timeout)
-        return ranges
+        return self._result(timeout)
 
 
 def forget_locks() -> None:

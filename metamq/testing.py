@@ -47,9 +47,9 @@ class BrokerProcess:
         """`settings` are those of metamq.broker.config.BrokerConfig."""
         self.broker_id = broker_id
         self.data = data
-        self.port = 0
-        self.http_port = 0
-        self.log_path = data.with_name(f"{data.name}.log")
+        self.port: int = 0
+        self.http_port: int = 0
+        self.log_path: Path = data.with_name(f"{data.name}.log")
         self._zookeeper = zookeeper
         self.settings: dict[str, object] = {"disk_reserve_bytes": 64 * 1024 * 1024, "http_port": 0, **settings}
         self._process: subprocess.Popen[str] | None = None

@@ -73,7 +73,7 @@ class EmbeddedZooKeeper:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
-        self.port = port
+        self.port: int = port
         self._choose_port = port == 0
         self._tick_ms = tick_ms
         self._start_timeout_s = start_timeout_s
