@@ -267,7 +267,7 @@ class ConsumerCore:
 
     def _ask_anew(self, request: FetchRequest) -> None:
         """The request is to be made elsewhere."""
-        if request in self._stalled and request.damage is None:
+        if request in self._stalled and request.error is None:
             self._sources.go(request, self._sources.choose(request.tp, request.source.broker_id))
         else:
             self._fetch_from(self.inbox.states[request.tp], request.offset, request.epoch)
@@ -330,14 +330,14 @@ class ConsumerCore:
         now = self.loop.time()
         for request in [request for request in self._stalled if self._may_go_on(request)]:
             del self._stalled[request]
-            if request.damage is None:
+            if request.error is None:
                 self._queue.put(request, now)
             else:
-                self._fail(request.tp, request.damage)
+                self._fail(request.tp, request.error)
 
     def _may_go_on(self, request: FetchRequest) -> bool:
         state = self.inbox.states[request.tp]
-        return self._room.has_more(state) if request.damage is None else not state.buffered_bytes
+        return self._room.has_more(state) if request.error is None else not state.buffered_bytes
 
     def refetch(self, state: PartitionState) -> None:
         """A handler let go of messages that are not done: they are to come again. In the loop."""
@@ -364,12 +364,15 @@ class ConsumerCore:
             self.fetch_failed(request, damage)
             return
         self.outages.failed(request.tp, damage)
-        request.came_damaged(damage)
-        if request.damage is None:
+        if (lasting := request.came_damaged(damage)) is None:
             self._queue.put(request, self.loop.time() + DELAY_FIRST_S)
         else:
-            self._stalled[request] = None
-            self.consumed()
+            self._raise_after_what_is_buffered(request, lasting)
+
+    def _raise_after_what_is_buffered(self, request: FetchRequest, error: MetamqError) -> None:
+        request.error = error
+        self._stalled[request] = None
+        self.consumed()
 
     def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
         """Handlers get the error, until a seek leads away from it."""
@@ -387,7 +390,10 @@ class ConsumerCore:
         policy = self.plan.on_data_loss
         if policy == "fail":
             error.topic, error.partition = request.tp
-            self._fail(request.tp, error)
+            if isinstance(error, OffsetDiverged):
+                self.inbox.drop_from(state, error.agreed)
+            self.outages.errors[request.tp] = str(error)
+            self._raise_after_what_is_buffered(request, error)
             return
         if isinstance(error, OffsetDiverged):
             log.warning("%s: %s Going on at %d", request.tp, error, error.agreed)

@@ -28,11 +28,11 @@ class FetchRequest:
 
     __slots__ = (
         "cancelled",
-        "damage",
         "damaged_fetches",
         "delay_s",
         "due",
         "epoch",
+        "error",
         "index",
         "offset",
         "opened",
@@ -56,23 +56,24 @@ class FetchRequest:
         """The delay after the last error, 0 after data."""
         self.damaged_fetches = 0
         """How many answers in a row were damaged at `offset`."""
-        self.damage: MetamqError | None = None
+        self.error: MetamqError | None = None
         """What is to be raised once all messages before `offset` are done."""
         self.cancelled = False
         """Nobody wants the answer any more."""
         self.opened: tuple[object, int] | None = None
         """The fetch session that knows it, and its handle there."""
 
-    def came_damaged(self, damage: CorruptData) -> None:
-        """The bytes at `offset` came damaged once more."""
+    def came_damaged(self, damage: CorruptData) -> CorruptData | None:
+        """The bytes at `offset` came damaged once more. What is to be raised, once that has come often enough."""
         self.damaged_fetches += 1
-        if self.damaged_fetches >= DAMAGED_FETCHES_MAX:
-            self.damage = CorruptData(
-                f"{self.tp} at offset {self.offset}",
-                damage.reason,
-                hint=f"`metamq log verify` on the data folder of broker {self.source.broker_id} shows every damaged "
-                "place; to go on behind it, seek to a later offset.",
-            )
+        if self.damaged_fetches < DAMAGED_FETCHES_MAX:
+            return None
+        return CorruptData(
+            f"{self.tp} at offset {self.offset}",
+            damage.reason,
+            hint=f"`metamq log verify` on the data folder of broker {self.source.broker_id} shows every damaged "
+            "place; to go on behind it, seek to a later offset.",
+        )
 
     def grow_delay(self) -> float:
         """The delay after one more error: doubled, capped, and spread so that consumers do not come back as one."""

@@ -306,6 +306,14 @@ class Inbox:
             if state.hand is None and not state.buffered:
                 state.next_offset, state.epoch = offset, -1
 
+    def drop_from(self, state: PartitionState, offset: int) -> None:
+        """What is buffered from there on was given up."""
+        with self.lock:
+            while state.buffered and state.buffered[-1].offset >= offset:
+                self._count(state, -state.buffered.pop().size_bytes)
+            if not state.buffered:
+                self._ready.pop(state, None)
+
     def take_back_to(self, state: PartitionState, agreed: int, epoch: int) -> int:
         """The log has something else from `agreed` on: drops what is buffered, and what is in hand of that. Returns
         where to fetch from."""
