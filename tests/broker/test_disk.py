@@ -10,6 +10,7 @@ import resource
 import struct
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -148,12 +149,22 @@ def put(broker: AnyBroker, topic: TopicConfig) -> MetamqError | None:
     return asyncio.run(send())
 
 
-def test_room_that_goes_and_comes_under_load_loses_and_doubles_nothing(parts: Cluster, tmp_path: Path) -> None:
+def has_more_than(broker: LocalBroker, messages: int) -> bool:
+    return messages_in(broker) > messages
+
+
+def first_offset(broker: LocalBroker, topic: str) -> int:
+    return int(_partition(broker, topic)["start_offset"])
+
+
+def test_room_that_goes_and_comes_under_load_loses_and_doubles_nothing(
+    parts: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a file system of its own, which needs root: the free bytes are what the test says."""
     free_bytes = 10 * RESERVE_BYTES
     settings = {"id": 7, "disk_reserve_bytes": RESERVE_BYTES, "retention_check_s": 0.1}
     with LocalBroker(parts.zookeeper, tmp_path / "broker", **settings) as broker, parts.admin() as admin:
-        broker.broker._folder.free_bytes = lambda: free_bytes  # type: ignore[method-assign]
+        monkeypatch.setattr(broker.broker._folder, "free_bytes", lambda: free_bytes)
         topic = admin.create_topic("tide", partitions=2, brokers=[7], flush="ack")
         loads = [Load(n, 7, blocking(parts.zookeeper, keyed=n == 0, topic="tide")) for n in range(2)]
         try:
@@ -163,7 +174,7 @@ def test_room_that_goes_and_comes_under_load_loses_and_doubles_nothing(parts: Cl
                 with parts.producer() as producer:
                     for _ in range(10):
                         producer.send(old.topic, b"x" * 500).result(20)
-                wait_until(lambda before=before: messages_in(broker) > before + 200)  # type: ignore[misc]
+                wait_until(partial(has_more_than, broker, before + 200))
 
                 free_bytes = RESERVE_BYTES - turn
                 wait_until(lambda: statistics(broker)["writes_refused"], what="the refusal")
@@ -173,7 +184,7 @@ def test_room_that_goes_and_comes_under_load_loses_and_doubles_nothing(parts: Cl
                 assert (refused.free_bytes, refused.reserve_bytes) == (RESERVE_BYTES - turn, RESERVE_BYTES)
                 assert len(read_topic(broker, old.topic, old.id)["7-0"]) == 10
                 admin.alter(old.topic, retention_bytes=1)
-                wait_until(lambda name=old.topic: _partition(broker, name)["start_offset"])  # type: ignore[misc]
+                wait_until(partial(first_offset, broker, old.topic))
                 assert sum(map(len, read_topic(broker, "tide", topic.id).values())) > 0
                 assert messages_in(broker) == full
                 free_bytes = RESERVE_BYTES

@@ -129,8 +129,7 @@ def test_a_master_that_only_its_clients_reach_acknowledges_nothing_on_sync_topic
         promoted_at = time.monotonic()
         after = send(group, topic, 20, b"after")
         assert [value for value in group.read(topic) if value in after] == after
-        for puts in (sync, async_):
-            wait_until(lambda puts=puts: puts.refused, what="the lease's end")  # type: ignore[misc]
+        wait_until(lambda: sync.refused and async_.refused, what="the lease's end")
         lease_over_at = cut_at + LEASE_S
         wait_until(lambda: async_.refused[-1].sent_at > lease_over_at + 0.5, what="refusals for a while")
         shown = {kind: values_at(old, config) for kind, config in configs.items()}
@@ -163,8 +162,7 @@ def test_a_master_that_was_alone_when_it_started_has_a_lease_all_the_same(group:
         lease_over_at = time.monotonic() + LEASE_S
         slave.start()
         group.promote(1, accept_loss=True)
-        for puts in (sync, async_):
-            wait_until(lambda puts=puts: puts.refused, what="the lease's end")  # type: ignore[misc]
+        wait_until(lambda: sync.refused and async_.refused, what="the lease's end")
         wait_until(lambda: async_.refused[-1].sent_at > lease_over_at + 0.5, what="refusals for a while")
         group.network.heal(*ways, broken=True)
         group.network.slow_down(0.1, TO_ZOOKEEPER, TO_ZOOKEEPER.back)  # it has a new session before it knows its role

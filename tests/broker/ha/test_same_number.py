@@ -52,19 +52,23 @@ def incarnation(broker: BrokerProcess) -> int:
     return found
 
 
+def refused(second: BrokerProcess, first: BrokerProcess, number: int) -> str:
+    """What a process says that ends because `first` is that replica, and loses nothing by it."""
+    with pytest.raises(MetamqError, match="ended with status 1") as caught:
+        second.start(timeout_s=20)
+    said = caught.value.hint
+    assert f"replica {number} of broker 0 runs already, at 127.0.0.1:{first.port}" in said
+    assert "new incarnation" not in said
+    return said
+
+
 @BOTH
 def test_a_second_process_with_the_number_of_a_living_replica_ends(group: Group, tmp_path: Path, number: int) -> None:
     group.add_slave()
     topic = a_sync_topic(group)
     group.wait_insync(0, 1)
-    first = group.replicas[number]
     second = second_process(group, tmp_path / "second", number)
-    with pytest.raises(MetamqError, match="ended with status 1") as caught:
-        second.start(timeout_s=20)
-    said = caught.value.hint
-    assert f"replica {number} of broker 0 runs already, at 127.0.0.1:{first.port}" in said
-    assert "Give this one another --replica or --id" in said
-    assert "new incarnation" not in said
+    assert "Give this one another --replica or --id" in refused(second, group.replicas[number], number)
     group.wait_insync(0, 1)
     values = send(group, topic, 5, b"after")
     assert sorted(group.read(topic)) == sorted(values)
@@ -80,12 +84,7 @@ def test_a_copy_of_the_folder_of_a_living_replica_ends(group: Group, copy: Copy,
     second = copy(number)
     first, terms = group.replicas[number], [statistics(replica)["epoch"] for replica in group.replicas]
     for _ in range(2):
-        with pytest.raises(MetamqError, match="ended with status 1") as caught:
-            second.start(timeout_s=20)
-        said = caught.value.hint
-        assert f"replica {number} of broker 0 runs already, at 127.0.0.1:{first.port}" in said
-        assert "This data folder and the one in use there are copies of one another" in said
-        assert "new incarnation" not in said
+        assert "This data folder and the one in use there are copies of one another" in refused(second, first, number)
     assert incarnation(second) == incarnation(first)
     values += send(group, topic, 5, b"after")
     group.wait_equal(0, 1)
