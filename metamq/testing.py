@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError, Timeout
-from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.ports import HeldPort
 
 if TYPE_CHECKING:
     from metamq import Admin, Consumer, Producer
@@ -48,6 +49,7 @@ class BrokerProcess:
         self.broker_id = broker_id
         self.data = data
         self.port: int = 0
+        self._held: HeldPort | None = None
         self.http_port: int = 0
         self.log_path: Path = data.with_name(f"{data.name}.log")
         self._zookeeper = zookeeper
@@ -58,8 +60,10 @@ class BrokerProcess:
         """Starts the process and waits until it serves. Raises MetamqError with the end of its log when it does not."""
         assert self._process is None
         # Not one that the system chooses: while the broker is down it might give that to somebody's connection.
-        port = self.port or free_port(str(self.settings.get("host", "127.0.0.1")))
-        settings = {**self.settings, "id": self.broker_id, "data": self.data, "port": port}
+        if not self.port:
+            self._held = HeldPort(str(self.settings.get("host", "127.0.0.1")))
+            self.port = self._held.number
+        settings = {**self.settings, "id": self.broker_id, "data": self.data, "port": self.port}
         environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
         with self.log_path.open("a") as log:

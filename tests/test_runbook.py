@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from metamq import Admin, Consumer, Producer
-from metamq.testing import EmbeddedZooKeeper, free_port
+from metamq.testing import EmbeddedZooKeeper
+from metamq.zk.ports import free_port
 from tests.parts import wait_until
 
 RUNBOOK = Path(__file__).parent.parent / "docs" / "runbook.md"

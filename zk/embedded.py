@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -35,7 +34,7 @@ from typing import IO, Self
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
-from metamq.zk.ports import is_free
+from metamq.zk.ports import HeldPort, is_free
 from metamq.zk.server_log import what_went_wrong
 
 MIN_SESSION_TIMEOUT_MS = 1_000
@@ -43,7 +42,6 @@ MAX_SESSION_TIMEOUT_MS = 60_000
 
 _MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 _WATCHED = 'exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
-_PORTS = range(20_000, 32_000)
 _PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S = 0.01
 # A server that is starting takes connections which it then never answers: better to ask again than to wait.
@@ -75,6 +73,7 @@ class EmbeddedZooKeeper:
         self.host = host
         self.port: int = port
         self._choose_port = port == 0
+        self._held: HeldPort | None = None
         self._tick_ms = tick_ms
         self._start_timeout_s = start_timeout_s
         self._check = check
@@ -203,7 +202,8 @@ class EmbeddedZooKeeper:
     def _start_server(self, java: Path, jars: list[Path], folder: Path) -> None:
         for _ in range(_PORT_ATTEMPTS if self._choose_port else 1):
             if self._choose_port:
-                self.port = free_port(self.host)
+                self._held = HeldPort(self.host)
+                self.port = self._held.number
             elif not _port_is_free(self.host, self.port):
                 raise _port_taken(self.host, self.port)
             if self._launch(java, jars, folder):
@@ -316,16 +316,6 @@ class EmbeddedZooKeeper:
 def how_it_ended(status: int) -> str:
     """The end of a process in words, by its `returncode`."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on, below the range of ephemeral ports. Another process may take it."""
-    # Not `random`: processes that seed it alike would choose alike.
-    for _ in range(200):
-        port = secrets.choice(_PORTS)
-        if _port_is_free(host, port):
-            return port
-    raise ConfigError(f"no free port among {_PORTS.start} to {_PORTS.stop - 1} on {host}", hint="Give a port.")
 
 
 def _port_is_free(host: str, port: int) -> bool:

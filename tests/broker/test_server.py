@@ -31,9 +31,10 @@ from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry
 from metamq.wire.connection import Response
 from metamq.zk.brokers import BrokerState, read_state
-from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.embedded import EmbeddedZooKeeper
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import master_offer
+from metamq.zk.ports import free_port
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig, TopicStore
 from tests.parts import LocalBroker, http_get, read_topic, statistics, wait_until

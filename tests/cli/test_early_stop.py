@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from metamq.zk.embedded import free_port
+from metamq.zk.ports import free_port
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]

@@ -16,7 +16,8 @@ from metamq.cli.units import show_bytes
 from metamq.client.admin_model import PromotionPlan
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.ports import free_port
 from tests.broker.ha.test_replication import Group
 from tests.cli.conftest import Metamq
 from tests.parts import another_boot, wait_until

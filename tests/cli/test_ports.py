@@ -20,8 +20,7 @@ import pytest
 from metamq.cli import up
 from metamq.cli.ports import TRIED, Ports
 from metamq.errors import ConfigError
-from metamq.zk.embedded import free_port
-from metamq.zk.ports import is_free
+from metamq.zk.ports import free_port, is_free
 from tests.cli.conftest import unset
 
 HOST = "127.0.0.1"

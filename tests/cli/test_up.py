@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from metamq.zk.embedded import free_port
+from metamq.zk.ports import free_port
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -19,7 +19,7 @@ from metamq import TopicPartition
 from metamq.client import fetch_runner
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.zk.embedded import free_port
+from metamq.zk.ports import free_port
 from metamq.zk.session import ANY_VERSION, Session
 from tests.parts import Line, wait_until
 

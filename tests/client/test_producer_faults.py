@@ -17,7 +17,7 @@ import pytest
 from metamq.client.outgoing import Delivery
 from metamq.errors import DeliveryTimeout, MetamqError, PartitionNotFound, TopicNotFound
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.zk.embedded import free_port
+from metamq.zk.ports import free_port
 from metamq.zk.topics import TopicConfig
 from tests.parts import Line, Stored, read_topic, statistics, wait_until
 

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from metamq.errors import ConfigError, MetamqError
-from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.embedded import EmbeddedZooKeeper
 from metamq.zk.jars import JARS, find_jars
+from metamq.zk.ports import free_port
 from metamq.zk.session import Node, Session
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from metamq.errors import ConfigError, ConnectError
 from metamq.zk import session as session_module
-from metamq.zk.embedded import EmbeddedZooKeeper, free_port
+from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.ports import free_port
 from metamq.zk.session import Session
 from tests.zk.listeners import black_hole, talker
 
