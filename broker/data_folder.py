@@ -2,7 +2,7 @@
 
     lock                                exclusive flock of the process that uses the folder; its pid, for people
     meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean, and
-                                        which file `lock` is
+                                        which files `lock` and it itself are
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log)
     topics/.removed-…                   a topic that is being removed
 
@@ -15,7 +15,8 @@ lose the news. Losses before anybody has been told the number are one.
 
 A folder may also take the place of another one that was the same replica: an empty one, or a copy, which may be older
 than what that one held last. It begins with an incarnation that is drawn, not counted: the other folder may come back,
-and count on from where it was.
+and count on from where it was. `lock` stays the same file for as long as the folder is in use; what was copied *over*
+a folder leaves it alone, but brings a meta.json that names another file than it is: each version of it is a new one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from metamq.broker.folder_lock import FolderLock
+from metamq.broker.folder_lock import FolderLock, mark_of
 from metamq.errors import ConfigError, StorageError
 
 log = logging.getLogger("metamq.broker")
@@ -40,6 +41,8 @@ log = logging.getLogger("metamq.broker")
 FORMAT = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REMOVED = ".removed-"
+_COPIED = "of another folder"
+"""In the place of a lock's mark: meta.json came from elsewhere."""
 _TOPIC_FOLDER = re.compile(r"([^/@][^/@]*)@([^/@]+)")
 
 
@@ -58,6 +61,8 @@ class _Meta:
     generation: int = 0
     lock: str = ""
     """The mark of the lock's file, see metamq.broker.folder_lock."""
+    file: str = ""
+    """The mark of meta.json itself."""
 
 
 class TopicFolder(NamedTuple):
@@ -270,6 +275,7 @@ class DataFolder:
         target, temporary = self.path / "meta.json", self.path / "meta.json.tmp"
         try:
             with open(temporary, "w") as file:
+                meta = replace(meta, file=mark_of(file.fileno()))
                 json.dump(asdict(meta), file, indent=2)
                 file.write("\n")
                 file.flush()
@@ -294,7 +300,9 @@ _META_HINT = "Restore the file from a backup: whose replica this is cannot be gu
 def _load(path: Path) -> _Meta | None:
     """meta.json, or None in a new folder. Raises ConfigError when it cannot be understood."""
     try:
-        document = json.loads((path / "meta.json").read_text())
+        with open(path / "meta.json") as file:
+            mark = mark_of(file.fileno())
+            document = json.load(file)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -306,9 +314,10 @@ def _load(path: Path) -> _Meta | None:
             hint="Start the metamq release that last used the folder, or a newer one.",
         )
     try:
-        return _Meta(**document)
+        meta = _Meta(**document)
     except TypeError as error:
         raise ConfigError(f"{path / 'meta.json'} is not complete: {error}", hint=_META_HINT) from error
+    return meta if meta.file in ("", mark) else replace(meta, lock=_COPIED)
 
 
 def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_id: str, lock: str) -> _Meta:

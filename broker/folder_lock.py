@@ -1,4 +1,4 @@
-"""The lock of a data folder: one process at a time, whether a former process is gone, and whether the folder is a copy.
+"""The lock of a data folder: one process at a time, whether a former one is gone; and what tells a file from its copy.
 
 Theory of operation. `flock` is held on the file `lock`, and the kernel gives it up with the process. So who holds it
 knows that nobody else does who ever held it *on this file*. A copy of the folder says of itself all that the original
@@ -37,10 +37,9 @@ class FolderLock:
 
     def __init__(self, fd: int, machine: str) -> None:
         """Use take()."""
-        found = os.fstat(fd)
         self._fd = fd
-        self.mark = f"{found.st_ino}.{_born_ns(fd)}"
-        self.place = f"{machine}/{found.st_dev}/{self.mark}"
+        self.mark = mark_of(fd)
+        self.place = f"{machine}/{os.fstat(fd).st_dev}/{self.mark}"
 
     @classmethod
     def take(cls, folder: Path, machine: str) -> FolderLock:
@@ -71,6 +70,11 @@ class FolderLock:
         if self.held:
             os.close(self._fd)
             self._fd = -1
+
+
+def mark_of(fd: int) -> str:
+    """What tells an open file from any other in its file system, see above. Raises OSError."""
+    return f"{os.fstat(fd).st_ino}.{_born_ns(fd)}"
 
 
 def _born_ns(fd: int) -> int:

@@ -253,24 +253,32 @@ class Broker:
             self._folder.begin_after(max(former), "is new, and what the replica had in another one is gone")
 
     async def _check_not_copied(self) -> None:
-        """Nor is a copy of the folder: the replica may have gone on with the original. Who runs with that is left
-        alone: as long as it may live, nothing is changed here."""
+        """Nor is a copy of the folder, or an original in whose place a copy has been since: the replica went on with
+        the other one. Who runs with that is left alone: as long as it may live, nothing is changed here."""
         if self._folder.is_copy:
-            former = await self._incarnations_before()
             reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
-            self._folder.begin_after(max(former, default=0), reason)
+        elif max(await self._incarnations_told(), default=0) > self._folder.incarnation:  # in a folder, it only rises
+            reason = "is not the one that the replica used last: it lacks what was stored in that one"
+        else:
+            return
+        former = await self._incarnations_before()
+        self._folder.begin_after(max(former, default=0), reason)
 
     async def _incarnations_before(self) -> list[int]:
-        """What stands in ZooKeeper of this replica, of a time when it had another folder. Raises ConfigError when
-        another process is this replica now: a living one has lost nothing."""
+        """Those of a time when this replica had another folder. Raises ConfigError when another process is this
+        replica now: a living one has lost nothing."""
         await until_alone(self._session, self._registration())
+        return await self._incarnations_told()
+
+    async def _incarnations_told(self) -> list[int]:
+        """What stands in ZooKeeper of this replica."""
         stored = await read_state(self._session, self.config.id)
         if stored is None:
             return []
-        former = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
-        if not former and stored[0].master == self._folder.replica:
+        told = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
+        if not told and stored[0].master == self._folder.replica:
             return [self._folder.incarnation]
-        return former
+        return told
 
     async def _read_topics(self) -> None:
         """Applies every topic's configuration, and watches all of them.

@@ -166,17 +166,18 @@ def test_a_killed_broker_whose_folder_was_renamed_takes_its_place_again_at_once(
     assert incarnations(parts, broker) == {1}
 
 
+async def generation(parts: Cluster, broker: BrokerProcess) -> int:
+    async with await Session.open(parts.zookeeper) as session:
+        state = await read_state(session, broker.broker_id)
+        assert state is not None
+        return state[0].generation
+
+
 @pytest.mark.parametrize("command", [["cp", "-r"], ["cp", "-a"]], ids=" ".join)
 def test_a_copy_in_the_place_of_a_folder(parts: Cluster, broker: BrokerProcess, command: list[str]) -> None:
     """As restored from a backup: alone, the broker goes on with it, and says that messages may be gone."""
 
-    async def generation() -> int:
-        async with await Session.open(parts.zookeeper) as session:
-            state = await read_state(session, broker.broker_id)
-            assert state is not None
-            return state[0].generation
-
-    backup, before = broker.data.with_name("backup"), asyncio.run(generation())
+    backup, before = broker.data.with_name("backup"), asyncio.run(generation(parts, broker))
     broker.stop()
     subprocess.run([*command, str(broker.data), str(backup)], check=True)
     shutil.rmtree(broker.data)
@@ -184,7 +185,28 @@ def test_a_copy_in_the_place_of_a_folder(parts: Cluster, broker: BrokerProcess, 
     broker.start()
     (drawn,) = incarnations(parts, broker)
     assert drawn > 2
-    assert asyncio.run(generation()) == before + 1
+    assert asyncio.run(generation(parts, broker)) == before + 1
     assert "is a copy, or was moved to another disk" in broker.log_path.read_text()
+    broker.restart()
+    assert incarnations(parts, broker) == {drawn}
+
+
+def test_the_original_after_its_copy_has_served_is_said_to_be_the_older_one(
+    parts: Cluster, broker: BrokerProcess
+) -> None:
+    """Each lacks what was acknowledged by the other; whoever starts one of them alone is told so."""
+    copy = BrokerProcess(parts.zookeeper, broker.data.with_name("copy"), broker.broker_id)
+    broker.stop()
+    subprocess.run(["cp", "-a", str(broker.data), str(copy.data)], check=True)
+    copy.start()
+    with parts.producer() as producer:
+        producer.send(f"t-{broker.broker_id}", b"in the copy").result(20)
+    copy.stop()
+    before = asyncio.run(generation(parts, broker))
+    broker.start()
+    (drawn,) = incarnations(parts, broker)
+    assert drawn > 1 << 16
+    assert asyncio.run(generation(parts, broker)) == before + 1
+    assert "it lacks what was stored in that one" in broker.log_path.read_text()
     broker.restart()
     assert incarnations(parts, broker) == {drawn}
