@@ -307,8 +307,10 @@ class Inbox:
                 state.next_offset, state.epoch = offset, -1
 
     def drop_from(self, state: PartitionState, offset: int) -> None:
-        """What is buffered from there on was given up."""
+        """What is buffered, or in hand, from there on was given up. A batch is given up as a whole."""
         with self.lock:
+            if state.hand is not None and state.hand.batch.offset >= offset:
+                state.hand.take_back()
             while state.buffered and state.buffered[-1].offset >= offset:
                 self._count(state, -state.buffered.pop().size_bytes)
             if not state.buffered:

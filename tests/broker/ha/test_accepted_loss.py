@@ -184,3 +184,37 @@ def settings_of(storage: Callable[[], OffsetStorage | None]) -> dict[str, Any]:
 
 def _database(folder: Path) -> dict[str, Any]:
     return settings_of(storages(folder)["database"])
+
+
+@pytest.mark.parametrize("on_data_loss", ["fail", "earliest"])
+def test_of_a_batch_in_hand_that_is_given_up_nothing_more_is_handed_out(tmp_path: Path, on_data_loss: str) -> None:
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, folder=tmp_path / "cluster") as running:
+        group = Group(running)
+        a_sync_topic(group, TOPIC, 1)
+        slave, place = group.add_slave(), TopicPartition(TOPIC, "0-0")
+        group.wait_insync(0, 1)
+        with running.producer() as producer:
+            producer.send_many(TOPIC, [b"both"] * 10).result(20)
+            group.wait_equal(0, 1)
+            slave.kill()
+            group.wait_insync(0)
+            producer.send_many(TOPIC, [b"gone"] * 1000).result(20)
+        with running.consumer(topics=[TOPIC], start="earliest", on_data_loss=on_data_loss) as consumer:
+            messages = iter(consumer)
+            assert [next(messages).value for _ in range(15)] == [b"both"] * 10 + [b"gone"] * 5
+            group.replicas[0].kill()
+            slave.start()
+            group.promote(1, accept_loss=True)
+            last = send(group, TOPIC, 3, b"new")
+            if on_data_loss == "fail":
+                wait_until(
+                    lambda: "given up" in consumer.health().partitions[place].last_error, what="the loss noticed"
+                )
+                with pytest.raises(OffsetDiverged, match="read from 10 on was given up"):
+                    next(messages)
+                consumer.seek(place, 10)
+                messages = iter(consumer)
+            else:
+                wait_until(lambda: consumer.lag()[place] == len(last), what="the loss noticed")
+            assert [next(messages).value for _ in last] == last
+        slave.kill()
