@@ -80,6 +80,8 @@ class Lease:
         self._session = session
         self._confirm = confirm
         self._term: Term | None = None
+        self._beginning = 0
+        """How often it was begun anew."""
         self._timer: asyncio.Task[None] | None = None
         self._renewals: set[asyncio.Task[None]] = set()
 
@@ -100,6 +102,13 @@ class Lease:
         await self._renew()
         if self._timer is None:
             self._timer = asyncio.create_task(self._run(), name="metamq-lease")
+
+    async def begin_anew(self) -> None:
+        """What is to hold is something else from now on: what was confirmed before, or is being confirmed, does not
+        count. Waits for one answer, not for long; without it, the lease is valid once a later one is there."""
+        self._term = None
+        self._beginning += 1
+        await asyncio.wait({self._begin_renewal()}, timeout=self._interval_s)
 
     async def close(self) -> None:
         """Stop renewing; the lease is not valid from now on. May be repeated."""
@@ -126,16 +135,23 @@ class Lease:
         try:
             while not self._session.closed:
                 # A request that waits for its answer must not keep back the next one, which may be answered sooner.
-                renewal = asyncio.create_task(self._renew_or_wait())
-                self._renewals.add(renewal)
-                renewal.add_done_callback(self._renewals.discard)
+                self._begin_renewal()
                 woken.clear()
                 with contextlib.suppress(TimeoutError):
-                    interval_s = self._session.negotiated_timeout_ms / 1000 / _RENEWALS_PER_TIMEOUT
-                    async with asyncio.timeout(interval_s):
+                    async with asyncio.timeout(self._interval_s):
                         await woken.wait()
         finally:
             remove()
+
+    @property
+    def _interval_s(self) -> float:
+        return self._session.negotiated_timeout_ms / 1000 / _RENEWALS_PER_TIMEOUT
+
+    def _begin_renewal(self) -> asyncio.Task[None]:
+        renewal = asyncio.create_task(self._renew_or_wait())
+        self._renewals.add(renewal)
+        renewal.add_done_callback(self._renewals.discard)
+        return renewal
 
     async def _renew_or_wait(self) -> None:
         with contextlib.suppress(ConnectionLost, ClosedError):
@@ -143,6 +159,8 @@ class Lease:
 
     async def _renew(self) -> None:
         generation, timeout_ms, sent_ns = self._session.generation, self._session.negotiated_timeout_ms, now_ns()
+        beginning = self._beginning
         await self._session.sync()
-        if self._confirm is None or await self._confirm():
+        is_confirmed = self._confirm is None or await self._confirm()
+        if is_confirmed and beginning == self._beginning:
             self._term = renewed(self._term, Term(generation, sent_ns, timeout_ms))

@@ -190,6 +190,7 @@ class RoleKeeper:
         self._end_term("a new term begins")
         await self._stop_following()
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
+        await self._lease.begin_anew()  # that of this term: it may have taken long to get here
         self._ids.start_epoch(mastership.epoch)
         registration, state = self._registration, mastership.state
         settings = HASettings(

@@ -133,6 +133,37 @@ def test_it_is_renewed_only_while_what_it_is_for_is_confirmed(servers: str, unti
     asyncio.run(main())
 
 
+def test_what_was_asked_before_it_begins_anew_does_not_count(servers: str, until: Until) -> None:
+    async def scenario() -> None:
+        asked, answers = 0, asyncio.Event()
+        answers.set()
+
+        async def confirm() -> bool:
+            nonlocal asked
+            asked += 1
+            is_early = asked <= before
+            await answers.wait()
+            return is_early
+
+        before = 1_000_000  # all of them, for now
+        async with await Session.open(servers, timeout_ms=1_000) as session, Lease(session, confirm) as lease:
+            answers.clear()
+            asked_before = asked
+            await until(lambda: asked > asked_before)
+            assert lease.valid()
+            before = asked
+            begun = asyncio.ensure_future(lease.begin_anew())
+            await until(lambda: asked > before)
+            assert not lease.valid()
+            answers.set()  # yes to what was asked before, no to what was asked since
+            await begun
+            assert not lease.valid()
+            before = 1_000_000
+            await until(lease.valid)
+
+    asyncio.run(scenario())
+
+
 def test_it_ends_with_the_session(servers: str) -> None:
     async def main() -> None:
         session = await Session.open(servers)
