@@ -7,17 +7,21 @@ from typing import Any
 
 from metamq.client.transport import BrokerConnection
 from metamq.errors import MetamqError
-from metamq.wire.commands import Command, OffsetsEntry, OffsetsResult, Stats, unpack, unpack_list
+from metamq.wire.commands import EARLIEST, LATEST, Command, OffsetsEntry, OffsetsResult, Stats, unpack, unpack_list
 from metamq.wire.limits import ENTRIES_TARGET
 
 REQUEST_TIMEOUT_S = 10.0
+TIMES_TARGET = 32
+"""Entries of one request that ask for times: a broker looks each up in its files, and does nothing else meanwhile."""
 
 
 async def ask_offsets(connection: BrokerConnection, entries: Sequence[OffsetsEntry]) -> list[OffsetsResult]:
     """OFFSETS: a result for each entry, in their order. Raises the broker's error, ConnectError or Timeout."""
     results: list[OffsetsResult] = []
-    for first in range(0, len(entries), ENTRIES_TARGET):
-        piece = entries[first : first + ENTRIES_TARGET]
+    asks_for_times = any(entry.timestamp_us not in (EARLIEST, LATEST) for entry in entries)
+    step = TIMES_TARGET if asks_for_times else ENTRIES_TARGET
+    for first in range(0, len(entries), step):
+        piece = entries[first : first + step]
         header = await connection.request(Command.OFFSETS, piece, timeout_s=REQUEST_TIMEOUT_S)
         results += unpack_list(OffsetsResult, header)
     return results

@@ -245,6 +245,23 @@ def test_partitions_that_begin_together_ask_as_one_and_each_gets_its_own_answer(
     asyncio.run(run())
 
 
+def test_times_are_looked_up_a_few_at_once() -> None:
+    """The broker searches its files for each, and does nothing else meanwhile."""
+    questions: list[int] = []
+
+    def answer(request: Request) -> list[OffsetsResult]:
+        questions.append(len(request.header))
+        return offset_answers(request)
+
+    async def run() -> None:
+        finder = OffsetFinder(as_cluster(Paper(answer)), "latest")
+        found = await finder.ask(dict.fromkeys(partitions(100), TOPIC_ID), 1_700_000_000_000_000)
+        assert [result.offset for result in found.values()] == list(range(100))
+        assert questions == [32, 32, 32, 4]
+
+    asyncio.run(run())
+
+
 def test_that_none_of_them_is_there_can_be_said() -> None:
     """An error is longer than its partition's name."""
 
