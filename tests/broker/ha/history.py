@@ -6,6 +6,9 @@ in order       messages of one producer lie in each partition in the order in wh
 seen           whatever a consumer was given at an offset is there at the end: nothing was taken back
 complete       no consumer of a group, and no reader, was given a message before all that lies before it
 committed      never beyond what the group was given, and never back
+
+Where losses were accepted, what was acknowledged after the last of them is there; a reader that saw what was taken
+back was told, at which offset, before it was given anything else; and a group was given what stands there now.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 Place = tuple[str, int]
 """(partition, offset)."""
@@ -30,61 +34,93 @@ class History:
 class Given:
     """What one group, or one reader, was given. Any thread."""
 
-    def __init__(self, name: str, *, loss_accepted: bool = False) -> None:
-        """`loss_accepted`: what was given may be taken back, and the group set back to before that."""
-        self.seen: list[tuple[Place, bytes]] = []
+    def __init__(self, name: str, *, may_change: bool = False) -> None:
+        """`may_change`: something else may be given at a place, and the group set back, since losses are accepted."""
         self.again = 0
         """Messages that were given before: at least once is what is promised."""
+        self.losses_told = 0
         self.commits = 0
         self.faults: list[str] = []
-        self.upto: dict[str, int] = defaultdict(int)
-        """Up to where everything was given."""
         self._name = name
-        self._loss_accepted = loss_accepted
+        self._may_change = may_change
+        self._given: dict[str, list[bytes]] = defaultdict(list)
+        """By offset, what was given there last."""
         self._committed: dict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """How many places there are at which something was given."""
+        with self._lock:
+            return sum(map(len, self._given.values()))
+
+    @property
+    def seen(self) -> list[tuple[Place, bytes]]:
+        """All of it."""
+        return [one for partition in list(self._given) for one in self._seen_of(partition)]
+
+    def _seen_of(self, partition: str) -> list[tuple[Place, bytes]]:
+        with self._lock:
+            return [((partition, offset), value) for offset, value in enumerate(self._given[partition])]
 
     def batch(self, partition: str, offset: int, values: Sequence[bytes]) -> None:
         """These messages were handed out, from this offset on."""
         with self._lock:
-            upto = self.upto[partition]
-            if offset > upto:
-                self.faults.append(f"{self._name} was given {partition}/{offset}, and nothing from {upto} on")
-            self.seen += [((partition, offset + number), value) for number, value in enumerate(values)]
-            self.again += max(min(upto, offset + len(values)) - offset, 0)
-            self.upto[partition] = max(upto, offset + len(values))
+            given = self._given[partition]
+            if offset > len(given):
+                self.faults.append(f"{self._name} was given {partition}/{offset}, and nothing from {len(given)} on")
+                given += [b""] * (offset - len(given))
+            before = given[offset : offset + len(values)]
+            self.again += len(before)
+            if not self._may_change and before != list(values[: len(before)]):
+                at = next(n for n, (old, new) in enumerate(zip(before, values, strict=False)) if old != new)
+                place = f"{partition}/{offset + at}"
+                self.faults.append(f"{self._name} was given {before[at]!r} at {place}, and then {values[at]!r}")
+            given[offset : offset + len(values)] = values
+
+    def told(self, partition: str, agreed: int) -> None:
+        """The reader was told that what it has from there on was given up."""
+        with self._lock:
+            self.losses_told += 1
+            if not self._may_change:
+                del self._given[partition][agreed:]
 
     def committed(self, partition: str, offset: int) -> None:
         """This stands in ZooKeeper: to be told in the order in which it was read, after it was read."""
         with self._lock:
             before, self._committed[partition] = self._committed[partition], offset
             self.commits += offset > before
-            if offset < before and not self._loss_accepted:
+            if offset < before and not self._may_change:
                 self.faults.append(f"the offset of {self._name} for {partition} went from {before} back to {offset}")
-            if offset > self.upto[partition]:
-                upto = self.upto[partition]
+            upto = len(self._given[partition])
+            if offset > upto:
                 self.faults.append(f"{self._name} has committed {partition}/{offset}, and was given it up to {upto}")
+
+    def taken_back(self, log: Mapping[str, Sequence[bytes]]) -> list[str]:
+        """What was given, and is not in the log."""
+        with self._lock:
+            wrong = [partition for partition, given in self._given.items() if given != log[partition][: len(given)]]
+        return [fault for partition in wrong for fault in _taken_back(self._seen_of(partition), log)]
 
     def missed(self, log: Mapping[str, Sequence[bytes]]) -> list[str]:
         """What is in the log and was not given, or something else at its place later."""
         with self._lock:
-            last = dict(self.seen)
-        return [
-            f"{self._name} was not given {value!r} at {partition}/{offset}, but {last.get((partition, offset))!r}"
-            for partition, values in log.items()
-            for offset, value in enumerate(values)
-            if last.get((partition, offset)) != value
-        ]
+            return [
+                f"{self._name} was not given {value!r} at {partition}/{offset}, but {given!r}"
+                for partition, values in log.items()
+                if self._given[partition][: len(values)] != values
+                for offset, (value, given) in enumerate(zip_longest(values, self._given[partition][: len(values)]))
+                if given != value
+            ]
 
 
 def faults(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:
-    """What is wrong, given the logs at the end: partition -> values by offset. Values are b"producer-number"."""
+    """What is wrong, given the logs at the end: partition -> values by offset. Values are b"producer-number".
+
+    Where losses were accepted, the history is what was acknowledged after the last one, and what readers have that were
+    told of all of them.
+    """
     return [*_lost(history, log), *_doubled_or_displaced(log), *_taken_back(history.seen, log)]
-
-
-def faults_after_accepted_loss(history: History, log: Mapping[str, Sequence[bytes]], generation: int) -> list[str]:
-    """As faults(): what was acknowledged may be gone, and what was seen as well, if the generation says so."""
-    return [*_doubled_or_displaced(log), *(_taken_back(history.seen, log) if generation == 1 else [])]
 
 
 def _lost(history: History, log: Mapping[str, Sequence[bytes]]) -> list[str]:

@@ -8,81 +8,162 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.broker.ha.chaos import REPLICAS, Chaos, NetworkedGroup, networked_group
-from tests.broker.ha.chaos_load import PARTITIONS, TOPIC, Load
-from tests.broker.ha.history import Given, History, faults, faults_after_accepted_loss
+from tests.broker.ha.chaos import FAR_BEHIND_BYTES, LOST, REPLICAS, Chaos, NetworkedGroup, networked_group
+from tests.broker.ha.chaos_load import PARTITIONS, Load
+from tests.broker.ha.history import Given, History, faults
 from tests.parts import wait_until
 
+Report = Callable[[str], None]
+Logs = dict[str, list[bytes]]
+TOPIC = "chaos"
+ASYNC = "chaos-async"
+ENOUGH = 1000
 
-def survive(group: NetworkedGroup, duration_s: float, seed: int, *, accept_loss: bool = False) -> None:
-    """Chaos for so long; then all is mended, read to the end, and looked at."""
-    print(f"METAMQ_SEED={seed}")
-    group.cluster.create_topic(TOPIC, partitions=PARTITIONS, replication="async" if accept_loss else "sync")
-    group.wait_insync(*range(REPLICAS))
-    chaos = Chaos(group, seed, accept_loss=accept_loss)
-    load = Load(group.zookeeper, group.cluster.zookeeper, seed, loss_accepted=accept_loss)
+
+class Round(NamedTuple):
+    """A while in which losses are accepted, then one without; both with everything else that happens."""
+
+    losses_s: float
+    without_s: float
+
+
+class Outcome(NamedTuple):
+    """What a run was."""
+
+    chaos: Chaos
+    losses: int
+
+
+def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round]) -> Outcome:
+    """Chaos. After each round all is mended, read up to there, and looked at."""
+    seed = int(os.environ.get("METAMQ_SEED", random.randrange(1 << 32)))
+    report(f"METAMQ_SEED={seed}")
+    chaos = Chaos(group, seed)
+    loads = begin(group, seed, losses=any(one.losses_s for one in rounds))
+    logs: dict[str, Logs] = {}
     try:
-        chaos.run(time.monotonic() + duration_s)
-        chaos.healed()
-        load.stop_sending()
-        logs = logs_of(group)
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not load.missed(logs), limit_s=60)
-        assert load.missed(logs)[:10] == []
+        for number, one in enumerate(rounds):
+            go_through(chaos, loads, one)
+            for load in loads:
+                if number == len(rounds) - 1:
+                    load.stop_sending()
+                logs[load.topic] = all_is_well(group, load)
     finally:
-        load.stop()
-        print(", ".join(f"{count} x {what}" for what, count in sorted(chaos.done.items())))
-    with group.cluster.admin() as admin:
-        generation = admin.replicas()[0].generation
-    history = load.history
-    stored = sum(map(len, logs.values()))
-    print(
-        f"{len(history.acknowledged):,} acknowledged, {stored:,} stored, {len(load.reader.seen):,} read, "
-        f"{len(load.group.seen):,} handled by the group, {load.group.again:,} of them again, "
-        f"{load.group.commits:,} commits seen, {sum(chaos.done.values())} faults, {generation - 1} losses accepted"
-    )
-    found = faults_after_accepted_loss(history, logs, generation) if accept_loss else faults(history, logs)
-    assert load.faults + found == []
-    assert len(history.acknowledged) > 100
+        with contextlib.ExitStack() as stopping:  # all of them, also when one fails
+            for load in loads:
+                stopping.callback(load.stop)
+        report(", ".join(f"{count} x {what}" for what, count in sorted((chaos.done + chaos.seen).items())))
+        for load in loads:
+            report(load.figures())
+    losses = group.state().generation - 1
+    report(f"{chaos.done.total()} faults, {losses} losses accepted")
+    for load in loads:
+        assert load.found(logs[load.topic]) == []
+        assert load.all_acknowledged > ENOUGH
     group.wait_equal(*range(REPLICAS))
+    return Outcome(chaos, losses)
 
 
-def logs_of(group: NetworkedGroup) -> dict[str, list[bytes]]:
-    logs: dict[str, list[bytes]] = defaultdict(list, {f"0-{n}": [] for n in range(PARTITIONS)})
-    with group.cluster.consumer(topics=[TOPIC], idle_timeout_s=2) as consumer:
-        for batch in consumer.batches():
-            assert batch.offset == len(logs[batch.partition])
-            logs[batch.partition] += batch.values
+def go_through(chaos: Chaos, loads: Sequence[Load], one: Round) -> None:
+    """One round. A round with losses has one at least, one without has everything else."""
+    if one.losses_s:
+        before = chaos.done[LOST]
+        chaos.run(one.losses_s, accept_loss=True, is_enough=lambda: chaos.done[LOST] > before)
+        chaos.healed()
+    generation = chaos.group.state().generation
+    for load in loads:
+        load.begin_period()
+    chaos.run(one.without_s, is_enough=lambda: one.losses_s or not chaos.missing)
+    chaos.healed()
+    assert chaos.group.state().generation == generation, "a loss that nobody accepted"
+
+
+def begin(group: NetworkedGroup, seed: int, *, losses: bool) -> list[Load]:
+    """One load, or where losses are accepted two smaller ones, that of a topic with `async` as well."""
+    small = {"losses": True, "members": 2} if losses else {}
+    group.cluster.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
+    if losses:
+        group.cluster.create_topic(ASYNC, partitions=PARTITIONS)
+    group.wait_insync(*range(REPLICAS))
+    where = group.zookeeper, group.cluster.zookeeper, seed
+    loads = [Load(TOPIC, *where, **small)]
+    return [*loads, Load(ASYNC, *where, is_sync=False, producers=2, **small)] if losses else loads
+
+
+def all_is_well(group: NetworkedGroup, load: Load) -> Logs:
+    """What is acknowledged by now is there, and everybody is given what is there. Producers may go on."""
+    acknowledged = load.acknowledged()
+    logs = logs_of(group, load.topic)
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not load.missed(logs), limit_s=60)
+    assert load.missed(logs)[:10] == []
+    assert faults(History(acknowledged), logs) == []
     return logs
 
 
-def a_seed() -> int:
-    return int(os.environ.get("METAMQ_SEED", random.randrange(1 << 32)))
+def logs_of(group: NetworkedGroup, topic: str) -> Logs:
+    """What is there by now. All replicas are in sync."""
+    every_end = [group.ends(number) for number in range(REPLICAS)]
+    upto = {f"0-{n}": max(ends[topic, n][0] for ends in every_end) for n in range(PARTITIONS)}
+    logs: Logs = defaultdict(list, {partition: [] for partition in upto})
+    with group.cluster.consumer(topics=[topic], idle_timeout_s=20) as consumer:
+        for batch in consumer.batches():
+            assert batch.offset == len(logs[batch.partition])
+            logs[batch.partition] += batch.values
+            if all(len(logs[partition]) >= end for partition, end in upto.items()):
+                break
+    assert {partition: end for partition, end in upto.items() if len(logs[partition]) < end} == {}, "which was not read"
+    return logs
 
 
-@pytest.mark.timeout(300)
-def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(tmp_path: Path) -> None:
-    with networked_group(tmp_path) as group:
-        survive(group, float(os.environ.get("METAMQ_CHAOS_S", "60")), a_seed())
+@contextlib.contextmanager
+def a_group(folder: Path) -> Iterator[NetworkedGroup]:
+    with networked_group(folder, far_behind_bytes=FAR_BEHIND_BYTES) as group:
+        yield group
 
 
-@pytest.mark.timeout(300)
-def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_what_stayed(tmp_path: Path) -> None:
-    with networked_group(tmp_path) as group:
-        survive(group, float(os.environ.get("METAMQ_CHAOS_S", "12")), a_seed(), accept_loss=True)
+@pytest.mark.timeout(600)
+def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(
+    tmp_path: Path, report_figures: Report
+) -> None:
+    with a_group(tmp_path) as group:
+        chaos, losses = survive(group, report_figures, [Round(0, float(os.environ.get("METAMQ_CHAOS_S", "60")))])
+        assert chaos.missing == set(), "which did not happen"
+        assert losses == 0
+
+
+@pytest.mark.timeout(600)
+def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_what_stayed(
+    tmp_path: Path, report_figures: Report
+) -> None:
+    """What was acknowledged after the last of them is there; who saw what was lost is told."""
+    with a_group(tmp_path) as group:
+        chaos, losses = survive(group, report_figures, [Round(10, 10)])
+        assert losses >= chaos.done[LOST] > 0
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_for_ten_minutes(tmp_path: Path) -> None:
-    with networked_group(tmp_path) as group:
-        survive(group, 600, a_seed())
+def test_for_ten_minutes(tmp_path: Path, report_figures: Report) -> None:
+    with a_group(tmp_path) as group:
+        chaos, losses = survive(group, report_figures, [Round(0, 600)])
+        assert chaos.missing == set(), "which did not happen"
+        assert losses == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_for_five_minutes_with_accepted_losses(tmp_path: Path, report_figures: Report) -> None:
+    with a_group(tmp_path) as group:
+        chaos, losses = survive(group, report_figures, [Round(30, 30)] * 5)
+        assert losses >= chaos.done[LOST] >= 5
 
 
 def test_the_check_bites() -> None:
@@ -99,7 +180,7 @@ def test_the_check_of_consumers_bites() -> None:
     given.batch("0-0", 0, [b"a", b"b"])
     given.batch("0-0", 1, [b"b", b"c"])
     given.committed("0-0", 3)
-    assert (given.faults, given.again, given.commits) == ([], 1, 1)
+    assert (given.faults, given.again, given.commits, given.count) == ([], 1, 1, 3)
     assert given.missed({"0-0": [b"a", b"b", b"c"]}) == []
     assert given.missed({"0-0": [b"a", b"b", b"d"]}) == ["g was not given b'd' at 0-0/2, but b'c'"]
     given.batch("0-0", 4, [b"e"])

@@ -14,8 +14,6 @@ from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
-from metamq.zk.brokers import BrokerState, read_state
-from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
 from tests.broker.ha.test_replication import Group, a_sync_topic, log_bytes, raises_fenced, replica_group, send
 from tests.parts import statistics, wait_until
@@ -187,16 +185,6 @@ def tear(broker: BrokerProcess, torn: Callable[[bytes], bytes]) -> None:
     path.write_bytes(torn(path.read_bytes()))
 
 
-def state(group: Group) -> BrokerState:
-    async def read() -> BrokerState:
-        async with await Session.open(group.cluster.zookeeper) as session:
-            stored = await read_state(session, 0)
-            assert stored is not None
-            return stored[0]
-
-    return asyncio.run(read())
-
-
 @pytest.mark.parametrize("torn", [cut_short, zeroed, garbled])
 def test_a_slave_whose_unflushed_tail_is_torn_is_somebody_else_until_it_has_caught_up(
     group: Group, torn: Callable[[bytes], bytes]
@@ -214,10 +202,10 @@ def test_a_slave_whose_unflushed_tail_is_torn_is_somebody_else_until_it_has_caug
     assert set_aside(slave) == [], "what was never flushed is no damage"
     assert group.ends(1)[topic, 0][0] == 49
     assert incarnation(slave) == 2
-    assert state(group).insync == ((0, 1), (1, 1)), "which says nothing of who is there now"
+    assert group.state().insync == ((0, 1), (1, 1)), "which says nothing of who is there now"
     assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote(1)))
     group.cluster.broker.start()
-    wait_until(lambda: state(group).insync == ((0, 1), (1, 2)), what="the new incarnation in sync")
+    wait_until(lambda: group.state().insync == ((0, 1), (1, 2)), what="the new incarnation in sync")
     values += send(group, topic, 10, b"more")
     group.wait_equal(0, 1)
     group.cluster.broker.kill()

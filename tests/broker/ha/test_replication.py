@@ -17,6 +17,7 @@ from metamq.client.transport import BrokerConnection
 from metamq.errors import DeliveryTimeout, Fenced, MetamqError
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.wire.commands import Command, Promote
+from metamq.zk.brokers import BrokerState, read_state
 from metamq.zk.offers import slaves_offering
 from metamq.zk.session import Session
 from tests.parts import http_get, statistics, wait_until
@@ -44,6 +45,17 @@ class Group:
     def replication(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = statistics(self.replicas[number])["replication"]
         return found
+
+    def state(self) -> BrokerState:
+        """What stands in ZooKeeper."""
+
+        async def read() -> BrokerState:
+            async with await Session.open(self.cluster.zookeeper) as session:
+                stored = await read_state(session, 0)
+                assert stored is not None
+                return stored[0]
+
+        return asyncio.run(read())
 
     def wait_insync(self, *numbers: int, master: int = 0, limit_s: float = 20) -> None:
         wait_until(lambda: self.replication(master).get("insync") == list(numbers), limit_s, f"{numbers} in sync")
