@@ -119,26 +119,36 @@ def listen(cluster: Cluster, topic: str, count: int) -> float:
 
 
 def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], None]) -> dict[str, float]:
-    """Every way once, on a topic of its own, which is deleted after. Its logs are there: it has been used."""
-    topic = f"bench-{size}-{partitions}-{time.monotonic_ns()}"
-    cluster.create_topic(topic, partitions=partitions)
+    """Every way once, on topics of their own, which are deleted after.
+
+    What is produced to has been used: its logs are there. What is consumed was sent by one `send_many`, nothing else
+    is in it: with many partitions, a batch of one message in each would be most of the batches.
+    """
+    produced, consumed = (f"bench-{size}-{partitions}-{time.monotonic_ns()}-{name}" for name in ("in", "out"))
+    for topic in (produced, consumed):
+        cluster.create_topic(topic, partitions=partitions)
     rates: dict[str, float] = {}
+
+    def tell(name: str, rate: float) -> None:
+        rates[name] = rate
+        say(f"{name:16} {rate:12,.0f}/s")
+
     try:
         with cluster.producer() as producer:
-            warm = [producer.send(topic, b"warm", partition=f"0-{index}") for index in range(partitions)]
+            warm = [producer.send(produced, b"warm", partition=f"0-{index}") for index in range(partitions)]
             for delivery in warm:
                 delivery.result()
             for way in (send, send_many):
                 settle(2 * BYTES[size])
-                rates[way.__name__] = way(producer, topic, size)
-                say(f"{way.__name__:16} {rates[way.__name__]:12,.0f}/s")
+                tell(way.__name__, way(producer, produced, size))
+            settle(BYTES[size])
+            send_many(producer, consumed, size)
         count = BYTES[size] // size
         for name, consumer_way in CONSUMERS.items():
-            rates[name] = consume(cluster, topic, count, consumer_way)
-            say(f"{name:16} {rates[name]:12,.0f}/s")
-        rates["listener"] = listen(cluster, topic, count)
-        say(f"{'listener':16} {rates['listener']:12,.0f}/s")
+            tell(name, consume(cluster, consumed, count, consumer_way))
+        tell("listener", listen(cluster, consumed, count))
     finally:
         with cluster.admin() as admin:
-            admin.delete(topic)
+            for topic in (produced, consumed):
+                admin.delete(topic)
     return rates

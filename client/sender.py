@@ -25,7 +25,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -368,22 +368,17 @@ class Sender:
             known = self._places[config.topic] = config, places
             self._rotation.setdefault(config.topic, secrets.randbelow(len(places)))
         places = known[1]
-        first = self._rotation[config.topic]
-        for number in range(first, first + len(places)):
-            place = places[number % len(places)]
-            if self._is_free(config, place):
-                break
-        else:
-            number, place = first, places[first % len(places)]
+        first = number = self._rotation[config.topic]
+        blocked = {broker_id for broker_id, broker in self._brokers.items() if broker.blocked}
+        if not config.partitions.keys() <= blocked:  # else it is all one, and there may be thousands
+            in_turn = range(first, first + len(places))
+            number = next((n for n in in_turn if self._is_free(config, places[n % len(places)], blocked)), first)
         self._rotation[config.topic] = number + 1
-        return place
+        return places[number % len(places)]
 
-    def _is_free(self, config: TopicConfig, place: tuple[int, int]) -> bool:
-        broker = self._brokers.get(place[0])
-        if broker is None:
-            return True
+    def _is_free(self, config: TopicConfig, place: tuple[int, int], blocked: Set[int]) -> bool:
         queue = self._queues.get((config.topic, config.id, *place))
-        return not broker.blocked and (queue is None or not queue.waiting)
+        return place[0] not in blocked and (queue is None or not queue.waiting)
 
     def pump(self) -> None:
         """Sends what can be sent."""
@@ -503,7 +498,7 @@ class Sender:
 
     def _expire(self, now_ns: int) -> None:
         before_ns = now_ns - int(self._delivery_timeout_s * 1e9)
-        for queue in list(self._queues.values()):
+        for queue in [queue for queue in self._queues.values() if queue.inflight or queue.waiting]:
             for batch in queue.expire(before_ns):
                 self._finish(batch, -1, self._timeout(queue, batch), ghost=batch.unsure)
 
