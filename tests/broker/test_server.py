@@ -362,7 +362,10 @@ def all_registered(broker: BrokerProcess, zookeeper: str, topic: str) -> bool:
     "absences",
     [
         [(0.3, "freeze"), (2.0, "freeze"), (1.5, "kill")],
-        pytest.param([(0.5, "freeze"), (4.0, "freeze"), (0.1, "kill"), (4.0, "kill")] * 3, marks=pytest.mark.long),
+        pytest.param(
+            [(0.5, "freeze"), (4.0, "freeze"), (0.1, "kill"), (4.0, "kill")] * 3,
+            marks=[pytest.mark.long, pytest.mark.timeout(400)],  # the waits within say what did not happen
+        ),
     ],
     ids=["once", "often"],
 )
