@@ -48,8 +48,11 @@ LOST = "promoted, with a loss"
 IN_CALM = "promoted, nothing else amiss"
 ALIVE = "promoted amid faults, the master alive"
 DEAD = "promoted, the master dead or frozen"
+ASKED, ASKED_IN_CALM = "promotion asked for", "promotion asked for, nothing else amiss"
+LEADS_TO = {ASKED: {ALIVE}, ASKED_IN_CALM: {IN_CALM}, ALONE: {CUT, DEAD}, "cut off from ZooKeeper": {EXPIRED}}
+"""What comes of actions, by chance."""
 OVERTIME_S = 120.0
-"""For so long what has not happened yet is waited for: it is chance, and there may be two slow cores."""
+"""For so long only that is done which has not happened yet, or may lead to it: there may be two slow cores."""
 
 LINKS = {
     "replicas": [Way(party(a), party(b)) for a in range(REPLICAS) for b in range(a)],
@@ -149,7 +152,8 @@ class Chaos:
         return {
             "master killed": self.kill_master,
             "slave killed": self.kill_slave,
-            "promotion asked for": self.hand_over,
+            ASKED: self.hand_over,
+            ASKED_IN_CALM: self.hand_over_in_calm,
             "frozen": self.freeze_any,
             "master frozen": self.freeze_master,
             "connections broken": self.break_,
@@ -178,7 +182,7 @@ class Chaos:
         due: list[Callable[[], None]] = []
         while time.monotonic() < until or not (is_enough() or time.monotonic() > until + OVERTIME_S):
             if not due:  # all of them, in any order: none is left out for long
-                due = list(self._actions().values())
+                due = self._actions_for(self.missing if time.monotonic() > until else set())
                 self.random.shuffle(due)
             time.sleep(self.random.uniform(*PAUSE_S))
             action, before = due.pop(), self.done.total()
@@ -188,6 +192,12 @@ class Chaos:
             self.mend()
         self.end_all()
         self._accept_loss = False
+
+    def _actions_for(self, wanted: set[str]) -> list[Callable[[], None]]:
+        """Those that may lead to what is wanted; all of them, when that is nothing or anything leads there."""
+        actions = self._actions()
+        some = [do for name, do in actions.items() if {name, *LEADS_TO.get(name, ())} & wanted]
+        return some or list(actions.values())
 
     def _did(self, what: str) -> None:
         self.done[what] += 1
@@ -310,11 +320,14 @@ class Chaos:
         return max(found)[1] if found else None
 
     def hand_over(self) -> None:
-        """In the middle of whatever goes on, or once there is somebody to hand over to."""
-        self._did("promotion asked for")
-        if self.random.random() < 0.5:
-            self.promote_any()
-        elif self._calm_down() is not None:
+        """In the middle of whatever goes on."""
+        self._did(ASKED)
+        self.promote_any()
+
+    def hand_over_in_calm(self) -> None:
+        """Once there is somebody to hand over to."""
+        self._did(ASKED_IN_CALM)
+        if self._calm_down() is not None:
             self.promote_any(IN_CALM)
 
     def _calm_down(self) -> int | None:

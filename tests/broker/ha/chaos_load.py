@@ -62,11 +62,16 @@ class Load:
         self._settings: dict[str, Any] = {"session_timeout_ms": SESSION_MS, "start": "earliest"}
         self._sent_enough, self._read_enough, self._seen_enough = (threading.Event() for _ in range(3))
         self._errors: list[BaseException] = []
+        self._opened = threading.Semaphore(0)
         self.begin_period()
         self._producing = [self._start(self._produce, n, random.Random(seed + n)) for n in range(producers)]
         self._consuming = [self._start(self._read, self.strict, "any"), self._start(self._read, self.other, "master")]
         self._consuming += [self._start(self._be_members, random.Random(seed + n)) for n in range(members)]
         self._sampling = self._start(self._sample)
+        for _ in range(
+            producers + 2
+        ):  # before anything breaks: a client that has never reached ZooKeeper gives up soon
+            self._opened.acquire(timeout=60)
 
     def _start(self, work: Callable[..., None], *args: object) -> threading.Thread:
         def run() -> None:
@@ -132,6 +137,7 @@ class Load:
         """Sends numbered messages, a few at a time, and notes where the acknowledged ones are."""
         number = 0
         with Producer(self._zookeeper, delivery_timeout_s=60, request_timeout_s=2) as producer:
+            self._opened.release()
             while not self._sent_enough.wait(chance.uniform(*PAUSE_S)):
                 sent = []
                 acknowledged = self._told[-1][name]  # what is sent from here on
@@ -149,6 +155,7 @@ class Load:
         on_data_loss = "fail" if given is self.strict else "earliest"
         settings = {**self._settings, "read_from": read_from, "on_data_loss": on_data_loss}
         with Consumer(self._zookeeper, topics=[self.topic], **settings) as consumer:
+            self._opened.release()
             self._close_when(consumer, self._read_enough.wait)
             while not self._read_enough.is_set():
                 try:
