@@ -206,8 +206,8 @@ class ReplicaDescription:
 
     `role` is "master", "slave", or "waiting": one that was the master, and may lack what others hold. `stage`: what it
     is to the in-sync set at its master. The lags, behind the master, are None for the master itself and for a slave
-    without a link to it. `problem`: why it does not answer, waits, or stores nothing. A `learner` is a slave that is
-    never in sync.
+    without a link to it; so is `copying`, how many of its partitions are not yet up to what the master appends.
+    `problem`: why it does not answer, waits, or stores nothing. A `learner` is a slave that is never in sync.
     """
 
     broker_id: int
@@ -217,6 +217,7 @@ class ReplicaDescription:
     in_sync: bool
     version: str | None
     stage: str
+    copying: int | None
     lag_messages: int | None
     lag_bytes: int | None
     lag_ms: int | None
@@ -225,13 +226,14 @@ class ReplicaDescription:
 
     @property
     def holds_all(self) -> bool:
-        """Whether it is in sync and runs: as the master, which answers, or as a slave with a link to it.
+        """Whether it is in sync and runs: as the master, which answers, or as a slave with a link to it for all it has.
 
-        One that was just killed stays in sync, and registered, until that is noticed.
+        One that was just killed stays in sync, and registered, until that is noticed; a master that handed over is in
+        sync before it is seen whether its logs are whole.
         """
         if not self.in_sync or self.address is None or self.problem:
             return False
-        return self.role == "master" or self.lag_bytes is not None
+        return self.role == "master" or self.copying == 0
 
 
 @dataclass(frozen=True, slots=True)

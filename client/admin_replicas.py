@@ -81,6 +81,7 @@ def _replica(
         in_sync=_in_sync(state, number, address),
         version=address.version if address is not None else None,
         stage=str(link.get("stage", "")),
+        copying=link.get("copying"),
         lag_messages=link.get("lag_messages"),
         lag_bytes=link.get("lag_bytes"),
         lag_ms=link.get("lag_ms"),

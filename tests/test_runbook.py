@@ -121,6 +121,7 @@ class Pair:
 
     def _is_in_sync(self) -> bool:
         replicas = self.admin.replicas()[0].replicas
+        print(replicas)
         return [one.holds_all for one in replicas] == [True, True]
 
     def restore(self) -> None:

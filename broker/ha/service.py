@@ -232,9 +232,9 @@ class HAService:
         results, begun = [], []
         for asked in partitions:
             partition = self._topics.get(asked.topic, asked.partition)
-            if partition is not None and partition.closed_by is not None:  # damaged: there is nothing to go by
-                partition = None
             master = None if partition is None else self._side(partition)
+            if master is None:  # damaged: there is nothing to go by
+                partition = None
             slave = Side(
                 asked.topic_id,
                 Place(asked.start_offset, asked.start_position),
@@ -280,14 +280,22 @@ class HAService:
         elif states:
             link.push(sync.Producers(sync.PRODUCERS, self.epoch, handle), [states])
 
-    def _side(self, partition: Partition) -> Side:
+    def _side(self, partition: Partition) -> Side | None:
+        """What to decide by, None where the log is damaged."""
+        if partition.closed_by is not None:
+            return None
         log_ = partition.log
+        try:
+            epochs = log_.epochs().entries
+        except MetamqError as error:
+            self.failed(partition, error)
+            return None
         return Side(
             partition.topic_id,
             Place(log_.start_offset, log_.start_position),
             Place(log_.end_offset, log_.end_position),
             log_.stable_offset,
-            log_.epochs().entries,
+            epochs,
             self._settings.generation,
         )
 
@@ -525,7 +533,7 @@ class HAService:
         for partition in self._topics.partitions():
             place = link.places.get(partition)
             held = place.held if place is not None else Mark(partition.log.start_offset, partition.log.start_position)
-            copying += place is None or not place.live
+            copying += partition.closed_by is None and (place is None or not place.live)
             lag_messages += max(partition.log.end_offset - held.offset, 0)
             lag_bytes += max(partition.log.end_position - held.position, 0)
         since = link.behind_since()

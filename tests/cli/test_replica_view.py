@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from metamq.cli.replica_view import amiss
@@ -14,7 +16,7 @@ def replica(number: int, role: str, how: str, problem: str = "") -> ReplicaDescr
     stage = "" if how in ("in sync", "learner", "apart") else how
     address = None if is_down else f"host:{number}"
     return ReplicaDescription(
-        0, number, role, address, how == "in sync", None, stage, None, None, None, problem, how == "learner"
+        0, number, role, address, how == "in sync", None, stage, None, None, None, None, problem, how == "learner"
     )
 
 
@@ -72,3 +74,11 @@ def test_advice(master: ReplicaDescription, slave: ReplicaDescription, hints: li
     found = amiss(BrokerReplicas(0, 3, 1, (master, slave)))
     assert [one.hint for one in found] == hints
     assert [one.what for one in found if one.status == "problem"] == ([] if master is MASTER else ["broker 0"])
+
+
+@pytest.mark.parametrize(("copying", "holds_all"), [(None, False), (2, False), (0, True)])
+def test_who_is_in_sync_and_has_not_shown_yet_that_its_logs_are_whole_is_waited_for(
+    copying: int | None, holds_all: bool
+) -> None:
+    assert replace(READY, copying=copying).holds_all is holds_all
+    assert MASTER.holds_all
