@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError, Timeout
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.embedded import EmbeddedZooKeeper, freeze
 from metamq.zk.ports import HeldPort
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class BrokerProcess:
         return status
 
     def freeze(self) -> None:
-        """SIGSTOP."""
-        os.kill(self.pid, signal.SIGSTOP)
+        """SIGSTOP; it has stopped once this returns."""
+        freeze(self.pid)
 
     def thaw(self) -> None:
         """SIGCONT."""

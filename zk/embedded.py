@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import weakref
@@ -173,17 +174,17 @@ class EmbeddedZooKeeper:
         self.start()
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay open and nothing is answered, until `thaw`."""
-        self._signal(signal.SIGSTOP)
+        """SIGSTOP: connections stay open and nothing is answered once this returns, until `thaw`."""
+        freeze(self._child().pid)
 
     def thaw(self) -> None:
         """SIGCONT, after `freeze`."""
-        self._signal(signal.SIGCONT)
+        os.kill(self._child().pid, signal.SIGCONT)
 
-    def _signal(self, number: int) -> None:
+    def _child(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise ConfigError(f"the embedded ZooKeeper at port {self.port} does not run", hint="start() it first.")
-        os.kill(self._process.pid, number)
+        return self._process
 
     def _open_data_dir(self) -> Path:
         if self._data_dir is None:
@@ -316,6 +317,13 @@ class EmbeddedZooKeeper:
 def how_it_ended(status: int) -> str:
     """The end of a process in words, by its `returncode`."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP to a child, which has stopped once this returns. Raises ProcessLookupError."""
+    os.kill(pid, signal.SIGSTOP)
+    if sys.platform == "linux":  # elsewhere it runs on for a moment
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def _port_is_free(host: str, port: int) -> bool:
