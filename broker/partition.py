@@ -45,8 +45,13 @@ class BatchIds:
 
     def next(self) -> int:
         """The next id."""
-        self._counter += 1
-        return make_batch_id(self.epoch, self._counter)
+        return self.reserve(1)
+
+    def reserve(self, count: int) -> int:
+        """The first of so many ids in a row."""
+        first = self._counter + 1
+        self._counter += count
+        return make_batch_id(self.epoch, first)
 
 
 class Partition:
@@ -99,8 +104,8 @@ class Partition:
         self.cuts = 0
         """How often something was given up here."""
 
-    def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds) -> Appended:
-        """Stores a batch, or finds the one it repeats.
+    def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
+        """Stores a batch, or finds the one it repeats. It gets the next id, unless it was given one before.
 
         Raises SequenceGap, StorageError, CorruptData, and what closed the partition. The caller has checked the batch,
         and answers `when_stable(end_offset)`.
@@ -113,7 +118,8 @@ class Partition:
             end_offset = repeated.base_offset + header.count if known else self.log.end_offset
             return Appended(repeated.base_offset, repeated.append_time_us, end_offset, True)
         now_us = time.time_ns() // 1000
-        base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=ids.next(), now_us=now_us)
+        batch_id = ids.next() if batch_id is None else batch_id
+        base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=batch_id, now_us=now_us)
         self._is_dirty()
         self.publish()
         return Appended(base_offset, now_us, base_offset + header.count, False)

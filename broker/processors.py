@@ -17,8 +17,9 @@ from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.group_transfer import GroupTransferService
-from metamq.broker.partition import BatchIds, Partition
-from metamq.broker.topics import Topics
+from metamq.broker.partition import Appended, BatchIds, Done, Partition
+from metamq.broker.topics import OWN, Topics
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import (
     ClosedError,
     CorruptData,
@@ -28,9 +29,11 @@ from metamq.errors import (
     MetamqError,
     ProtocolError,
     StorageError,
+    TopicNotFound,
 )
+from metamq.tx.store.records import Place
 from metamq.wire import status, sync
-from metamq.wire.batch import check_from_producer
+from metamq.wire.batch import BatchHeader, check_from_producer
 from metamq.wire.commands import (
     EARLIEST,
     LATEST,
@@ -48,6 +51,7 @@ from metamq.wire.commands import (
 )
 from metamq.wire.connection import Request
 from metamq.wire.limits import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX, STATS_PARTITIONS_MAX
+from metamq.zk.topics import TopicConfig
 
 if TYPE_CHECKING:
     from metamq.broker.ha.keeper import RoleKeeper
@@ -81,7 +85,9 @@ class Processors:
         self._batch_bytes_max = batch_bytes_max
         self._failed = failed
         self.counters = counters
-        self.find = topics.find
+        self.transactions = TransactionalCommandProcessor(
+            folder.broker_id, topics, flusher, ids, self, self._check_entry, failed
+        )
         self.disk_full: DiskFull | None = None
         self.fenced: Fenced | None = None
         """This master hands over, or is one no more."""
@@ -102,6 +108,8 @@ class Processors:
             Command.STATS: self._stats,
             Command.SYNC: self._join,
             Command.PROMOTE: self._promote,
+            Command.TX: self._tx,
+            Command.BRANCHES: lambda request, connection: self.transactions.branches(request, connection),
         }
 
     @property
@@ -141,7 +149,7 @@ class Processors:
         if handler is None:
             known = ", ".join(f"{command} {Command(command).name}" for command in self._table)
             raise ProtocolError(f"command {request.command} is not known to this broker", hint=f"It knows {known}.")
-        if request.body and request.command != Command.PUT:
+        if request.body and request.command not in (Command.PUT, Command.TX):
             raise ProtocolError(f"{Command(request.command).name} has no body, got {len(request.body):,} bytes")
         handler(request, connection)
 
@@ -171,27 +179,73 @@ class Processors:
         """Why PUTs are refused at present, or None. Each reason has its owner: one that ends leaves the others."""
         return self.stopping or self.fenced or self.disk_full
 
-    def _append(self, put: _PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
+    def find(self, topic: str, topic_id: str, index: int) -> Partition:
+        """A partition that clients may read and write. Raises TopicNotFound, PartitionNotFound, CorruptData."""
+        if topic.startswith(OWN):
+            raise TopicNotFound(topic)
+        return self._topics.find(topic, topic_id, index)
+
+    def _admitted(self, entry: PutEntry, batch: memoryview) -> tuple[Partition, TopicConfig, BatchHeader]:
+        """A batch that may be stored at present, and where. Raises why not."""
         if (refusal := self.refuse_writes) is not None:
             raise refusal
-        ha, transfer = self.ha, self.transfer
-        if ha is None or transfer is None:
+        if self.transfer is None:
             raise self.not_master.with_traceback(None)
         partition = self.find(entry.topic, entry.topic_id, entry.partition)
         config = self._topics.config(entry.topic)
-        transfer.admit(config)
+        self.transfer.admit(config)
         limit = config.max_message_bytes
         header = check_from_producer(batch, 0, len(batch), self._batch_bytes_max)
         if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
             raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
-        position = partition.log.end_position
-        appended = partition.append(batch, header, self._ids)
-        if not appended.repeated:
-            ha.appended(partition, batch, position, appended.end_offset)
-        self.counters.appended(entry.topic, header, appended.repeated)
+        return partition, config, header
+
+    def _append(self, put: _PendingPut, number: int, entry: PutEntry, batch: memoryview) -> None:
+        partition, config, header = self._admitted(entry, batch)
+        assert self.transfer is not None
+        appended = self._store(partition, batch, header)
         put.stored(number, appended.base_offset, appended.time_us)
-        transfer.when_acknowledged(partition, config, appended.end_offset, lambda error: put.done(number, error))
+        self.transfer.when_acknowledged(partition, config, appended.end_offset, lambda error: put.done(number, error))
         self._flusher.appended(partition)
+
+    def _store(
+        self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None = None
+    ) -> Appended:
+        """Into the log, and on its way to the slaves."""
+        position = partition.log.end_position
+        appended = partition.append(batch, header, self._ids, batch_id)
+        if self.ha is not None and not appended.repeated:
+            self.ha.appended(partition, batch, position, appended.end_offset)
+        self.counters.appended(partition.topic, header, appended.repeated)
+        return appended
+
+    # -- what transactions need ---------------------------------------------------------------------------------------
+
+    def _tx(self, request: Request, connection: BrokerProtocol) -> None:
+        if self.stopping is not None or self.fenced is not None:
+            raise (self.stopping or self.fenced or self.not_master).with_traceback(None)
+        self.transactions.tx(request, connection)
+
+    def _check_entry(self, entry: PutEntry, batch: memoryview) -> Place:
+        partition, _config, header = self._admitted(entry, batch)
+        if header.producer_id:
+            raise ProtocolError("a batch of a transaction has no producer id: its session counts it")
+        return Place(partition.topic, partition.topic_id, partition.index, header.count)
+
+    def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
+        """Appends a batch of the broker's own; returns where it ends. Raises as Partition.append."""
+        appended = self._store(partition, batch, header, batch_id)
+        self._flusher.appended(partition)
+        return appended.end_offset
+
+    def when_durable(self, partition: Partition, end_offset: int, done: Done) -> None:
+        """Calls `done` once every in-sync replica holds it as its topic asks, or with why nobody knows."""
+        if self.transfer is None:
+            done(self.not_master.with_unknown_outcome())
+            return
+        self.transfer.when_acknowledged(partition, self._topics.config(partition.topic), end_offset, done)
+
+    # -- replication --------------------------------------------------------------------------------------------------
 
     def _join(self, request: Request, connection: BrokerProtocol) -> None:
         """A slave's JOIN: makes the connection its link."""
@@ -265,7 +319,7 @@ class Processors:
             "time_ms": time.time_ns() // 1_000_000,
             "writes_refused": str(self.refuse_writes) if self.refuse_writes else None,
             "replication": self.keeper.statistics() if self.keeper is not None else {},
-            "partitions": [_partition_statistics(partition) for partition in partitions],
+            "partitions": [_partition_statistics(one) for one in partitions if not one.topic.startswith(OWN)],
         }
 
 

@@ -290,6 +290,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)
+        self._processors.transactions.connection_lost(self)
         if self._link is not None:
             link, service = self._link
             service.closed_by_slave(link, str(exc) if exc else "it closed the connection")

@@ -40,6 +40,8 @@ from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.request_memory import RequestMemory
 from metamq.broker.sync_times import Histogram, SyncTimes
 from metamq.broker.topics import Topics
+from metamq.broker.transactions.journal import TOPIC as JOURNAL
+from metamq.broker.transactions.journal import journal_config
 from metamq.broker.trouble import Trouble
 from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
 from metamq.wire.limits import BATCH_BYTES_MAX
@@ -115,6 +117,7 @@ class Broker:
             self._follow_topics,
             self._keeper.run,
             self._keeper.tick,
+            self._processors.transactions.run,
             self._beats,
             self._sweeps,
         )
@@ -227,7 +230,7 @@ class Broker:
 
     async def _check_zookeeper(self) -> None:
         """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
-        topics = {folder.topic for folder in self._folder.topics()}
+        topics = {folder.topic for folder in self._folder.topics()} - {JOURNAL}
         if topics and await read_state(self._session, self.config.id) is None:
             raise ConfigError(
                 f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
@@ -298,6 +301,7 @@ class Broker:
                 continue
             if config is not None and config.partitions.get(self.config.id):
                 configs[topic] = config
+        configs[JOURNAL] = journal_config(self.config.id)
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
         await self._topics.apply(configs, unreadable)

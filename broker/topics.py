@@ -46,6 +46,10 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
     )
 
 
+OWN = "~"
+"""What the names of a broker's own logs begin with: no topic's name can."""
+
+
 class Topics:
     """The open topics. Used by the broker's loop only; run_removals() is to run beside it."""
 
@@ -102,8 +106,12 @@ class Topics:
             yield from list(indexed.values())
 
     def counts(self) -> dict[str, int]:
-        """Partitions a topic, as registered in ZooKeeper."""
-        return {topic: config.partitions[self._broker_id] for topic, config in self._configs.items()}
+        """Partitions a topic, as registered in ZooKeeper: of what users have made."""
+        return {
+            topic: config.partitions[self._broker_id]
+            for topic, config in self._configs.items()
+            if not topic.startswith(OWN)
+        }
 
     def broken(self) -> list[MetamqError]:
         """Why partitions or topics are not served as they should be."""

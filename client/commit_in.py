@@ -22,11 +22,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from metamq.client.dbapi import Connection
 from metamq.client.inbox import PartitionState
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets import Claim, CommitRequest, Committed
-from metamq.client.offsets_database import Connection, DatabaseOffsets
+from metamq.client.offsets_database import DatabaseOffsets
 from metamq.errors import OwnershipLost
 from metamq.zk.partitions import TopicPartition
 

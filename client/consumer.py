@@ -17,13 +17,13 @@ from metamq.client.checks import check_callables, check_seconds, not_picklable, 
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
+from metamq.client.dbapi import Connection
 from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.listener import DeadLetters, Listener, ListenerPool
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.offsets import OffsetStorage
-from metamq.client.offsets_database import Connection
 from metamq.client.one_loop import OneLoop
 from metamq.client.retrying import RetryPolicy
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers

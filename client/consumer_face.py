@@ -8,11 +8,12 @@ from typing import Generic
 from metamq.client.checks import partition_of, wrong_type
 from metamq.client.commit_in import Position, commit_in
 from metamq.client.consumer_core import ConsumerCore
+from metamq.client.dbapi import Connection
 from metamq.client.health import ConsumerHealth
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets import CommitRequest
-from metamq.client.offsets_database import Connection, DatabaseOffsets
+from metamq.client.offsets_database import DatabaseOffsets
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, OwnershipLost
 from metamq.zk.partitions import TopicPartition

@@ -15,40 +15,21 @@ metamq.client.commit_in decides what may be counted there.
 from __future__ import annotations
 
 import asyncio
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from metamq.client.checks import check_callables
+from metamq.client.dbapi import Connection, check_paramstyle, check_table, execute
 from metamq.client.offsets import ClaimOutcome, CommitOutcome, CommitRequest
-from metamq.errors import ConfigError, MetamqError, OwnershipLost
+from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.ownership import Claim, Committed
 from metamq.zk.partitions import TopicPartition
 
 R = TypeVar("R")
 
 NOTHING_COMMITTED = -1
-
-_TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
-
-_PLACEHOLDERS: Mapping[str, Callable[[int], str]] = {
-    "qmark": lambda number: "?",
-    "format": lambda number: "%s",
-    "named": lambda number: f":p{number}",
-    "pyformat": lambda number: f"%(p{number})s",
-}
-
-
-class Connection(Protocol):
-    """What is used of a DB-API (PEP 249) connection."""
-
-    def cursor(self) -> Any: ...
-    def commit(self) -> None: ...
-    def rollback(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class DatabaseOffsets:
@@ -69,14 +50,10 @@ class DatabaseOffsets:
         paramstyle: str | None = None,
     ) -> None:
         check_callables(connect=connect)
-        if not isinstance(table, str) or not _TABLE.fullmatch(table):
-            raise ConfigError(
-                f"{table!r} is no table name", hint='Use letters, digits and "_", as in "metamq_offsets".'
-            )
         if paramstyle is not None:
-            _check_paramstyle(paramstyle)
+            check_paramstyle(paramstyle)
         self._connect = connect
-        self._table = table
+        self._table = check_table(table)
         self._paramstyle = paramstyle
 
     async def create_table(self) -> None:
@@ -215,20 +192,7 @@ class DatabaseOffsets:
             return bool(cursor.rowcount)
 
     def _execute(self, connection: Connection, sql: str, values: Sequence[object] = ()) -> Any:
-        """Run `sql`, in which "{}" stands for a value, written the way the database's module wants it."""
-        if not values:
-            cursor = connection.cursor()
-            cursor.execute(sql)
-            return cursor
-        paramstyle = self._paramstyle or _paramstyle_of(connection)
-        placeholders = [_PLACEHOLDERS[paramstyle](number) for number in range(1, len(values) + 1)]
-        cursor = connection.cursor()
-        if paramstyle in ("named", "pyformat"):
-            named = {f"p{number}": value for number, value in enumerate(values, start=1)}
-            cursor.execute(sql.format(*placeholders), named)
-        else:
-            cursor.execute(sql.format(*placeholders), tuple(values))
-        return cursor
+        return execute(connection, sql, values, self._paramstyle)
 
     async def _run(self, operation: Callable[[Connection], R]) -> R:
         return await asyncio.to_thread(self._in_own_transaction, operation)
@@ -254,26 +218,3 @@ class DatabaseOffsets:
             )
             refused.retriable = True
             raise refused from error
-
-
-def _paramstyle_of(connection: Connection) -> str:
-    """What the module that the connection's class comes from, or a package above it, says of itself."""
-    name = type(connection).__module__
-    while name:
-        paramstyle = getattr(sys.modules.get(name), "paramstyle", None)
-        if isinstance(paramstyle, str):
-            return _check_paramstyle(paramstyle)
-        name = name.rpartition(".")[0]
-    raise ConfigError(
-        f"the module of {type(connection).__qualname__} does not tell its paramstyle",
-        hint="Pass DatabaseOffsets(..., paramstyle=...).",
-    )
-
-
-def _check_paramstyle(paramstyle: str) -> str:
-    if paramstyle not in _PLACEHOLDERS:
-        raise ConfigError(
-            f"paramstyle {paramstyle!r} is not among those that are known",
-            hint=f"Of PEP 249's, there are {', '.join(_PLACEHOLDERS)}.",
-        )
-    return paramstyle

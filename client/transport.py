@@ -181,9 +181,9 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._transport.writelines(buffers)
         return future
 
-    async def request(self, command: int, header: Any, *, timeout_s: float) -> Any:
+    async def request(self, command: int, header: Any, bodies: list[Buffer] | None = None, *, timeout_s: float) -> Any:
         """Sends a request and returns its response's header. Raises the broker's error, ConnectError or Timeout."""
-        future = self.send(command, header)
+        future = self.send(command, header, bodies)
         try:
             async with asyncio.timeout(timeout_s):
                 response = await future

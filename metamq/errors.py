@@ -23,6 +23,12 @@
     │   └── DiskFull              too little disk is left to accept writes
     ├── OwnershipLost             another member owns the partition now
     ├── TransactionError          a transaction could not be carried out
+    │   ├── RolledBack            it was rolled back: do it again in a new one
+    │   ├── OutcomeUnknown        nobody knows yet whether it was done: ask again
+    │   ├── BranchNotKnown        the broker does not know the branch
+    │   ├── HeuristicOutcome      an operator has decided about it
+    │   ├── BranchMisuse          the call is not allowed there
+    │   └── TryLater              not now; the branch is as it was
     └── ClosedError               used after close()
 
 Every error carries fields, builds its own sentence from them, and says the next step in `.hint`.
@@ -335,7 +341,62 @@ class OwnershipLost(MetamqError):
 
 
 class TransactionError(MetamqError):
-    """A transaction could not be carried out."""
+    """A transaction could not be carried out. Its classes say what the caller is to do.
+
+    `code` is the XA code (metamq.wire.xa.XACode), `xid` the branch as `str(Xid)`.
+    """
+
+    code: int = -3  # XAER_RMERR
+    xid: str = ""
+
+    def __init__(
+        self, xid: object, code: int, reason: str, *, hint: str | None = None, outcome: Outcome | None = None
+    ) -> None:
+        super().__init__(f"transaction branch {xid}: {reason}", hint=hint, outcome=outcome)
+        self.xid = str(xid)
+        self.code = int(code)
+        self.reason = reason
+
+
+class RolledBack(TransactionError):
+    """The branch was rolled back, or can only be (XA_RB*): nothing of it will be seen."""
+
+    retriable = True
+    hint = "Do the work again, in a new transaction."
+
+
+class OutcomeUnknown(TransactionError):
+    """No answer (XAER_RMFAIL): it may be done or not, and is not to be taken for rolled back."""
+
+    retriable = True
+    outcome: Outcome = "unknown"
+    hint = "Ask again, or look at `recover()` later."
+
+
+class BranchNotKnown(TransactionError):
+    """The broker does not know the branch (XAER_NOTA): it never was, or is finished and forgotten.
+
+    `finished` is "committed" when the broker still remembers that it was.
+    """
+
+    finished: str = ""
+
+
+class HeuristicOutcome(TransactionError):
+    """An operator has committed or rolled back the branch without the transaction manager (XA_HEUR*)."""
+
+    hint = "Compare the outcome with yours, then `forget()` the branch."
+
+
+class BranchMisuse(TransactionError):
+    """The call does not fit the branch's state or the call before it (XAER_PROTO, _INVAL, _DUPID, _OUTSIDE)."""
+
+
+class TryLater(TransactionError):
+    """It cannot be done at present (XA_RETRY); the branch is as it was."""
+
+    retriable = True
+    hint = "Call again a little later."
 
 
 class ClosedError(MetamqError):

@@ -2,3 +2,23 @@
 
 if __name__ != "metamq.tx":
     raise ImportError(f"import metamq.tx, not {__name__}: a bare import makes a second copy of every class")
+
+from metamq.tx.app.core import BranchDescription
+from metamq.tx.app.dbtx import create_outcome_table, dbtx
+from metamq.tx.app.faces import XAResource
+from metamq.tx.app.recoverer import Recovered, Recoverer
+from metamq.tx.app.resource import TM, Vote
+from metamq.wire.xa import XACode, Xid
+
+__all__ = [
+    "TM",
+    "BranchDescription",
+    "Recovered",
+    "Recoverer",
+    "Vote",
+    "XACode",
+    "XAResource",
+    "Xid",
+    "create_outcome_table",
+    "dbtx",
+]

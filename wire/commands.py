@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Command(enum.IntEnum):
-    """What a request asks for. The numbers from 9 on are kept for transactions and administration."""
+    """What a request asks for. The numbers from 11 on are kept for administration."""
 
     HELLO = 1
     AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, brokers of this release refuse it
@@ -30,6 +30,8 @@ class Command(enum.IntEnum):
     OFFSETS = 6
     STATS = 7
     PROMOTE = 8
+    TX = 9  # metamq.wire.tx_commands, as the next
+    BRANCHES = 10
 
 
 EARLIEST = -2
@@ -186,6 +188,7 @@ _CHECKS: dict[Any, Callable[[Any], bool]] = {
         and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)
     ),
     list[GetPartition]: _is(list),
+    list[Any]: _is(list),
 }
 
 

@@ -34,6 +34,12 @@ _NUMBERS: dict[int, type[MetamqError]] = {
     16: errors.ClosedError,
     17: errors.Timeout,
     18: errors.OffsetDiverged,
+    19: errors.RolledBack,
+    20: errors.OutcomeUnknown,
+    21: errors.BranchNotKnown,
+    22: errors.HeuristicOutcome,
+    23: errors.BranchMisuse,
+    24: errors.TryLater,
 }
 _BY_CLASS = {cls: number for number, cls in _NUMBERS.items()}
 _PLAIN = (str, int, float, bool, type(None))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -133,6 +134,7 @@ class RoleKeeper:
             await asyncio.sleep(TICK_S)
             if self.ha is not None:
                 self.ha.tick(loop.time())
+            self._processors.transactions.tick(time.monotonic())
 
     def look_again(self) -> None:
         """Something may have changed."""
@@ -203,6 +205,8 @@ class RoleKeeper:
             link_bytes_per_s=self._config.replication_bytes_per_s,
         )
         self._folder.follow_generation(state.generation)
+        # What a former master had committed is in the partitions before anybody reads them, or copies them.
+        await self._processors.transactions.begin_term(mastership.epoch, state.generation)
         self.ha = HAService(
             settings,
             self._topics,
@@ -225,6 +229,7 @@ class RoleKeeper:
         """What this replica did as a master, it does no more."""
         ha, self.ha = self.ha, None
         self._processors.ha = self._processors.transfer = None
+        self._processors.transactions.end_term(Fenced(self._what, reason))
         if ha is not None:
             ha.close(reason)
             unknown = Fenced(self._what, reason).with_unknown_outcome()

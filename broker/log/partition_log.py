@@ -425,19 +425,25 @@ class PartitionLog(DurableLog):
         self._store.index_interval_bytes = config.index_interval_bytes
         self._advance_stable()
 
-    def retain(self, now_us: int) -> Steps[list[SegmentStats]]:
+    def retain(
+        self, now_us: int, keep_from: int | None = None, drop_before: int | None = None
+    ) -> Steps[list[SegmentStats]]:
         """Removes or archives what is older or more than the topic keeps; returns the segments that went.
 
-        Never what is above the stable mark. The active segment goes only when it is too old, and is sealed first. A
-        segment that cannot be archived stays, and so do the younger ones. Also forgets idempotent producers that
-        expired. Raises StorageError, CorruptData, ClosedError.
+        Never what is above the stable mark, or the byte `keep_from`. The active segment goes only when it is too old,
+        and is sealed first. A segment that cannot be archived stays, and so do the younger ones. With `drop_before`
+        all that lies before that offset goes instead, the active segment excepted. Also forgets idempotent producers
+        that expired. Raises StorageError, CorruptData, ClosedError.
         """
         self._check_writable()
         self._expire_producers(now_us)
+        store, kept = self._store, self.end_position if keep_from is None else keep_from
+        dropped = min(drop_before or 0, self.stable_offset)
         try:
-            going = self._expired_segments(now_us)
+            going = self._expired_segments(now_us) if drop_before is None else store.before(dropped)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
+        going = [segment for segment in going if segment.end_position <= kept]
         archive_dir = self._config.archive_dir if self._config.cleanup == "archive" else None
         if going and archive_dir is not None:
             paths = [segment.path for segment in going]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -107,6 +108,10 @@ class SegmentStore:
         """As PartitionLog.begins_at(); `offset` lies in the log."""
         _segment, *found = self._find(offset)
         return found == [offset, position]
+
+    def before(self, offset: int) -> list[Segment]:
+        """The segments that hold nothing from an offset on."""
+        return [segment for segment, following in pairwise(self.segments) if following.base_offset <= offset]
 
     def read_whole(self, position: int, bytes_max: int) -> BatchRun:
         """As PartitionLog.read_position(); `position` lies below the end."""

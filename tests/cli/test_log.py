@@ -17,6 +17,9 @@ from metamq.cli.log_reader import find_partitions
 from metamq.testing import Cluster, cluster
 from metamq.wire.batch import HEADER_BYTES
 
+JOURNAL = "~transactions/0-0"
+"""Of every broker."""
+
 Metamq = Callable[..., Any]
 
 BATCHES = 12
@@ -69,7 +72,7 @@ def test_a_sound_log(offline: Metamq, folder: Path) -> None:
     checked = offline("log", "verify", folder)
     assert (checked.status, checked.talk) == (0, "")
     reports = {report["name"]: report for report in offline("log", "verify", folder, "-o", "json").json}
-    assert list(reports) == ["flights/0-0", "flights/0-1"]
+    assert list(reports) == ["flights/0-0", "flights/0-1", JOURNAL]
     found = reports["flights/0-1"]
     assert len(found["segments"]) > 2
     assert sum(segment["messages"] for segment in found["segments"]) == BATCHES * MESSAGES
@@ -83,7 +86,7 @@ def test_every_folder_above_a_partition_will_do(offline: Metamq, folder: Path) -
     for place, names in (
         (partition, ["flights/0-1"]),
         (partition.parent, ["flights/0-0", "flights/0-1"]),
-        (folder.parent, ["flights/0-0", "flights/0-1"]),  # as `metamq up --data` has it
+        (folder.parent, ["flights/0-0", "flights/0-1", JOURNAL]),  # as `metamq up --data` has it
     ):
         assert [report["name"] for report in offline("log", "verify", place, "-o", "json").json] == names
     ended = offline("log", "verify", folder / "topics")
@@ -97,7 +100,7 @@ def test_damage_is_shown_with_its_extent_and_what_follows_is_checked_too(offline
     before = fingerprint(folder)
     checked = offline("log", "verify", folder, "-o", "json")
     assert checked.status == 1
-    assert checked.talk == "1 of 2 partitions damaged.\n"
+    assert checked.talk == "1 of 3 partitions damaged.\n"
     found = checked.json[1]
     (finding,) = found["findings"]
     assert (finding["kind"], finding["position"], finding["path"]) == ("damage", 0, str(first))

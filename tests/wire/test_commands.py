@@ -106,6 +106,8 @@ def test_numbers_are_never_used_twice() -> None:
         "OFFSETS": 6,
         "STATS": 7,
         "PROMOTE": 8,
+        "TX": 9,
+        "BRANCHES": 10,
     }
 
 

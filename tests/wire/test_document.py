@@ -9,12 +9,13 @@ from typing import Any, get_type_hints
 import pytest
 
 from metamq.errors import ProtocolError
-from metamq.wire import commands, limits, status, sync
+from metamq.wire import commands, limits, status, sync, tx_commands
 from metamq.wire.batch import make_batch_id, stamp
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, Hello, HelloReply, PutEntry, PutResult
 from metamq.wire.connection import ClientConnection, Greeted, ServerConnection
 from metamq.wire.frames import PREFIX, Buffer, encode_frame
+from metamq.wire.xa import Verb
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "wire-protocol.md").read_text()
@@ -127,7 +128,7 @@ def test_the_commands() -> None:
 
 TUPLES = [
     cls
-    for module in (commands, sync)
+    for module in (commands, sync, tx_commands)
     for cls in vars(module).values()
     if isinstance(cls, type) and hasattr(cls, "_fields") and cls.__module__ == module.__name__
 ]
@@ -136,6 +137,7 @@ KINDS: dict[Any, str] = {
     str: "str",
     Any: "any",
     list[int]: "list of int",
+    list[Any]: "list of any",
     list[tuple[int, int]]: "list of (int, int)",
     bool: "bool",
     list[tuple[int, int, int]]: "list of (int, int, int)",
@@ -173,6 +175,10 @@ def test_the_decisions_of_sync() -> None:
 def test_the_limits() -> None:
     found = {name.strip("`"): int(value.replace(",", "")) for name, value, *_meaning in rows("## Limits")}
     assert found == {name: value for name, value in vars(limits).items() if name.isupper()}
+
+
+def test_the_verbs() -> None:
+    assert {int(number): name for number, name, *_meaning in rows("### TX")} == {v.value: v.name for v in Verb}
 
 
 def test_the_statuses() -> None:

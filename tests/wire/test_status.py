@@ -44,7 +44,13 @@ SAMPLES: list[MetamqError] = [
     errors.StorageError("fsync failed"),
     errors.DiskFull("data", 1, 2),
     errors.OwnershipLost("flights", "0-0", "claimed by c2"),
-    errors.TransactionError("no such branch"),
+    errors.TransactionError("1_Zw==_", -3, "no such branch"),
+    errors.RolledBack("1_Zw==_", 106, "its time is over"),
+    errors.OutcomeUnknown("1_Zw==_", -7, "no answer"),
+    errors.BranchNotKnown("1_Zw==_", -4, "nobody knows it"),
+    errors.HeuristicOutcome("1_Zw==_", 7, "an operator has committed it"),
+    errors.BranchMisuse("1_Zw==_", -6, "it is prepared"),
+    errors.TryLater("1_Zw==_", 4, "not now"),
     errors.ClosedError("producer", "forked"),
 ]
 
@@ -131,6 +137,12 @@ def test_numbers_are_never_used_twice() -> None:
         16: "ClosedError",
         17: "Timeout",
         18: "OffsetDiverged",
+        19: "RolledBack",
+        20: "OutcomeUnknown",
+        21: "BranchNotKnown",
+        22: "HeuristicOutcome",
+        23: "BranchMisuse",
+        24: "TryLater",
     }
     assert (status.OK, status.UNKNOWN) == (0, 1)
 

@@ -31,7 +31,7 @@ def group() -> Iterator[Group]:
 
 def damage(broker: BrokerProcess, at: int = 0) -> None:
     """Changes a byte of the log of partition 0."""
-    (path,) = (broker.data / "topics").glob("*/0/*.log")
+    (path,) = (broker.data / "topics").glob("[!~]*/0/*.log")
     data = bytearray(path.read_bytes())
     data[at] ^= 0xFF
     with path.open("r+b") as file:
@@ -181,7 +181,7 @@ def garbled(log: bytes) -> bytes:
 
 def tear(broker: BrokerProcess, torn: Callable[[bytes], bytes]) -> None:
     """The last bytes of partition 0 never reached the disk."""
-    (path,) = (broker.data / "topics").glob("*/0/*.log")
+    (path,) = (broker.data / "topics").glob("[!~]*/0/*.log")
     path.write_bytes(torn(path.read_bytes()))
 
 

@@ -1,0 +1,112 @@
+"""JournalStore: the transaction journal on disk. A partition log like any other, under a name no topic can have.
+
+So that what logs have is not made twice: torn tails and damage, group commit, replication to every slave, the stable
+mark, epochs. The journal is always `sync` and flushed before it is acknowledged, whatever the topics are. An LSN is an
+offset of that log: an entry has as many as it has values, one for its records and one for each body.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+from metamq.broker.partition import BatchIds, Done, Partition
+from metamq.tx.store.branch import Body
+from metamq.tx.store.fold import Entry
+from metamq.tx.store.records import Record, pack, unpack
+from metamq.wire.batch import HEADER_BYTES, BatchHeader, read_header, walk
+from metamq.wire.columns import decode, encode
+from metamq.zk.topics import TopicConfig
+
+TOPIC = "~transactions"
+TOPIC_ID = "0" * 16
+SEGMENT_BYTES = 64 * 1024 * 1024
+READ_BYTES = 4 * 1024 * 1024
+
+
+def journal_config(broker_id: int) -> TopicConfig:
+    """How the journal is kept. It is cut by its owner alone."""
+    return TopicConfig(
+        TOPIC, {broker_id: 1}, TOPIC_ID, flush="ack", retention_ms=None, segment_bytes=SEGMENT_BYTES, replication="sync"
+    )
+
+
+class Appender(Protocol):
+    """Brings batches into partitions, here and at the slaves."""
+
+    def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
+        """Appends a batch; returns where it ends. Raises StorageError, CorruptData, and what closed the partition."""
+
+    def when_durable(self, partition: Partition, end_offset: int, done: Done) -> None:
+        """Calls `done` once every in-sync replica has flushed it, or with why nobody knows."""
+
+
+class Written(NamedTuple):
+    """An entry that was appended, and where it ends."""
+
+    entry: Entry
+    end_offset: int
+
+
+class JournalStore:
+    """The journal of a master. Used by the broker's loop only."""
+
+    def __init__(self, partition: Partition, ids: BatchIds, appender: Appender) -> None:
+        self.partition = partition
+        self._ids = ids
+        self._appender = appender
+        self._last_read: tuple[int, list[memoryview]] = -1, []
+
+    @property
+    def end_lsn(self) -> int:
+        """The LSN that the next entry begins with."""
+        return self.partition.log.end_offset
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that is kept."""
+        return self.partition.log.size_bytes
+
+    def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
+        """Appends an entry; it is not durable yet. Raises StorageError, CorruptData, MessageTooLarge."""
+        log = self.partition.log
+        values = [pack(records), *bodies]
+        batch = memoryview(encode(values, base_timestamp_us=time.time_ns() // 1000))  # type: ignore[arg-type]
+        lsn, position = log.end_offset, log.end_position
+        end_offset = self._appender.append(self.partition, batch, read_header(batch), None)
+        return Written(Entry(lsn, position, records, [len(body) for body in bodies]), end_offset)
+
+    def when_durable(self, written: Written, done: Done) -> None:
+        """Calls `done` once the entry cannot be lost, or with why nobody knows; perhaps at once."""
+        self._appender.when_durable(self.partition, written.end_offset, done)
+
+    def body(self, body: Body) -> bytearray:
+        """A copy of a batch that was sent. Raises CorruptData, StorageError."""
+        position, values = self._last_read
+        if position != body.position:
+            run = self.partition.log.read_position(body.position, HEADER_BYTES)
+            _at, header = next(iter(walk(run.data)))
+            values = _values(run.data, header)
+            self._last_read = body.position, values
+        return bytearray(values[body.number])
+
+
+def read_journal(partition: Partition) -> Iterator[Entry]:
+    """All entries of a journal, oldest first. Raises CorruptData, StorageError."""
+    log = partition.log
+    position = log.start_position
+    while position < log.end_position:
+        run = log.read_position(position, READ_BYTES)
+        for at, header in walk(run.data):
+            values = _values(run.data[at : at + header.size], header)
+            sizes = [len(value) for value in values[1:]]
+            yield Entry(header.base_offset, position + at, unpack(bytes(values[0]), len(sizes)), sizes)
+        position = run.end_position
+
+
+def _values(batch: memoryview, header: BatchHeader) -> list[memoryview]:
+    column = decode(batch, header).values
+    offsets = column.offsets.tolist()
+    return [column.data[start:end] for start, end in pairwise(offsets)]

@@ -1,0 +1,343 @@
+"""TransactionalCommandProcessor: carries out what clients ask of branches, while this replica is the master.
+
+    request ─▶ one at a time of a branch ─▶ ask the store ─▶ write to the journal ─▶ wait, if it is to be durable
+                                                                                        │
+    answer ◀── next verb ◀── bring a commit into its partitions ◀── the state changes ◀─┘
+
+A term begins with the journal: it is read, what was not prepared is dropped, and what a former master committed is
+brought into the partitions, all before anybody is let in. What the journal was told and a term's end overtook is
+answered as unknown: the next master finds it there, or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from metamq.broker.flusher import Flusher
+from metamq.broker.partition import BatchIds, Partition
+from metamq.broker.topics import Topics
+from metamq.broker.transactions.commits import Commits
+from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, JournalStore, Written, read_journal
+from metamq.broker.transactions.term import Connection, Term, Work
+from metamq.broker.transactions.upkeep import Upkeep, guards_of, state_of
+from metamq.errors import Fenced, MetamqError, OutcomeUnknown, ProtocolError, StorageError, TransactionError, TryLater
+from metamq.tx.store.records import Commit, Heuristic, Place, Record
+from metamq.tx.store.table import State
+from metamq.tx.store.verbs import Asked, JournalTransactionStore, Limits, Step
+from metamq.wire import status
+from metamq.wire.commands import PutEntry, unpack, unpack_list
+from metamq.wire.connection import Request
+from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
+from metamq.wire.xa import Verb, XACode, Xid
+from metamq.words import count
+
+log = logging.getLogger("metamq.broker")
+
+SESSION_CHARS_MAX = 64
+VERBS_MAX = 8
+GRACE_S = 5.0
+"""So long a session whose connection is lost may come back, before what it works in is given up."""
+PAGE = 1000
+"""Branches in one answer."""
+READ_SLICE_S = 0.02
+
+
+Check = Callable[[PutEntry, memoryview], Place]
+
+
+class TransactionalCommandProcessor:
+    """Used by the broker's loop only."""
+
+    def __init__(
+        self,
+        broker_id: int,
+        topics: Topics,
+        flusher: Flusher,
+        ids: BatchIds,
+        appender: Appender,
+        check: Check,
+        failed: Callable[[MetamqError], None],
+    ) -> None:
+        """`check` looks at a batch that came, and says where it is to go. `failed`: the broker has to end."""
+        self.limits = Limits()
+        self.upkeep = Upkeep(topics, flusher)
+        self.grace_s = GRACE_S
+        self._broker_id = broker_id
+        self._topics = topics
+        self._ids = ids
+        self._appender = appender
+        self._check = check
+        self._failed = failed
+        self._term: Term | None = None
+        self._not_ready: MetamqError = Fenced(f"broker {broker_id}", "it is starting")
+
+    # -- terms --------------------------------------------------------------------------------------------------------
+
+    def _journal_partition(self) -> Partition:
+        return self._topics.find(TOPIC, TOPIC_ID, 0)
+
+    async def begin_term(self, epoch: int, generation: int) -> None:
+        """Takes over from the former master. Nobody reads or writes meanwhile. Raises StorageError."""
+        try:
+            partition = self._journal_partition()
+            journal = JournalStore(partition, self._ids, self._appender)
+            store = JournalTransactionStore(epoch, self.limits)
+            await self._in_slices(read_journal(partition), store.journal.apply)
+        except StorageError:
+            raise
+        except MetamqError as error:
+            self._not_ready = error
+            log.critical("there are no transactions at broker %d: %s", self._broker_id, error)
+            return
+        dropped = store.journal.drop_unprepared()
+        commits = Commits(journal, self._topics, self._appender)
+        if store.journal.mark.generation != generation:  # positions may mean something else now
+            store.journal.mark = store.journal.mark._replace(ends=[])
+        brought: list[int] = []
+        await self._in_slices(commits.redo(store.journal), brought.append)
+        if dropped or sum(brought):
+            log.info(
+                "transactions: %s of a former master brought to an end, %s not prepared and dropped",
+                count(sum(1 for number in brought if number), "commit"), count(len(dropped), "branch"),
+            )  # fmt: skip
+        self._term = Term(store, journal, commits, generation)
+
+    async def _in_slices(self, steps: Any, take: Callable[[Any], object]) -> None:
+        """Goes through an iterator without holding up the loop."""
+        until = time.monotonic() + READ_SLICE_S
+        for step in steps:
+            take(step)
+            if time.monotonic() > until:
+                await asyncio.sleep(0)
+                until = time.monotonic() + READ_SLICE_S
+
+    def end_term(self, reason: MetamqError) -> None:
+        """This replica is not the master any more: answers all that wait."""
+        term, self._term, self._not_ready = self._term, None, reason
+        if term is not None:
+            for queue in term.queues.values():
+                for number, work in enumerate(queue):
+                    # The first is under way, and may be in the journal.
+                    work.connection.answer_error(work.request, reason if number else reason.with_unknown_outcome())
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def tx(self, request: Request, connection: Connection) -> None:
+        """Takes a TX. Raises ProtocolError, Fenced, and what is wrong with a batch: nothing is done then."""
+        term = self._ready()
+        header = unpack(Tx, request.header)
+        try:
+            work = Work(request, connection, header, Xid.unpack(header.xid))
+        except ValueError as error:
+            raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
+        if not 0 < len(header.verbs) <= VERBS_MAX or len(header.session) > SESSION_CHARS_MAX:
+            raise ProtocolError(f"a TX has 1 to {VERBS_MAX} verbs, and a session of {SESSION_CHARS_MAX} characters")
+        if header.verbs.count(Verb.SEND) > 1 or bool(header.entries) != (Verb.SEND in header.verbs):
+            raise ProtocolError("a TX has one SEND with batches, or neither")
+        self._take_bodies(work)
+        term.sessions[header.session] = connection
+        queue = term.queues.setdefault(work.xid, deque())
+        queue.append(work)
+        if len(queue) == 1:
+            self._run(term, work)
+
+    def _take_bodies(self, work: Work) -> None:
+        entries = unpack_list(PutEntry, work.header.entries)
+        body = work.request.body
+        if sum(entry.size for entry in entries) != len(body) or any(entry.size <= 0 for entry in entries):
+            raise ProtocolError(f"the batches' sizes do not add up to the body's {len(body)} bytes")
+        places, at = [], 0
+        for entry in entries:
+            batch = body[at : at + entry.size]
+            at += entry.size
+            places.append(self._check(entry, batch))
+            work.bodies.append(batch)
+        work.places = tuple(places)
+
+    def _history(self, term: Term) -> str:
+        return f"{self._broker_id}:{term.generation}"
+
+    def _ready(self) -> Term:
+        if self._term is None:
+            raise self._not_ready.with_traceback(None)
+        return self._term
+
+    def _run(self, term: Term, work: Work) -> None:
+        """Carries out a request's verbs, up to the first that has to wait."""
+        while work.verbs and term is self._term:
+            verb = work.verbs[0]
+            try:
+                if self._one(term, work, verb):
+                    return
+            except TransactionError as error:
+                self._refused(work, error)
+                break
+            except MetamqError as error:
+                if isinstance(error, StorageError) and not error.retriable:
+                    self._failed(error)
+                self._refused(work, error)
+                break
+            work.verbs.popleft()
+        if term is self._term:
+            self._finish(term, work)
+
+    def _one(self, term: Term, work: Work, verb: Verb) -> bool:
+        """Carries out a verb; True when its record is on its way, and _durable() follows. Raises its error."""
+        header, now_us = work.header, time.time_ns() // 1000
+        epoch = work.results[-1].epoch if work.results else header.epoch
+        asked = Asked(
+            verb, work.xid, epoch, header.session, header.timeout_ms / 1000, header.messages, header.first, work.places,
+            owner=header.session,
+        )  # fmt: skip
+        if verb in (Verb.START, Verb.SEND) and term.journal.size_bytes > self.limits.journal_bytes:
+            raise TryLater(
+                work.xid, XACode.RMERR, f"the journal has {term.journal.size_bytes:,} bytes, the most allowed"
+            )
+        step = term.store.ask(asked, time.monotonic(), now_us)
+        if step.error is not None:
+            raise step.error
+        if step.record is None:
+            self._done(work, step)
+            return False
+        record = self._with_ids(term, step.record)
+        written = term.journal.append([record], work.bodies if verb is Verb.SEND else [])
+        if not step.durable:
+            term.store.written(written.entry)
+            self._done(work, step)
+            return False
+        branch = term.store.branches[work.xid]
+        branch.busy = True
+        term.in_flight.add(written.entry.lsn)
+        term.journal.when_durable(written, lambda error: self._durable(term, work, step, written, error))
+        return True
+
+    def _with_ids(self, term: Term, record: Record) -> Record:
+        if isinstance(record, Commit) or (isinstance(record, Heuristic) and record.commit):
+            bodies = len(term.store.branches[record.branch.xid].bodies)
+            return record._replace(first_batch_id=self._ids.reserve(bodies))
+        return record
+
+    def _durable(self, term: Term, work: Work, step: Step, written: Written, error: MetamqError | None) -> None:
+        """The record cannot be lost any more; or nobody knows, by an error."""
+        term.in_flight.discard(written.entry.lsn)
+        if term is not self._term:  # its end has answered
+            return
+        branch = term.store.branches.get(work.xid)
+        if branch is not None:
+            branch.busy = False
+        term.store.written(written.entry)
+        committed = term.store.journal.unmarked.get(written.entry.lsn)
+        if committed is not None:
+            try:
+                term.commits.bring(committed)
+            except MetamqError as failure:
+                self._failed(failure)
+                return
+        if error is not None:
+            self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, error.problem))
+            self._finish(term, work)
+            return
+        self._done(work, step)
+        work.verbs.popleft()
+        self._run(term, work)
+
+    def _done(self, work: Work, step: Step) -> None:
+        assert step.answer is not None
+        work.results.append(TxResult(status.OK, step.answer.code, step.answer.epoch, None))
+
+    def _refused(self, work: Work, error: MetamqError) -> None:
+        code = error.code if isinstance(error, TransactionError) else XACode.RMERR
+        number, fields = status.encode_error(error)
+        work.results.append(TxResult(number, code, 0, fields))
+
+    def _finish(self, term: Term, work: Work) -> None:
+        """Answers a request, and begins with the next of its branch."""
+        work.connection.answer(work.request, TxReply(self._history(term), work.results))
+        self._note_session(term, work)
+        queue = term.queues[work.xid]
+        queue.popleft()
+        if queue:
+            self._run(term, queue[0])
+        else:
+            del term.queues[work.xid]
+
+    def _note_session(self, term: Term, work: Work) -> None:
+        """Keeps in mind in which branches a session works, and none that works in nothing."""
+        session, branch = work.header.session, term.store.branches.get(work.xid)
+        xids = term.xids_of.setdefault(session, set())
+        if branch is not None and branch.state in (State.ACTIVE, State.IDLE):
+            xids.add(work.xid)
+        else:
+            xids.discard(work.xid)
+        if not xids:
+            del term.xids_of[session]
+            term.sessions.pop(session, None)
+
+    def branches(self, request: Request, connection: Connection) -> None:
+        """Answers a BRANCHES: a page of what is open. Raises Fenced."""
+        term = self._ready()
+        asked = unpack(Branches, request.header)
+        promised = (State.PREPARED, State.HEURISTIC)
+        behind = [branch for branch in term.store.branches.values() if branch.epoch > asked.after_epoch]
+        wanted = sorted((b for b in behind if asked.all or b.state in promised), key=lambda branch: branch.epoch)
+        page = [
+            BranchInfo([*b.xid], b.epoch, b.state.value, b.owner, b.messages, b.bytes, b.prepared_us)
+            for b in wanted[:PAGE]
+        ]
+        connection.answer(request, BranchesReply(self._history(term), page, len(wanted) > PAGE))
+
+    # -- what happens by itself ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keeps the journal short, for ever. Raises StorageError."""
+        while True:
+            await asyncio.sleep(self.upkeep.mark_s)
+            if (term := self._term) is None:
+                continue
+            try:
+                if term.store.journal.unmarked:
+                    await self.upkeep.mark(term)
+                await self.upkeep.shorten(term)
+            except StorageError:
+                raise
+            except MetamqError as error:  # the term ended meanwhile, or replicas are missing: later
+                log.info("the transaction journal is not cut at present: %s", error)
+
+    async def kept(self, generation: int) -> tuple[int, Callable[[Partition], int | None]]:
+        """(up to which offset the journal is not needed, from which byte on a partition is), on whatever replica."""
+        if self._term is not None:
+            return self._term.needed_lsn, guards_of(self._term.store.journal, self._term.generation)
+        try:
+            partition = self._journal_partition()
+            state = await state_of(partition)
+        except StorageError:
+            raise
+        except MetamqError:
+            return 0, lambda partition: 0
+        return state.first_needed_lsn(state.mark.lsn), guards_of(state, generation)
+
+    def tick(self, now_s: float) -> None:
+        """Lets time pass."""
+        if self._term is not None:
+            for branch in self._term.store.expire(now_s):
+                log.info("branch %s of %s is rolled back: %s", branch.xid, branch.owner, branch.rolled_back_reason)
+
+    def connection_lost(self, connection: Connection) -> None:
+        """Gives its sessions a while to come back."""
+        term = self._term
+        if term is None:
+            return
+        for session in [session for session, known in term.sessions.items() if known is connection]:
+            asyncio.get_running_loop().call_later(self.grace_s, self._session_lost, term, session, connection)
+
+    def _session_lost(self, term: Term, session: str, connection: Connection) -> None:
+        if term is self._term and term.sessions.get(session) is connection:
+            del term.sessions[session]
+            term.xids_of.pop(session, None)
+            for branch in term.store.session_lost(session):
+                log.info("branch %s is rolled back: %s", branch.xid, branch.rolled_back_reason)

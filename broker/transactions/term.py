@@ -1,0 +1,63 @@
+"""What there is of transactions while a replica is the master, and a request on its way."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+from metamq.broker.transactions.commits import Commits
+from metamq.broker.transactions.journal import JournalStore
+from metamq.errors import MetamqError
+from metamq.tx.store.records import Place
+from metamq.tx.store.verbs import JournalTransactionStore
+from metamq.wire.connection import Request
+from metamq.wire.tx_commands import Tx, TxResult
+from metamq.wire.xa import Verb, Xid
+
+
+class Connection(Protocol):
+    """Where a request came from."""
+
+    def answer(self, request: Request, header: Any) -> None:
+        """Answers a request."""
+
+    def answer_error(self, request: Request, error: MetamqError) -> None:
+        """Answers a request with an error."""
+
+
+class Work:
+    """A request that is carried out, verb by verb."""
+
+    __slots__ = ("bodies", "connection", "header", "places", "request", "results", "verbs", "xid")
+
+    def __init__(self, request: Request, connection: Connection, header: Tx, xid: Xid) -> None:
+        self.request = request
+        self.connection = connection
+        self.header = header
+        self.xid = xid
+        self.verbs = deque(Verb(number) for number in header.verbs)
+        self.places: tuple[Place, ...] = ()
+        self.bodies: list[memoryview] = []
+        self.results: list[TxResult] = []
+
+
+class Term:
+    """What ends with the term."""
+
+    def __init__(
+        self, store: JournalTransactionStore, journal: JournalStore, commits: Commits, generation: int
+    ) -> None:
+        self.store = store
+        self.journal = journal
+        self.commits = commits
+        self.generation = generation
+        self.queues: dict[Xid, deque[Work]] = {}
+        """Requests by branch: the first is under way."""
+        self.in_flight: set[int] = set()
+        """LSNs of entries that are not durable yet."""
+        self.sessions: dict[str, Connection] = {}
+        """Where each session that works in something was heard of last."""
+        self.xids_of: dict[str, set[Xid]] = {}
+        """What it works in, or has begun and not prepared yet."""
+        self.needed_lsn = journal.partition.log.start_offset
+        """What lies before it in the journal may be removed."""

@@ -1,0 +1,127 @@
+"""What a restart finds in the journal is what was there: the same fold, over any history and from any beginning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from metamq.tx.store.fold import Entry, JournalState
+from metamq.tx.store.records import Add, Mark, Move, Moved, Place, Record, pack, unpack
+from metamq.tx.store.table import State
+from metamq.tx.store.verbs import Asked, JournalTransactionStore
+from metamq.wire.xa import Verb, Xid
+
+XIDS = [Xid(1, b"a"), Xid(1, b"b"), Xid(1, b"c", b"q")]
+PLACES = [Place("orders", "0123456789abcdef", 0, 2), Place("orders", "0123456789abcdef", 1, 5)]
+SESSIONS = ["s", "t"]
+
+
+def essence(state: JournalState) -> Any:
+    """What has to survive: promises, decisions, what is remembered, what may still have to be brought."""
+    kept = {
+        branch.xid: (
+            branch.epoch, branch.state, [body.place for body in branch.bodies], branch.messages, branch.heuristic_commit
+        )
+        for branch in state.branches.values()
+        if branch.state in (State.PREPARED, State.HEURISTIC)
+    }  # fmt: skip
+    commits = [(c.branch, [body.place for body in c.bodies], c.first_batch_id) for c in state.unmarked.values()]
+    return kept, dict(state.memory.items()), commits
+
+
+class Journal(RuleBasedStateMachine):
+    """A store whose records go to a list, which is cut as the broker cuts its log."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.store = JournalTransactionStore(1)
+        self.entries: list[Entry] = []
+        self.lsn = 0
+        self.ids = 0
+        self.sent: dict[tuple[str, Xid], int] = {}
+
+    def _write(self, records: list[Record], bodies: int = 0) -> None:
+        packed = unpack(pack(records), bodies)
+        assert packed == records
+        entry = Entry(self.lsn, self.lsn * 1000, packed, [10] * bodies)
+        self.lsn += 1 + bodies
+        self.entries.append(entry)
+        self.store.written(entry)
+
+    @rule(
+        verb=st.sampled_from(list(Verb)),
+        xid=st.sampled_from(XIDS),
+        session=st.sampled_from(SESSIONS),
+        count=st.integers(1, 2),
+    )
+    def ask(self, verb: Verb, xid: Xid, session: str, count: int) -> None:
+        branch = self.store.branches.get(xid)
+        association = branch.sessions.get(session) if branch is not None else None
+        places = tuple(PLACES[:count]) if verb is Verb.SEND else ()
+        first = association.sent if association is not None else 0
+        step = self.store.ask(Asked(verb, xid, session=session, places=places, first=first, owner=session), 0.0, 7)
+        if step.record is None:
+            return
+        record = step.record
+        if hasattr(record, "first_batch_id"):
+            self.ids += 10
+            record = record._replace(first_batch_id=self.ids)
+        self._write([record], len(places))
+
+    @rule(xid=st.sampled_from(XIDS), count=st.integers(1, 2))
+    def promise(self, xid: Xid, count: int) -> None:
+        """As an application does: what is drawn at random gets there too seldom."""
+        for verb in (Verb.START, Verb.SEND, Verb.END, Verb.PREPARE):
+            self.ask(verb, xid, "s", count)
+
+    @rule()
+    def mark(self) -> None:
+        state = self.store.journal
+        self._write([Mark(self.lsn, 1, [("orders", "0123456789abcdef", 0, 4)], list(state.memory.items()))])
+
+    @rule(xid=st.sampled_from(XIDS), whole=st.booleans())
+    def move(self, xid: Xid, whole: bool) -> None:
+        branch = self.store.branches.get(xid)
+        if branch is None or branch.state not in (State.PREPARED, State.HEURISTIC):
+            return
+        heuristic = 0 if branch.state is not State.HEURISTIC else 1 if branch.heuristic_commit else 2
+        places = [body.place for body in branch.bodies]
+        self._write([Move(branch.key, branch.prepared_us, heuristic, branch.messages, branch.owner)])
+        if places:
+            self._write([Add(branch.key, 0, places, branch.owner)], len(places))
+        if whole:
+            self._write([Moved(branch.key)])
+        else:  # a new master begins in the middle of it
+            self.restart()
+
+    @rule()
+    def cut(self) -> None:
+        marks = [entry.lsn for entry in self.entries if any(isinstance(record, Mark) for record in entry.records)]
+        if marks:
+            needed = self.store.journal.first_needed_lsn(marks[-1])
+            self.entries = [entry for entry in self.entries if entry.lsn >= needed]
+
+    @rule()
+    def restart(self) -> None:
+        epoch = self.store.journal.epoch_max >> 32
+        self.store = JournalTransactionStore(epoch + 1)
+        for entry in self.entries:
+            self.store.journal.apply(entry)
+        self.store.journal.drop_unprepared()
+
+    @invariant()
+    def a_restart_finds_what_is_there(self) -> None:
+        found = JournalState()
+        for entry in self.entries:
+            found.apply(entry)
+        found.drop_unprepared()
+        assert essence(found) == essence(self.store.journal)
+
+
+TestJournal = Journal.TestCase
+TestJournal.settings = settings(
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,284 @@
+"""Each verb in each state gives exactly the code of the XA specification's table, and the state that follows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from metamq.errors import TransactionError
+from metamq.tx.store.fold import Entry
+from metamq.tx.store.records import Place
+from metamq.tx.store.table import State
+from metamq.tx.store.verbs import Answer, Asked, JournalTransactionStore
+from metamq.wire.xa import Verb, XACode, Xid
+
+XID = Xid(1, b"g", b"b")
+PLACE = Place("orders", "0123456789abcdef", 0, 3)
+OK, RDONLY, NOTA, PROTO, DUPID = XACode.OK, XACode.RDONLY, XACode.NOTA, XACode.PROTO, XACode.DUPID
+RB, HEURCOM = XACode.RBROLLBACK, XACode.HEURCOM
+
+# After xa_start ... xa_forget of chapter 6, restated: (code, the state that follows).
+EXPECTED: dict[State, dict[Verb, tuple[XACode, State]]] = {
+    State.NONE: {
+        Verb.START: (OK, State.ACTIVE),
+        **{verb: (NOTA, State.NONE) for verb in Verb if verb is not Verb.START},
+    },
+    State.ACTIVE: {
+        Verb.START: (DUPID, State.ACTIVE),
+        Verb.JOIN: (OK, State.ACTIVE),
+        Verb.RESUME: (OK, State.ACTIVE),
+        Verb.SEND: (OK, State.ACTIVE),
+        Verb.END: (OK, State.IDLE),
+        Verb.FAIL: (OK, State.ROLLBACK_ONLY),
+        Verb.SUSPEND: (OK, State.IDLE),
+        Verb.FORGET: (NOTA, State.ACTIVE),
+        Verb.RESOLVE: (NOTA, State.NONE),
+    },
+    State.IDLE: {
+        Verb.START: (DUPID, State.IDLE),
+        Verb.JOIN: (OK, State.ACTIVE),
+        Verb.RESUME: (OK, State.ACTIVE),
+        Verb.END: (OK, State.IDLE),
+        Verb.FAIL: (OK, State.ROLLBACK_ONLY),
+        Verb.PREPARE: (OK, State.PREPARED),
+        Verb.COMMIT_ONE_PHASE: (OK, State.NONE),
+        Verb.ROLLBACK: (OK, State.NONE),
+        Verb.FORGET: (NOTA, State.IDLE),
+        Verb.RESOLVE: (NOTA, State.NONE),
+    },
+    State.PREPARED: {
+        Verb.START: (DUPID, State.PREPARED),
+        Verb.COMMIT: (OK, State.NONE),
+        Verb.ROLLBACK: (OK, State.NONE),
+        Verb.HEURISTIC_COMMIT: (OK, State.HEURISTIC),
+        Verb.HEURISTIC_ROLLBACK: (OK, State.HEURISTIC),
+        Verb.FORGET: (NOTA, State.PREPARED),
+    },
+    State.ROLLBACK_ONLY: {
+        Verb.START: (DUPID, State.ROLLBACK_ONLY),
+        **dict.fromkeys(
+            (Verb.JOIN, Verb.RESUME, Verb.SEND, Verb.END, Verb.FAIL, Verb.SUSPEND), (RB, State.ROLLBACK_ONLY)
+        ),
+        Verb.PREPARE: (RB, State.NONE),
+        Verb.COMMIT_ONE_PHASE: (RB, State.NONE),
+        Verb.ROLLBACK: (OK, State.NONE),
+        Verb.FORGET: (NOTA, State.ROLLBACK_ONLY),
+        Verb.RESOLVE: (NOTA, State.NONE),
+    },
+    State.HEURISTIC: {
+        Verb.START: (DUPID, State.HEURISTIC),
+        **dict.fromkeys(
+            (Verb.COMMIT, Verb.ROLLBACK, Verb.HEURISTIC_COMMIT, Verb.HEURISTIC_ROLLBACK, Verb.RESOLVE),
+            (HEURCOM, State.HEURISTIC),
+        ),
+        Verb.FORGET: (OK, State.NONE),
+    },
+}
+
+SUSPENDED = {(Verb.RESUME, State.ACTIVE), (Verb.RESUME, State.IDLE), (Verb.END, State.IDLE), (Verb.FAIL, State.IDLE)}
+"""What is allowed there to a session that has suspended its work."""
+
+
+class Driver:
+    """A store whose journal is always written at once."""
+
+    def __init__(self) -> None:
+        self.store = JournalTransactionStore(1)
+        self.lsn = 0
+
+    def do(self, verb: Verb, session: str = "a", now_s: float = 0.0, **fields: object) -> XACode:
+        asked = Asked(verb, XID, session=session, **fields)  # type: ignore[arg-type]
+        if verb is Verb.SEND and "places" not in fields:
+            asked = asked._replace(places=(PLACE,))
+        step = self.store.ask(asked, now_s, 1)
+        if step.record is not None:
+            self.store.written(Entry(self.lsn, self.lsn * 100, [step.record], [50] * len(asked.places)))
+            self.lsn += 1
+        if step.error is not None:
+            assert step.answer is None
+            return XACode(step.error.code)
+        assert isinstance(step.answer, Answer)
+        return step.answer.code
+
+    @property
+    def state(self) -> State:
+        branch = self.store.branches.get(XID)
+        return branch.state if branch is not None else State.NONE
+
+    def bring_to(self, state: State, *, suspended: bool = False) -> None:
+        """Session "a" has sent three messages, and works in it where anybody does."""
+        ways = {
+            State.NONE: [],
+            State.ACTIVE: [Verb.START, Verb.SEND],
+            State.IDLE: [Verb.START, Verb.SEND, Verb.END],
+            State.PREPARED: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE],
+            State.ROLLBACK_ONLY: [Verb.START, Verb.SEND, Verb.FAIL],
+            State.HEURISTIC: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE, Verb.HEURISTIC_COMMIT],
+        }
+        way = list(ways[state])
+        if suspended:
+            way = [Verb.START, Verb.SEND, Verb.SUSPEND]
+        for verb in way:
+            assert self.do(verb) == OK
+        if suspended and state is State.ACTIVE:
+            assert self.do(Verb.JOIN, session="b") == OK
+        assert self.state is state
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("verb", Verb)
+def test_every_verb_in_every_state(verb: Verb, state: State) -> None:
+    driver = Driver()
+    driver.bring_to(state, suspended=(verb, state) in SUSPENDED)
+    code, follows = EXPECTED[state].get(verb, (PROTO, state))
+    if (verb, state) == (Verb.JOIN, State.ACTIVE):
+        assert driver.do(verb, session="another") == code
+    elif verb is Verb.SEND:
+        assert driver.do(verb, first=1) == code
+    else:
+        assert driver.do(verb) == code
+    if (verb, state) == (Verb.FAIL, State.ACTIVE) or (verb, state) == (Verb.FAIL, State.IDLE):
+        assert follows is State.ROLLBACK_ONLY
+    assert driver.state is follows
+
+
+def test_nothing_of_the_table_is_left_out() -> None:
+    assert len(list(itertools.product(Verb, State))) == 15 * 6
+    assert sum(len(row) for row in EXPECTED.values()) > 50
+
+
+def test_a_suspended_branch_is_not_prepared() -> None:
+    driver = Driver()
+    driver.bring_to(State.IDLE, suspended=True)
+    assert driver.do(Verb.PREPARE) == PROTO
+    assert driver.do(Verb.END) == OK
+    assert driver.do(Verb.PREPARE) == OK
+
+
+def test_who_did_not_begin_or_join_may_neither_send_nor_end() -> None:
+    driver = Driver()
+    driver.bring_to(State.ACTIVE)
+    assert driver.do(Verb.SEND, session="b") == PROTO
+    assert driver.do(Verb.END, session="b") == PROTO
+    assert driver.do(Verb.RESUME, session="b") == PROTO
+    assert driver.do(Verb.JOIN) == PROTO
+    assert driver.state is State.ACTIVE
+
+
+def test_a_branch_without_messages_is_read_only_and_writes_nothing() -> None:
+    driver = Driver()
+    for verb, code in ((Verb.START, OK), (Verb.END, OK), (Verb.PREPARE, RDONLY), (Verb.COMMIT, NOTA)):
+        assert driver.do(verb) == code
+    assert driver.lsn == 0
+
+
+def test_a_lost_message_is_found_when_it_is_prepared() -> None:
+    driver = Driver()
+    driver.bring_to(State.IDLE)
+    assert driver.do(Verb.PREPARE, messages=5) == XACode.RBPROTO
+    assert driver.state is State.NONE or driver.do(Verb.ROLLBACK) == OK
+
+
+def test_a_batch_is_taken_once_and_in_order() -> None:
+    driver = Driver()
+    driver.bring_to(State.ACTIVE)
+    assert driver.do(Verb.SEND, first=0) == OK  # its answer was lost
+    assert driver.store.branches[XID].messages == 3
+    assert driver.do(Verb.SEND, first=2) == PROTO  # the one before was lost
+    assert driver.do(Verb.SEND, first=1) == OK
+    assert driver.store.branches[XID].messages == 6
+
+
+def test_a_commit_can_be_repeated_and_its_id_is_not_taken_again() -> None:
+    driver = Driver()
+    driver.bring_to(State.PREPARED)
+    assert driver.do(Verb.COMMIT) == OK
+    assert driver.do(Verb.COMMIT) == OK
+    assert driver.do(Verb.START) == DUPID
+    assert driver.do(Verb.ROLLBACK) == NOTA
+    step = driver.store.ask(Asked(Verb.ROLLBACK, XID), 0.0, 1)
+    assert step.error is not None
+    assert step.error.finished == "committed"  # type: ignore[attr-defined]
+
+
+def test_what_is_meant_for_an_earlier_use_of_the_id_does_nothing() -> None:
+    driver = Driver()
+    driver.bring_to(State.PREPARED)
+    first = driver.store.branches[XID].epoch
+    assert driver.do(Verb.ROLLBACK) == OK
+    driver.bring_to(State.PREPARED)
+    assert driver.store.branches[XID].epoch > first
+    for verb in (Verb.COMMIT, Verb.ROLLBACK):
+        assert driver.do(verb, epoch=first) == PROTO
+    assert driver.state is State.PREPARED
+
+
+def test_what_was_resolved_as_not_committed_never_will_be() -> None:
+    driver = Driver()
+    driver.bring_to(State.IDLE)
+    assert driver.do(Verb.RESOLVE) == NOTA
+    assert driver.do(Verb.START) == DUPID  # it was on its way
+
+
+def test_what_was_committed_is_resolved_so() -> None:
+    driver = Driver()
+    driver.bring_to(State.IDLE)
+    assert driver.do(Verb.COMMIT_ONE_PHASE) == OK
+    assert driver.do(Verb.RESOLVE) == OK
+
+
+def test_time_ends_what_is_not_prepared_and_nothing_else() -> None:
+    driver = Driver()
+    driver.do(Verb.START, timeout_s=5)
+    driver.do(Verb.SEND)
+    driver.do(Verb.END)
+    assert driver.store.expire(4.9) == []
+    assert len(driver.store.expire(5.0)) == 1
+    assert driver.do(Verb.PREPARE) == XACode.RBTIMEOUT
+    assert driver.state is State.NONE
+    driver.bring_to(State.PREPARED)
+    assert driver.store.expire(1e9) == []
+    assert driver.do(Verb.COMMIT) == OK
+
+
+def test_why_a_branch_was_given_up_is_kept_for_an_hour() -> None:
+    driver = Driver()
+    driver.do(Verb.START, timeout_s=5)
+    driver.store.expire(5.0)
+    driver.store.expire(6.0)
+    assert driver.state is State.ROLLBACK_ONLY
+    driver.store.expire(6.0 + 3600)
+    assert driver.state is State.NONE
+
+
+def test_a_lost_session_ends_its_branches_but_not_the_prepared_ones() -> None:
+    driver = Driver()
+    driver.bring_to(State.ACTIVE)
+    assert driver.store.session_lost("b") == []
+    assert len(driver.store.session_lost("a")) == 1
+    assert driver.do(Verb.SEND, first=1) == XACode.RBCOMMFAIL
+    assert driver.do(Verb.ROLLBACK) == OK
+    driver.bring_to(State.PREPARED)
+    assert driver.store.session_lost("a") == []
+    assert driver.state is State.PREPARED
+
+
+def test_what_is_being_made_durable_is_left_alone() -> None:
+    driver = Driver()
+    driver.do(Verb.START, timeout_s=5)
+    driver.store.branches[XID].busy = True
+    assert driver.store.expire(100.0) == []
+    assert driver.store.session_lost("a") == []
+
+
+def test_errors_name_the_branch_and_travel() -> None:
+    from metamq.wire import status
+
+    driver = Driver()
+    step = driver.store.ask(Asked(Verb.COMMIT, XID), 0.0, 1)
+    assert isinstance(step.error, TransactionError)
+    assert str(XID) in str(step.error)
+    travelled = status.decode_error(*status.encode_error(step.error))
+    assert type(travelled) is type(step.error)
+    assert (travelled.code, str(travelled)) == (step.error.code, str(step.error))  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""The application's side of transactions: XAResource and the faces that stand on it."""

@@ -1,0 +1,187 @@
+"""What every face of transactions stands on: verbs of a branch, carried to its broker, and what an answer means.
+
+    no answer to                        means
+    START, SEND, END                    the branch may be there; it is rolled back after its time, or by its owner
+    PREPARE                             OutcomeUnknown: recover() tells once the broker is there again
+    COMMIT, ROLLBACK, FORGET            asked again until `timeout_s` is over: each may be repeated; then OutcomeUnknown
+    COMMIT_ONE_PHASE                    RESOLVE is asked: it was committed, or it never will be
+
+A network time-out is never taken for a roll back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from metamq.client.cluster import Cluster
+from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
+from metamq.tx.app.staging import Encoded
+from metamq.wire import status
+from metamq.wire.commands import Command
+from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
+from metamq.wire.xa import Verb, XACode, Xid
+
+ANSWER_S = 10.0
+RETRY_S = 0.1
+PERSISTENT = frozenset({Verb.COMMIT, Verb.ROLLBACK, Verb.FORGET, Verb.RESOLVE})
+"""Verbs that are asked again when no answer comes."""
+
+
+class BranchDescription(NamedTuple):
+    """A branch that waits for its end, as its broker knows it."""
+
+    xid: Xid
+    broker_id: int
+    epoch: int
+    """Which use of the id it is."""
+    state: str
+    """"prepared", "heuristically completed", ..."""
+    owner: str
+    messages: int
+    bytes: int
+    prepared_us: int
+    """Microseconds since 1970; 0 when it is not prepared."""
+    history: str
+    """Of the broker: another one than before means that what was acknowledged may be gone."""
+
+
+class Branch:
+    """A branch as who works in it knows it."""
+
+    def __init__(self, xid: Xid, broker_id: int, session: str) -> None:
+        self.xid = xid
+        self.broker_id = broker_id
+        self.session = session
+        self.epoch = 0
+        self.batches = 0
+        """That this session has sent."""
+        self.messages = 0
+        self.history = ""
+
+
+def new_session() -> str:
+    """A name that nobody else has."""
+    return secrets.token_hex(8)
+
+
+class TxClient:
+    """Asks brokers. For one loop."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def ask(
+        self,
+        branch: Branch,
+        verbs: Sequence[Verb],
+        batches: Sequence[Encoded] = (),
+        *,
+        timeout_s: float = ANSWER_S,
+        branch_timeout_s: float = 0.0,
+        messages: int = -1,
+    ) -> XACode:
+        """Has verbs carried out, in this order up to the first that fails; returns the code of the last.
+
+        Raises the TransactionError of the verb that failed; OutcomeUnknown when no answer came within `timeout_s`;
+        ConnectError, Fenced when it was certainly not done.
+        """
+        header = Tx(
+            [*branch.xid], branch.epoch, branch.session, [*map(int, verbs)], int(branch_timeout_s * 1000), messages,
+            branch.batches, [one.entry for one in batches],
+        )  # fmt: skip
+        bodies = [one.batch for one in batches]
+        deadline_s = time.monotonic() + timeout_s
+        unsure: MetamqError | None = None
+        while True:
+            try:
+                reply = await self._once(branch, header, bodies, deadline_s)
+                break
+            except MetamqError as error:
+                if isinstance(error, TransactionError):
+                    raise
+                if error.outcome == "unknown":
+                    unsure = error
+                again = error.retriable and (unsure is None or PERSISTENT.issuperset(verbs))
+                if not again or time.monotonic() + RETRY_S > deadline_s:
+                    raise self._given_up(branch, unsure or error, sure=unsure is None) from None
+            await asyncio.sleep(RETRY_S)
+        return self._settle(branch, verbs, reply, batches, repeated=unsure is not None)
+
+    async def _once(self, branch: Branch, header: Tx, bodies: list[bytearray], deadline_s: float) -> TxReply:
+        connection = await self._cluster.connection(branch.broker_id)
+        left_s = max(deadline_s - time.monotonic(), 0.01)
+        packed = await connection.request(Command.TX, header, [*bodies], timeout_s=left_s)
+        return TxReply(*packed[: len(TxReply._fields)])
+
+    def _given_up(self, branch: Branch, error: MetamqError, *, sure: bool) -> MetamqError:
+        if sure:
+            return error
+        return OutcomeUnknown(branch.xid, XACode.RMFAIL, f"no answer from broker {branch.broker_id}: {error.problem}")
+
+    def _settle(
+        self, branch: Branch, verbs: Sequence[Verb], reply: TxReply, batches: Sequence[Encoded], *, repeated: bool
+    ) -> XACode:
+        branch.history = reply.history
+        code = XACode.OK
+        for packed in reply.results:
+            result = TxResult(*packed[: len(TxResult._fields)])
+            if result.status != status.OK:
+                error = status.decode_error(result.status, result.error)
+                if repeated and isinstance(error, BranchNotKnown) and verbs[-1] in (Verb.ROLLBACK, Verb.FORGET):
+                    return XACode.OK  # the first answer was lost
+                raise error
+            branch.epoch = result.epoch
+            code = XACode(result.code)
+        branch.batches += len(batches)
+        branch.messages += sum(one.messages for one in batches)
+        return code
+
+    async def resolve(self, branch: Branch, timeout_s: float) -> None:
+        """After a COMMIT_ONE_PHASE without an answer: returns when the branch is committed.
+
+        Raises RolledBack when it is not, and never will be; OutcomeUnknown when nobody answers.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                await self.ask(branch, [Verb.RESOLVE], timeout_s=max(deadline_s - time.monotonic(), 0.1))
+                return
+            except BranchNotKnown:
+                reason = "it was not committed before the connection was lost"
+                raise RolledBack(branch.xid, XACode.RBCOMMFAIL, reason) from None
+            except BranchMisuse:  # it is on its way
+                if time.monotonic() > deadline_s:
+                    raise OutcomeUnknown(branch.xid, XACode.RMFAIL, f"it took longer than {timeout_s:g} s") from None
+            await asyncio.sleep(RETRY_S)
+
+    async def branches(self, broker_id: int, *, all_of_them: bool = False) -> list[BranchDescription]:
+        """The branches of a broker that are prepared, or finished by an operator; or all. Raises ConnectError, Fenced,
+        Timeout: then nothing is known, and not that there are none."""
+        found: list[BranchDescription] = []
+        after, more = 0, True
+        while more:
+            connection = await self._cluster.connection(broker_id)
+            packed = await connection.request(Command.BRANCHES, Branches(after, all_of_them), timeout_s=ANSWER_S)
+            reply = BranchesReply(*packed[: len(BranchesReply._fields)])
+            for one in reply.branches:
+                info = BranchInfo(*one[: len(BranchInfo._fields)])
+                found.append(
+                    BranchDescription(
+                        Xid.unpack(info.xid),
+                        broker_id,
+                        info.epoch,
+                        info.state,
+                        info.owner,
+                        info.messages,
+                        info.bytes,
+                        info.prepared_us,
+                        reply.history,
+                    )
+                )
+                after = info.epoch
+            more = reply.more
+        return found

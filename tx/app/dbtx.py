@@ -1,0 +1,141 @@
+"""dbtx: rows and messages, both or neither. The database's own commit decides.
+
+    with dbtx(connection, producer) as tx:       on leaving:
+        connection.execute("insert ...")         1  prepare the messages at their brokers
+        tx.send("orders", b"...")                2  insert the row `commit`, in the application's transaction
+                                                 3  connection.commit()      the decision
+                                                 4  commit the messages
+
+What goes wrong before 3 rolls both back. After 3 the messages are as good as sent: what 4 could not tell the brokers, a
+Recoverer does. Between 2 and 3 nobody but the database knows; the branch stays prepared until a recoverer has asked it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+from metamq.client.dbapi import Connection
+from metamq.client.partitioner import partitioner_named
+from metamq.client.producer import Producer
+from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.errors import BranchMisuse, MetamqError
+from metamq.tx.app.core import ANSWER_S
+from metamq.tx.app.outcomes import DEFAULT_TABLE, OutcomeTable
+from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.work import Work
+from metamq.wire.compression import codec_named
+from metamq.wire.xa import XACode
+
+log = logging.getLogger("metamq.tx")
+
+
+def staging_of(producer: Producer[Any]) -> Staging:
+    """With a producer's settings."""
+    options = producer._core.options
+    return Staging(
+        min(options.batch_bytes, 4 * 1024 * 1024),
+        options.max_message_bytes,
+        partitioner_named(options.partitioner),
+        codec_named(options.compression),
+        None,
+    )
+
+
+class dbtx:
+    """A transaction over a DB-API connection and any number of messages: both happen, or neither.
+
+    connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Its
+                 transaction is committed, or rolled back, on leaving the block: do neither inside.
+    producer:    a blocking Producer; its settings hold for the messages, too.
+    table:       the outcome table, made once with `create_outcome_table(connection)`.
+    timeout_s:   a broker rolls back what is not prepared after so long; 0 is the broker's own (30 s).
+
+    Leaving raises what the database raises; RolledBack, ConnectError and so on when the messages could not be prepared:
+    then nothing has happened. A Recoverer has to run somewhere, for what is left by processes that die in between.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        producer: Producer[Any],
+        *,
+        table: str = DEFAULT_TABLE,
+        paramstyle: str | None = None,
+        timeout_s: float = 0.0,
+    ) -> None:
+        self._connection = connection
+        self._producer = producer
+        self._outcomes = OutcomeTable(table, paramstyle)
+        self._timeout_s = timeout_s
+        self._work: Work | None = None
+
+    def __enter__(self) -> Self:
+        producer = self._producer
+        producer._check_usable()
+        gtrid = self._outcomes.identity(self._connection) + secrets.token_bytes(16)
+        self._work = Work(
+            producer._core.cluster, staging_of(producer), gtrid, branch_timeout_s=self._timeout_s, answer_s=ANSWER_S
+        )
+        return self
+
+    def send(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> None:
+        """Sends a message with the transaction. Raises as Producer.send, and what a broker refuses the branch with."""
+        if self._work is None:
+            raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
+        encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
+        message = Message(
+            as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+        )
+        self._producer._background.run(self._work.send(topic, message))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        work, self._work = self._work, None
+        assert work is not None
+        if error is not None:
+            self._roll_back(work)
+            return
+        if work.is_empty:
+            self._connection.commit()
+            return
+        run = self._producer._background.run
+        try:
+            run(work.prepare())
+            self._outcomes.commit(self._connection, work.gtrid)
+        except BaseException:
+            self._roll_back(work)
+            raise
+        self._connection.commit()  # the decision; if its answer is lost, a recoverer asks the database
+        for failure in run(work.commit()):
+            log.warning("messages that are decided to be committed wait for a recoverer: %s", failure)
+
+    def _roll_back(self, work: Work) -> None:
+        try:
+            self._connection.rollback()
+        finally:
+            try:
+                failures = self._producer._background.run(work.rollback())
+            except MetamqError as error:
+                failures = [error]
+            for failure in failures:
+                log.warning("a branch could not be rolled back: it is, after its time, or by a recoverer: %s", failure)
+
+
+def create_outcome_table(connection: Connection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None) -> None:
+    """Makes the table in which this database decides about transactions, unless it is there. Commits."""
+    OutcomeTable(table, paramstyle).create(connection)

@@ -1,0 +1,125 @@
+"""XAResource, blocking, and its asyncio twin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from types import TracebackType
+from typing import Self, TypedDict, Unpack
+
+from metamq.client.background import background
+from metamq.client.partitioner import Partitioner
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.tx.app.core import BranchDescription
+from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
+from metamq.wire.xa import Xid
+
+
+class XASettings(TypedDict, total=False):
+    """The settings of metamq.tx.app.resource.XAOptions."""
+
+    batch_bytes: int
+    max_message_bytes: int
+    compression: str | None
+    partitioner: str | Partitioner
+    request_timeout_s: float
+
+
+class XAResource:
+    """The verbs of XA at one broker. For one thread at a time.
+
+    broker:     the id of the broker that the branches are at; messages go to its partitions only.
+    zookeeper, config, root: as of metamq.Producer.
+    settings:   batch_bytes, max_message_bytes, compression, partitioner, request_timeout_s.
+
+        with XAResource(broker=0) as mq:
+            mq.start(xid)
+            mq.send("orders", b"...")
+            mq.end(xid)
+            if mq.prepare(xid) is Vote.OK:
+                mq.commit(xid)
+
+    Every method raises a TransactionError whose class says what to do: RolledBack, OutcomeUnknown, BranchNotKnown,
+    HeuristicOutcome, BranchMisuse, TryLater; its `code` is that of XA. And ConnectError or Fenced when it was certainly
+    not done, since nobody could be asked.
+    """
+
+    def __init__(
+        self,
+        broker: int = 0,
+        zookeeper: str | None = None,
+        *,
+        config: str | None = None,
+        root: str | None = None,
+        **settings: Unpack[XASettings],
+    ) -> None:
+        self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings))
+        self._background = background()
+        self._background.run(self._core.open(zookeeper_servers(zookeeper, config), zookeeper_root(root, config)))
+
+    def start(self, xid: Xid, flags: TM = TM.NOFLAGS, *, timeout_s: float | None = None) -> None:
+        """Begins a branch and works in it; JOIN: in one that is there, RESUME: in one that was suspended here.
+
+        `timeout_s`: after so long it is rolled back unless it is prepared; None: set_timeout()'s, then the broker's.
+        """
+        self._background.run(self._core.start(xid, flags, timeout_s))
+
+    def send(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> None:
+        """Sends a message in the branch that is worked in: nobody sees it before that is committed."""
+        self._background.run(self._core.send(topic, value, key, headers, partition, timestamp))
+
+    def end(self, xid: Xid, flags: TM = TM.SUCCESS) -> None:
+        """Ends the work in it. FAIL: it can be rolled back only. SUSPEND: to be resumed, or ended."""
+        self._background.run(self._core.end(xid, flags))
+
+    def prepare(self, xid: Xid) -> Vote:
+        """Makes sure that it can be committed, whatever happens; it then stays until it is finished."""
+        return self._background.run(self._core.prepare(xid))
+
+    def commit(self, xid: Xid, *, one_phase: bool = False) -> None:
+        """Commits it: its messages are seen. `one_phase`: without prepare(). May be repeated."""
+        self._background.run(self._core.commit(xid, one_phase))
+
+    def rollback(self, xid: Xid) -> None:
+        """Rolls it back: its messages are never seen."""
+        self._background.run(self._core.rollback(xid))
+
+    def recover(self, flags: TM = TM.STARTRSCAN) -> list[BranchDescription]:
+        """The branches of this broker that are prepared, or were finished by an operator, whoever began them.
+
+        All of them, or an error: never a part. With NOFLAGS or ENDRSCAN nothing more, as XA has it of a cursor.
+        """
+        return self._background.run(self._core.recover(flags))
+
+    def forget(self, xid: Xid) -> None:
+        """Drops what is kept of a branch that an operator has finished."""
+        self._background.run(self._core.forget(xid))
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """For branches that are started from now on; 0 is the broker's own."""
+        self._core.set_timeout(timeout_s)
+
+    def is_same_rm(self, other: XAResource) -> bool:
+        """Whether both reach the same broker id, so that the one may join the other's branch."""
+        return self._core.broker_id == other._core.broker_id
+
+    def close(self) -> None:
+        """Disconnects; may be repeated. What is not prepared is rolled back some seconds later."""
+        self._background.run(self._core.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,244 @@
+"""XAResource: the verbs of XA at one broker, for who coordinates transactions. The core of both faces.
+
+One branch is worked in at a time, as XA has it of a thread of control; others may be suspended. What is sent is
+gathered into batches, and goes out when one is full and at end().
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from metamq.client.checks import check_ranges
+from metamq.client.cluster import Cluster
+from metamq.client.first_contact import open_client_session
+from metamq.client.partitioner import Partitioner, partitioner_named
+from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.errors import BranchMisuse, ClosedError, ConfigError, MetamqError, OutcomeUnknown, closed_client
+from metamq.tx.app.core import ANSWER_S, Branch, BranchDescription, TxClient, new_session
+from metamq.tx.app.staging import Message, Staging
+from metamq.wire.compression import codec_named
+from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
+from metamq.wire.xa import Verb, XACode, Xid
+
+SESSION_TIMEOUT_MS = 10_000
+TIMEOUT_MAX_S = 24 * 3600
+
+
+class TM(enum.IntFlag):
+    """The flags of XA, by their numbers there."""
+
+    NOFLAGS = 0
+    JOIN = 0x00200000
+    ENDRSCAN = 0x00800000
+    STARTRSCAN = 0x01000000
+    SUSPEND = 0x02000000
+    SUCCESS = 0x04000000
+    RESUME = 0x08000000
+    FAIL = 0x20000000
+    ONEPHASE = 0x40000000
+
+
+class Vote(enum.Enum):
+    """What prepare() answers."""
+
+    OK = "prepared: it is to be committed or rolled back"
+    RDONLY = "there was nothing in it: it is finished"
+
+
+_STARTS = {TM.NOFLAGS: Verb.START, TM.JOIN: Verb.JOIN, TM.RESUME: Verb.RESUME}
+_ENDS = {TM.SUCCESS: Verb.END, TM.FAIL: Verb.FAIL, TM.SUSPEND: Verb.SUSPEND}
+
+
+@dataclass(frozen=True, slots=True)
+class XAOptions:
+    """Settings of who sends in transactions; construction validates."""
+
+    batch_bytes: int = BATCH_TARGET_BYTES
+    """A batch goes out at this size."""
+    max_message_bytes: int = MESSAGE_BYTES_MAX
+    compression: str | None = None
+    """None, "lz4" or "zstd"."""
+    partitioner: str | Partitioner = "key_hash"
+    request_timeout_s: float = ANSWER_S
+    """After so long without an answer a verb's outcome is unknown."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "batch_bytes": (1, BATCH_BYTES_MAX // 4),
+            "max_message_bytes": (1, MESSAGE_BYTES_MAX),
+            "request_timeout_s": (0.05, 3600),
+        }
+        check_ranges("xa", self, limits, real="request_timeout_s")
+        codec_named(self.compression)
+        partitioner_named(self.partitioner)
+
+
+class _Work:
+    """A branch that this resource has begun or joined."""
+
+    def __init__(self, branch: Branch, staging: Staging) -> None:
+        self.branch = branch
+        self.staging = staging
+
+
+class XACore:
+    """Belongs to the loop that it is opened in. What the methods do, and raise, is told by metamq.tx.XAResource."""
+
+    def __init__(self, broker_id: int, options: XAOptions) -> None:
+        if type(broker_id) is not int or broker_id < 0:
+            raise ConfigError(f"`broker` is {broker_id!r}", hint="It is a broker's id: `metamq ha status` lists them.")
+        self.broker_id = broker_id
+        self._options = options
+        self._session_name = new_session()
+        self._cluster: Cluster | None = None
+        self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
+        self._timeout_s = 0.0
+        self._current: _Work | None = None
+        self._others: dict[Xid, _Work] = {}
+        """Suspended, or ended and not finished yet."""
+
+    async def open(self, servers: str, root: str) -> None:
+        """Connects to ZooKeeper. Raises ConnectError."""
+        self._cluster = Cluster(await open_client_session(servers, root, SESSION_TIMEOUT_MS))
+        self._client = TxClient(self._cluster)
+
+    async def close(self) -> None:
+        """Disconnects; may be repeated. What is not prepared is rolled back by its broker some seconds later."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            self._closed_by = closed_client("XAResource")
+            await cluster.close()
+            await cluster.session.close()
+
+    def _open_client(self) -> TxClient:
+        if self._cluster is None:
+            raise self._closed_by.with_traceback(None)
+        return self._client
+
+    async def _ask(self, branch: Branch, *verbs: Verb, **fields: float) -> XACode:
+        client = self._open_client()
+        return await client.ask(branch, verbs, timeout_s=self._options.request_timeout_s, **fields)  # type: ignore[arg-type]
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    async def start(self, xid: Xid, flags: TM, timeout_s: float | None) -> None:
+        verb = _STARTS.get(flags)
+        if verb is None:
+            raise _invalid(xid, f"start() takes NOFLAGS, JOIN or RESUME, not {flags!r}")
+        if self._current is not None:
+            raise BranchMisuse(xid.check(), XACode.PROTO, f"{self._current.branch.xid} is worked in", hint="end() it.")
+        work = self._others.get(xid.check())
+        if work is None or verb is Verb.START:
+            work = self._new_work(xid)
+        await self._ask(work.branch, verb, branch_timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        self._others.pop(xid, None)
+        self._current = work
+
+    def _new_work(self, xid: Xid) -> _Work:
+        options = self._options
+        staging = Staging(
+            options.batch_bytes,
+            options.max_message_bytes,
+            partitioner_named(options.partitioner),
+            codec_named(options.compression),
+            {self.broker_id},
+        )
+        return _Work(Branch(xid, self.broker_id, self._session_name), staging)
+
+    async def send(
+        self,
+        topic: str,
+        value: bytes,
+        key: bytes | str | None,
+        headers: Mapping[str, bytes] | None,
+        partition: str | None,
+        timestamp: datetime | int | None,
+    ) -> None:
+        client = self._open_client()
+        message = Message(
+            as_bytes(value, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+        )
+        work = self._current
+        if work is None:
+            raise BranchMisuse("(none)", XACode.PROTO, "no branch is worked in", hint="start() one.")
+        assert self._cluster is not None
+        work.staging.add(await self._cluster.topic(topic), message)
+        full = work.staging.full(self.broker_id)
+        if full:
+            await client.ask(work.branch, [Verb.SEND], full, timeout_s=self._options.request_timeout_s)
+
+    async def end(self, xid: Xid, flags: TM) -> None:
+        verb = _ENDS.get(flags)
+        if verb is None:
+            raise _invalid(xid, f"end() takes SUCCESS, FAIL or SUSPEND, not {flags!r}")
+        work = self._current
+        if work is not None and work.branch.xid == xid:
+            self._current = None
+            self._others[xid] = work
+        else:
+            work = self._others.get(xid.check())
+        if work is None:
+            raise BranchMisuse(xid, XACode.PROTO, "it is not worked in here")
+        rest = work.staging.rest(self.broker_id) if verb is not Verb.FAIL else []
+        verbs = [Verb.SEND, verb] if rest else [verb]
+        await self._open_client().ask(work.branch, verbs, rest, timeout_s=self._options.request_timeout_s)
+
+    # -- the end of a branch ------------------------------------------------------------------------------------------
+
+    async def prepare(self, xid: Xid) -> Vote:
+        branch = self._branch_of(xid)
+        code = await self._ask(branch, Verb.PREPARE, messages=self._messages_of(xid))
+        if code is XACode.RDONLY:
+            self._others.pop(xid, None)
+            return Vote.RDONLY
+        return Vote.OK
+
+    async def commit(self, xid: Xid, one_phase: bool) -> None:
+        branch = self._branch_of(xid)
+        if not one_phase:
+            await self._ask(branch, Verb.COMMIT)
+        else:
+            try:
+                await self._ask(branch, Verb.COMMIT_ONE_PHASE, messages=self._messages_of(xid))
+            except OutcomeUnknown:
+                await self._open_client().resolve(branch, self._options.request_timeout_s)
+        self._others.pop(xid, None)
+
+    async def rollback(self, xid: Xid) -> None:
+        await self._ask(self._branch_of(xid), Verb.ROLLBACK)
+        self._others.pop(xid, None)
+
+    async def forget(self, xid: Xid) -> None:
+        await self._ask(self._branch_of(xid), Verb.FORGET)
+        self._others.pop(xid, None)
+
+    async def recover(self, flags: TM) -> list[BranchDescription]:
+        if not flags & TM.STARTRSCAN:  # all of them were given at the start of the scan
+            return []
+        return await self._open_client().branches(self.broker_id)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= TIMEOUT_MAX_S:
+            raise _invalid(
+                "(any)", f"a time-out of {timeout_s!r} s: it is 0 to {TIMEOUT_MAX_S:,}, 0 is the broker's own"
+            )
+        self._timeout_s = float(timeout_s)
+
+    def _branch_of(self, xid: Xid) -> Branch:
+        """As it is known here; of one that another process has begun only the id is."""
+        work = self._others.get(xid.check())
+        if work is None and self._current is not None and self._current.branch.xid == xid:
+            work = self._current
+        return work.branch if work is not None else Branch(xid, self.broker_id, self._session_name)
+
+    def _messages_of(self, xid: Xid) -> int:
+        """How many messages were sent in the branch from here; -1: it is not known here."""
+        work = self._others.get(xid)
+        return -1 if work is None else work.branch.messages
+
+
+def _invalid(xid: object, reason: str) -> BranchMisuse:
+    return BranchMisuse(xid, XACode.INVAL, reason)

@@ -1,0 +1,122 @@
+"""A global transaction under way: messages to any number of brokers, a branch at each. The core of every face but XA's.
+
+A branch begins with the first batch that goes to its broker. A small transaction so costs one request a broker to
+prepare it, and one to commit it: START, SEND, END and PREPARE travel together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from metamq.client.cluster import Cluster
+from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
+from metamq.tx.app.core import Branch, TxClient, new_session
+from metamq.tx.app.staging import Encoded, Message, Staging
+from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
+
+
+class Work:
+    """One transaction. For one loop; one call at a time."""
+
+    def __init__(
+        self, cluster: Cluster, staging: Staging, gtrid: bytes, *, branch_timeout_s: float, answer_s: float
+    ) -> None:
+        """`branch_timeout_s`: brokers roll back what is not prepared after so long; 0 is their own."""
+        self.gtrid = gtrid
+        self.branches: dict[int, Branch] = {}
+        """By broker id: what was begun."""
+        self.prepared: dict[int, Branch] = {}
+        """What is to be committed or rolled back."""
+        self._cluster = cluster
+        self._client = TxClient(cluster)
+        self._staging = staging
+        self._session = new_session()
+        self._branch_timeout_s = branch_timeout_s
+        self._answer_s = answer_s
+
+    def xid_at(self, broker_id: int) -> Xid:
+        """The branch's id at a broker."""
+        return Xid(FORMAT_ID, self.gtrid, str(broker_id).encode())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was sent."""
+        return not self.branches and not self._staging.brokers()
+
+    async def send(self, topic: str, message: Message) -> None:
+        """Takes a message; sends a batch that has become full. Raises TopicNotFound, MessageTooLarge, ConfigError, and
+        TransactionError when its broker has given up the branch."""
+        broker_id = self._staging.add(await self._cluster.topic(topic), message)
+        full = self._staging.full(broker_id)
+        if full:
+            await self._ask(broker_id, [Verb.SEND], full)
+
+    async def _ask(self, broker_id: int, verbs: list[Verb], batches: Iterable[Encoded] = ()) -> XACode:
+        batches = list(batches)
+        branch = self.branches.get(broker_id)
+        if branch is None:
+            branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
+            verbs = [Verb.START, *verbs]
+        messages = branch.messages + sum(one.messages for one in batches)
+        return await self._client.ask(
+            branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=self._branch_timeout_s, messages=messages
+        )
+
+    async def _finish(self, broker_id: int, last: Verb) -> None:
+        rest = self._staging.rest(broker_id)
+        verbs = [Verb.SEND, Verb.END, last] if rest else [Verb.END, last]
+        code = await self._ask(broker_id, verbs, rest)
+        if code is not XACode.RDONLY and last is Verb.PREPARE:
+            self.prepared[broker_id] = self.branches[broker_id]
+
+    @property
+    def reached(self) -> list[int]:
+        """The brokers that take part."""
+        return sorted(set(self.branches) | self._staging.brokers())
+
+    async def prepare(self) -> None:
+        """Prepares every branch. Raises the first error; then rollback() is called for."""
+        results = await asyncio.gather(
+            *(self._finish(broker_id, Verb.PREPARE) for broker_id in self.reached), return_exceptions=True
+        )
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def commit_one_phase(self) -> None:
+        """Commits the one branch that there is. Raises RolledBack, OutcomeUnknown, ConnectError."""
+        (broker_id,) = self.reached
+        try:
+            await self._finish(broker_id, Verb.COMMIT_ONE_PHASE)
+        except OutcomeUnknown:
+            await self._client.resolve(self.branches[broker_id], self._answer_s)
+
+    async def commit(self) -> list[MetamqError]:
+        """Commits what is prepared; returns what failed: those branches stay prepared, for a recoverer."""
+        return await self._each(self.prepared.values(), self._commit_one)
+
+    async def rollback(self) -> list[MetamqError]:
+        """Rolls back whatever was begun; returns what failed: brokers give up by themselves what is not prepared."""
+        return await self._each(self.branches.values(), self._rollback_one)
+
+    async def _commit_one(self, branch: Branch) -> None:
+        await self._client.ask(branch, [Verb.COMMIT], timeout_s=self._answer_s)
+
+    async def _rollback_one(self, branch: Branch) -> None:
+        try:
+            await self._client.ask(branch, [Verb.RESOLVE], timeout_s=self._answer_s)
+        except BranchNotKnown:
+            return  # nor will it be, whatever is still on its way
+        except BranchMisuse:  # it is prepared
+            await self._client.ask(branch, [Verb.ROLLBACK], timeout_s=self._answer_s)
+            return
+        raise TransactionError(branch.xid, XACode.RMERR, "it is committed, and was to be rolled back")
+
+    async def _each(self, branches: Iterable[Branch], end: Callable[[Branch], Awaitable[None]]) -> list[MetamqError]:
+        found = await asyncio.gather(*(end(branch) for branch in list(branches)), return_exceptions=True)
+        errors = [error for error in found if error is not None]
+        for error in errors:
+            if not isinstance(error, MetamqError):
+                raise error
+        return [error for error in errors if isinstance(error, MetamqError)]

@@ -1,0 +1,165 @@
+"""What the journal says: the state that its records add up to. Pure.
+
+`apply` is called with every entry, in order: while the journal is read by whoever becomes master, and from then on with
+each that it writes. So what a restart finds is what was there, by construction; a test compares the two.
+
+The journal is cut from its start, behind a MARK, when every live branch has been written down once more behind it. What
+is left then begins somewhere: records of branches that are not known are of finished ones, and mean nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from metamq.tx.store.branch import Body, BranchState
+from metamq.tx.store.memory import OutcomeMemory
+from metamq.tx.store.records import (
+    Add,
+    Branch,
+    Commit,
+    Forget,
+    Heuristic,
+    Mark,
+    Move,
+    Moved,
+    Prepare,
+    Record,
+    Rollback,
+)
+from metamq.tx.store.table import State
+from metamq.wire.xa import Xid
+
+
+class Entry(NamedTuple):
+    """One entry of the journal, and where it stands."""
+
+    lsn: int
+    position: int
+    records: list[Record]
+    sizes: list[int]
+    """Bytes of each of its bodies."""
+
+
+class Committed(NamedTuple):
+    """A commit that may not be in its partitions yet."""
+
+    lsn: int
+    first_lsn: int
+    """Where the oldest of its records stands."""
+    branch: Branch
+    bodies: list[Body]
+    first_batch_id: int
+
+
+class JournalState:
+    """What the records so far add up to."""
+
+    def __init__(self, memory: OutcomeMemory | None = None) -> None:
+        self.branches: dict[Xid, BranchState] = {}
+        self.memory = memory if memory is not None else OutcomeMemory()
+        self.unmarked: dict[int, Committed] = {}
+        """Commits that no MARK covers, by LSN, in order."""
+        self.mark = Mark(0, 0, [], [])
+        self.epoch_max = 0
+        self._moving: dict[Xid, BranchState] = {}
+
+    def apply(self, entry: Entry) -> None:
+        """Takes an entry in."""
+        number = 0
+        for record in entry.records:
+            if isinstance(record, Add):
+                self._add(record, entry, number)
+                number += len(record.places)
+            elif isinstance(record, Mark):
+                self._mark(record)
+            else:
+                self._of_branch(record, entry)
+
+    def _add(self, record: Add, entry: Entry, number: int) -> None:
+        xid, epoch = record.branch
+        branch = self._moving.get(xid) or self.branches.get(xid)
+        if branch is None or branch.epoch != epoch:
+            if record.first:
+                return  # of a branch whose beginning was cut off: it is finished
+            branch = self.branches[xid] = BranchState(xid, epoch, State.IDLE, record.owner)
+            self.epoch_max = max(self.epoch_max, epoch)
+        if branch.first_lsn < 0:
+            branch.first_lsn = entry.lsn
+        for place in record.places:
+            branch.bodies.append(Body(entry.position, number + 1, place))
+            branch.messages += place.messages
+            branch.bytes += entry.sizes[number]
+            number += 1
+
+    def _of_branch(self, record: Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved, entry: Entry) -> None:
+        xid, epoch = record.branch
+        self.epoch_max = max(self.epoch_max, epoch)
+        if isinstance(record, Move):
+            self._moving[xid] = _moved(record, entry.lsn)
+            return
+        if isinstance(record, Moved):
+            moving = self._moving.pop(xid, None)
+            if moving is not None and moving.epoch == epoch:
+                self._takes_the_place(moving)
+            return
+        branch = self.branches.get(xid)
+        if isinstance(record, Commit) or (isinstance(record, Heuristic) and record.commit):
+            bodies = branch.bodies if branch is not None and branch.epoch == epoch else []
+            if branch is not None and bodies:
+                self.unmarked[entry.lsn] = Committed(
+                    entry.lsn, branch.first_lsn, record.branch, list(bodies), record.first_batch_id
+                )
+        if isinstance(record, Commit):
+            self.memory.add(record.branch, record.time_us)
+        if branch is None or branch.epoch != epoch:
+            return
+        if isinstance(record, Prepare):
+            branch.state, branch.prepared_us, branch.deadline_s = State.PREPARED, record.time_us, None
+            branch.sessions.clear()
+        elif isinstance(record, Heuristic):
+            branch.state, branch.heuristic_commit = State.HEURISTIC, record.commit
+            branch.bodies = []
+        else:
+            del self.branches[xid]
+            self._moving.pop(xid, None)
+
+    def _takes_the_place(self, moved: BranchState) -> None:
+        """A branch that was written down once more keeps what only memory knows of it."""
+        known = self.branches.get(moved.xid)
+        if known is not None and known.epoch == moved.epoch:
+            moved.state, moved.sessions = known.state, known.sessions
+            moved.timeout_s, moved.deadline_s = known.timeout_s, known.deadline_s
+        self.branches[moved.xid] = moved
+
+    def _mark(self, record: Mark) -> None:
+        self.mark = record
+        for lsn in [lsn for lsn in self.unmarked if lsn < record.lsn]:
+            del self.unmarked[lsn]
+        self.memory.replace(record.remembered)
+
+    def drop_unprepared(self) -> list[BranchState]:
+        """A new master's first step: what was not promised is rolled back. Returns what was dropped."""
+        self._moving.clear()
+        dropped = [b for b in self.branches.values() if b.state not in (State.PREPARED, State.HEURISTIC)]
+        for branch in dropped:
+            del self.branches[branch.xid]
+        return dropped
+
+    def first_needed_lsn(self, end_lsn: int) -> int:
+        """What lies before it says nothing that is needed: the journal may be cut there."""
+        live = [branch.first_lsn for branch in self.branches.values() if branch.first_lsn >= 0]
+        unmarked = [committed.first_lsn for committed in self.unmarked.values()]
+        return min([*live, *unmarked, end_lsn])
+
+
+def _moved(record: Move, lsn: int) -> BranchState:
+    xid, epoch = record.branch
+    state = State.IDLE
+    if record.prepared_us:
+        state = State.PREPARED
+    if record.heuristic:
+        state = State.HEURISTIC
+    return BranchState(
+        xid, epoch, state, record.owner, first_lsn=lsn, prepared_us=record.prepared_us,
+        heuristic_commit=record.heuristic == 1,
+    )  # fmt: skip

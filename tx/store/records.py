@@ -1,0 +1,175 @@
+"""The records of the transaction journal, as values and as bytes.
+
+The journal is a partition log of its own, replicated and flushed like a topic with `replication = "sync"` and
+`flush = "ack"`; so a torn tail, damage, and a slave that differs are dealt with where all logs are. One *entry* is one
+batch of it: the first value holds records, in msgpack, and each further value is a batch that a client sent (a *body*),
+as it will lie in its partition. All records of an entry are there, or none.
+
+    record       says                                                          is needed until
+    ADD          these bodies belong to the branch                             the branch is finished
+    PREPARE      the branch is promised, with so many messages                 the branch is finished
+    COMMIT       the branch is committed; its bodies have these batch ids      a later MARK, and as long as remembered
+    ROLLBACK     the branch is gone
+    HEURISTIC    an operator has committed it, or rolled it back               FORGET
+    FORGET       nobody needs to know of that any more
+    MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
+    MARK         every COMMIT so far is in its partitions, and flushed there; what is remembered of finished ones
+
+Finished branches leave nothing that could bring them back: whatever ends a branch stands behind all that made it, and
+the log is cut from its start only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgpack
+
+from metamq.errors import CorruptData
+from metamq.wire.xa import Xid
+
+
+class Place(NamedTuple):
+    """Where a body is to go, and how many messages it holds."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    """The index in this broker."""
+    messages: int
+
+
+class Branch(NamedTuple):
+    """What every record about a branch begins with: its id, and which use of the id it is."""
+
+    xid: Xid
+    epoch: int
+
+
+class Add(NamedTuple):
+    """Bodies of a branch, which is made by the first of them. `first`: how many it had before."""
+
+    branch: Branch
+    first: int
+    places: list[Place]
+    owner: str
+
+
+class Prepare(NamedTuple):
+    """The branch is prepared."""
+
+    branch: Branch
+    messages: int
+    time_us: int
+
+
+class Commit(NamedTuple):
+    """The branch is committed: body n gets the batch id `first_batch_id` + n."""
+
+    branch: Branch
+    first_batch_id: int
+    time_us: int
+
+
+class Rollback(NamedTuple):
+    """The branch is rolled back."""
+
+    branch: Branch
+
+
+class Heuristic(NamedTuple):
+    """An operator has decided. With `commit` it is as Commit, and remembered in any case."""
+
+    branch: Branch
+    commit: bool
+    first_batch_id: int
+    time_us: int
+
+
+class Forget(NamedTuple):
+    """The heuristic decision is not needed any more."""
+
+    branch: Branch
+
+
+class Move(NamedTuple):
+    """The branch follows once more: the ADDs up to MOVED take the place of all before."""
+
+    branch: Branch
+    prepared_us: int
+    """When it was prepared; 0 while it is not."""
+    heuristic: int
+    """0 none, 1 committed, 2 rolled back."""
+    messages: int
+    owner: str
+
+
+class Moved(NamedTuple):
+    """The branch is whole again."""
+
+    branch: Branch
+
+
+class Mark(NamedTuple):
+    """Every COMMIT before `lsn` is in its partitions and flushed there."""
+
+    lsn: int
+    generation: int
+    """Of the broker id: in another one the positions may mean something else."""
+    ends: list[tuple[str, str, int, int]]
+    """(topic, topic id, index, position): whatever a later COMMIT brought lies behind these; partitions that are not
+    named were empty."""
+    remembered: list[tuple[Branch, int]]
+    """Branches that were committed, and when (microseconds)."""
+
+
+Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark
+_KINDS: dict[int, type[Any]] = {
+    1: Add,
+    2: Prepare,
+    3: Commit,
+    4: Rollback,
+    5: Heuristic,
+    6: Forget,
+    7: Move,
+    8: Moved,
+    9: Mark,
+}
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+
+
+def pack(records: Iterable[Record]) -> bytes:
+    """The first value of an entry."""
+    return bytes(msgpack.packb([[_NUMBERS[type(record)], *record] for record in records]))
+
+
+def unpack(value: bytes, bodies: int) -> list[Record]:
+    """The records of an entry that has so many bodies. Raises CorruptData: its checksum was right, its author wrong."""
+    try:
+        found = [_unpack_one(packed) for packed in msgpack.unpackb(value)]
+    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
+        raise CorruptData("a transaction journal's entry", f"{type(error).__name__}: {error}") from None
+    named = sum(len(record.places) for record in found if isinstance(record, Add))
+    if named != bodies:
+        raise CorruptData("a transaction journal's entry", f"it has {bodies} bodies and names {named}")
+    return found
+
+
+def _unpack_one(packed: Sequence[Any]) -> Record:
+    kind = _KINDS[packed[0]]
+    fields = list(packed[1 : 1 + len(kind._fields)])
+    if kind is Mark:
+        fields[2] = [tuple(end) for end in fields[2]]
+        fields[3] = [(_branch(branch), time_us) for branch, time_us in fields[3]]
+    else:
+        fields[0] = _branch(fields[0])
+    if kind is Add:
+        fields[2] = [Place(*place) for place in fields[2]]
+    record: Record = kind(*fields)
+    return record
+
+
+def _branch(packed: Sequence[Any]) -> Branch:
+    (format_id, gtrid, bqual), epoch = packed
+    return Branch(Xid(format_id, gtrid, bqual), epoch)

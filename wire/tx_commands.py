@@ -1,0 +1,74 @@
+"""The headers of the transaction commands. docs/wire-protocol.md has the tables."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tx(NamedTuple):
+    """Verbs of one branch, carried out in this order up to the first that fails. Answered by a TxReply."""
+
+    xid: Any
+    """[format id, gtrid, bqual]."""
+    epoch: int
+    """Which use of the id is meant, as START answered it; 0: whichever there is, or one that these verbs begin."""
+    session: str
+    """Whose work it is: the caller's own choice, at most 64 characters. It outlives a connection by some seconds."""
+    verbs: list[int]
+    """metamq.wire.xa.Verb."""
+    timeout_ms: int
+    """START: after so long a branch that is not prepared is rolled back; 0: the broker's default."""
+    messages: int
+    """PREPARE, COMMIT_ONE_PHASE: how many messages the session has sent in the branch; -1: it does not say."""
+    first: int
+    """SEND: how many batches the session has sent in the branch before these."""
+    entries: list[Any]
+    """SEND: a PutEntry for each batch in the body."""
+
+
+class TxReply(NamedTuple):
+    """What became of a Tx."""
+
+    history: str
+    """Broker id and generation, as "0:1": another one than before means that what was acknowledged may be gone."""
+    results: list[Any]
+    """A TxResult for each verb that was carried out, the first that failed included."""
+
+
+class TxResult(NamedTuple):
+    """What became of one verb."""
+
+    status: int
+    code: int
+    """metamq.wire.xa.XACode."""
+    epoch: int
+    error: Any
+
+
+class Branches(NamedTuple):
+    """Asks for the branches of a broker, in the order of their epochs, from behind this one on."""
+
+    after_epoch: int
+    all: bool
+    """Also those that are not prepared."""
+
+
+class BranchInfo(NamedTuple):
+    """One branch."""
+
+    xid: Any
+    epoch: int
+    state: str
+    owner: str
+    messages: int
+    bytes: int
+    prepared_us: int
+    """When it was prepared (microseconds since 1970), 0 while it is not."""
+
+
+class BranchesReply(NamedTuple):
+    """A page of branches."""
+
+    history: str
+    branches: list[Any]
+    more: bool
