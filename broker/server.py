@@ -40,6 +40,7 @@ from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.request_memory import RequestMemory
 from metamq.broker.sync_times import Histogram, SyncTimes
 from metamq.broker.topics import Topics
+from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import journal_config
 from metamq.broker.trouble import Trouble
@@ -118,6 +119,7 @@ class Broker:
             self._keeper.run,
             self._keeper.tick,
             self._processors.transactions.run,
+            Followers(config.id, self._session, self._processors.transactions).run,
             self._beats,
             self._sweeps,
         )

@@ -3,7 +3,7 @@
 if __name__ != "metamq.tx":
     raise ImportError(f"import metamq.tx, not {__name__}: a bare import makes a second copy of every class")
 
-from metamq.tx.app.core import BranchDescription
+from metamq.client.branches import BranchDescription
 from metamq.tx.app.dbtx import create_outcome_table, dbtx
 from metamq.tx.app.faces import XAResource
 from metamq.tx.app.recoverer import Recovered, Recoverer

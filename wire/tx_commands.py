@@ -24,6 +24,11 @@ class Tx(NamedTuple):
     """SEND: how many batches the session has sent in the branch before these."""
     entries: list[Any]
     """SEND: a PutEntry for each batch in the body."""
+    follows: list[int] = []  # noqa: RUF012
+    """PREPARE: whose decision the branch follows. [broker id, its generation, the epoch that START was answered with
+    there] of the branch with the same id at another broker; empty: its transaction manager's."""
+    followers: list[int] = []  # noqa: RUF012
+    """DECIDE: broker id and epoch, and the next, of the branches with the same id that follow."""
 
 
 class TxReply(NamedTuple):
@@ -63,7 +68,11 @@ class BranchInfo(NamedTuple):
     messages: int
     bytes: int
     prepared_us: int
-    """When it was prepared (microseconds since 1970), 0 while it is not."""
+    """When it was prepared (microseconds since 1970), or decided; 0 while it is neither."""
+    follows: list[int] = []  # noqa: RUF012
+    """As in Tx."""
+    followers: list[int] = []  # noqa: RUF012
+    """As in Tx."""
 
 
 class BranchesReply(NamedTuple):

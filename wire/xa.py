@@ -120,3 +120,5 @@ class Verb(enum.IntEnum):
     HEURISTIC_ROLLBACK = 14
     RESOLVE = 15
     """Not of XA: was it committed? If not, it never will be, whatever is still on its way."""
+    DECIDE = 16
+    """Not of XA: as COMMIT_ONE_PHASE, and it decides for branches at other brokers; kept until FORGET."""

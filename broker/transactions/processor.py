@@ -26,7 +26,8 @@ from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, Journa
 from metamq.broker.transactions.term import Connection, Term, Work
 from metamq.broker.transactions.upkeep import Upkeep, guards_of, state_of
 from metamq.errors import Fenced, MetamqError, OutcomeUnknown, ProtocolError, StorageError, TransactionError, TryLater
-from metamq.tx.store.records import Commit, Heuristic, Place, Record
+from metamq.tx.store.branch import BranchState
+from metamq.tx.store.records import Commit, Decide, Heuristic, Place, Record
 from metamq.tx.store.table import State
 from metamq.tx.store.verbs import Asked, JournalTransactionStore, Limits, Step
 from metamq.wire import status
@@ -192,7 +193,7 @@ class TransactionalCommandProcessor:
         epoch = work.results[-1].epoch if work.results else header.epoch
         asked = Asked(
             verb, work.xid, epoch, header.session, header.timeout_ms / 1000, header.messages, header.first, work.places,
-            owner=header.session,
+            owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),
         )  # fmt: skip
         if verb in (Verb.START, Verb.SEND) and term.journal.size_bytes > self.limits.journal_bytes:
             raise TryLater(
@@ -217,7 +218,7 @@ class TransactionalCommandProcessor:
         return True
 
     def _with_ids(self, term: Term, record: Record) -> Record:
-        if isinstance(record, Commit) or (isinstance(record, Heuristic) and record.commit):
+        if isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
             bodies = len(term.store.branches[record.branch.xid].bodies)
             return record._replace(first_batch_id=self._ids.reserve(bodies))
         return record
@@ -286,10 +287,25 @@ class TransactionalCommandProcessor:
         behind = [branch for branch in term.store.branches.values() if branch.epoch > asked.after_epoch]
         wanted = sorted((b for b in behind if asked.all or b.state in promised), key=lambda branch: branch.epoch)
         page = [
-            BranchInfo([*b.xid], b.epoch, b.state.value, b.owner, b.messages, b.bytes, b.prepared_us)
+            BranchInfo(
+                [*b.xid],
+                b.epoch,
+                b.state.value,
+                b.owner,
+                b.messages,
+                b.bytes,
+                b.prepared_us,
+                [*b.follows],
+                [*b.followers],
+            )
             for b in wanted[:PAGE]
         ]
         connection.answer(request, BranchesReply(self._history(term), page, len(wanted) > PAGE))
+
+    def waiting(self) -> list[BranchState]:
+        """Those that wait for another broker's decision, or whose decision others wait for; none at a slave."""
+        known = self._term.store.branches.values() if self._term is not None else ()
+        return [b for b in known if b.state is State.DECIDED or (b.state is State.PREPARED and b.follows)]
 
     # -- what happens by itself ---------------------------------------------------------------------------------------
 

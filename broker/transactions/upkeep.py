@@ -23,9 +23,9 @@ from metamq.broker.transactions.journal import SEGMENT_BYTES, read_journal
 from metamq.broker.transactions.term import Term
 from metamq.errors import MetamqError, TopicNotFound
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.fold import Entry, JournalState
+from metamq.tx.store.fold import DECIDED, Entry, JournalState
 from metamq.tx.store.records import Add, Mark, Move, Moved, Record
-from metamq.tx.store.table import State
+from metamq.tx.store.table import LASTING, State
 
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES
@@ -74,7 +74,7 @@ class Upkeep:
         log = journal.partition.log
         middle = (log.start_offset + log.end_offset) // 2
         for branch in [b for b in state.branches.values() if 0 <= b.first_lsn < middle]:
-            if not branch.busy and branch.state in (State.PREPARED, State.HEURISTIC):
+            if not branch.busy and branch.state in LASTING:
                 self._move(term, branch)
                 await asyncio.sleep(0)
         await self.mark(term)
@@ -82,7 +82,19 @@ class Upkeep:
     def _move(self, term: Term, branch: BranchState) -> None:
         """In one turn of the loop: nothing else is written about it meanwhile."""
         heuristic = 0 if branch.state is not State.HEURISTIC else 1 if branch.heuristic_commit else 2
-        begins: list[Record] = [Move(branch.key, branch.prepared_us, heuristic, branch.messages, branch.owner)]
+        if branch.state is State.DECIDED:
+            heuristic = DECIDED
+        begins: list[Record] = [
+            Move(
+                branch.key,
+                branch.prepared_us,
+                heuristic,
+                branch.messages,
+                branch.owner,
+                branch.follows,
+                branch.followers,
+            )
+        ]
         bodies: list[memoryview] = []
         add = Add(branch.key, 0, [], branch.owner)
         done = 0

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from metamq.tx.store.fold import Entry, JournalState
+from metamq.tx.store.fold import DECIDED, Entry, JournalState
 from metamq.tx.store.records import Add, Mark, Move, Moved, Place, Record, pack, unpack
-from metamq.tx.store.table import State
+from metamq.tx.store.table import LASTING, State
 from metamq.tx.store.verbs import Asked, JournalTransactionStore
 from metamq.wire.xa import Verb, Xid
 
@@ -23,10 +23,11 @@ def essence(state: JournalState) -> Any:
     """What has to survive: promises, decisions, what is remembered, what may still have to be brought."""
     kept = {
         branch.xid: (
-            branch.epoch, branch.state, [body.place for body in branch.bodies], branch.messages, branch.heuristic_commit
+            branch.epoch, branch.state, [body.place for body in branch.bodies], branch.messages,
+            branch.heuristic_commit, branch.follows, branch.followers,
         )
         for branch in state.branches.values()
-        if branch.state in (State.PREPARED, State.HEURISTIC)
+        if branch.state in LASTING
     }  # fmt: skip
     commits = [(c.branch, [body.place for body in c.bodies], c.first_batch_id) for c in state.unmarked.values()]
     return kept, dict(state.memory.items()), commits
@@ -62,7 +63,12 @@ class Journal(RuleBasedStateMachine):
         association = branch.sessions.get(session) if branch is not None else None
         places = tuple(PLACES[:count]) if verb is Verb.SEND else ()
         first = association.sent if association is not None else 0
-        step = self.store.ask(Asked(verb, xid, session=session, places=places, first=first, owner=session), 0.0, 7)
+        asked = Asked(
+            verb, xid, session=session, places=places, first=first, owner=session,
+            follows=(1, 0, count) if verb is Verb.PREPARE and count == 2 else (),
+            followers=(1, 7, 2, 8) if verb is Verb.DECIDE else (),
+        )  # fmt: skip
+        step = self.store.ask(asked, 0.0, 7)
         if step.record is None:
             return
         record = step.record
@@ -77,6 +83,11 @@ class Journal(RuleBasedStateMachine):
         for verb in (Verb.START, Verb.SEND, Verb.END, Verb.PREPARE):
             self.ask(verb, xid, "s", count)
 
+    @rule(xid=st.sampled_from(XIDS))
+    def decide(self, xid: Xid) -> None:
+        for verb in (Verb.START, Verb.SEND, Verb.END, Verb.DECIDE):
+            self.ask(verb, xid, "s", 1)
+
     @rule()
     def mark(self) -> None:
         state = self.store.journal
@@ -85,11 +96,15 @@ class Journal(RuleBasedStateMachine):
     @rule(xid=st.sampled_from(XIDS), whole=st.booleans())
     def move(self, xid: Xid, whole: bool) -> None:
         branch = self.store.branches.get(xid)
-        if branch is None or branch.state not in (State.PREPARED, State.HEURISTIC):
+        if branch is None or branch.state not in LASTING:
             return
         heuristic = 0 if branch.state is not State.HEURISTIC else 1 if branch.heuristic_commit else 2
+        heuristic = DECIDED if branch.state is State.DECIDED else heuristic
         places = [body.place for body in branch.bodies]
-        self._write([Move(branch.key, branch.prepared_us, heuristic, branch.messages, branch.owner)])
+        begins = Move(
+            branch.key, branch.prepared_us, heuristic, branch.messages, branch.owner, branch.follows, branch.followers
+        )
+        self._write([begins])
         if places:
             self._write([Add(branch.key, 0, places, branch.owner)], len(places))
         if whole:

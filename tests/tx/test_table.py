@@ -43,6 +43,7 @@ EXPECTED: dict[State, dict[Verb, tuple[XACode, State]]] = {
         Verb.FAIL: (OK, State.ROLLBACK_ONLY),
         Verb.PREPARE: (OK, State.PREPARED),
         Verb.COMMIT_ONE_PHASE: (OK, State.NONE),
+        Verb.DECIDE: (OK, State.DECIDED),
         Verb.ROLLBACK: (OK, State.NONE),
         Verb.FORGET: (NOTA, State.IDLE),
         Verb.RESOLVE: (NOTA, State.NONE),
@@ -62,6 +63,7 @@ EXPECTED: dict[State, dict[Verb, tuple[XACode, State]]] = {
         ),
         Verb.PREPARE: (RB, State.NONE),
         Verb.COMMIT_ONE_PHASE: (RB, State.NONE),
+        Verb.DECIDE: (RB, State.NONE),
         Verb.ROLLBACK: (OK, State.NONE),
         Verb.FORGET: (NOTA, State.ROLLBACK_ONLY),
         Verb.RESOLVE: (NOTA, State.NONE),
@@ -72,6 +74,12 @@ EXPECTED: dict[State, dict[Verb, tuple[XACode, State]]] = {
             (Verb.COMMIT, Verb.ROLLBACK, Verb.HEURISTIC_COMMIT, Verb.HEURISTIC_ROLLBACK, Verb.RESOLVE),
             (HEURCOM, State.HEURISTIC),
         ),
+        Verb.FORGET: (OK, State.NONE),
+    },
+    State.DECIDED: {
+        Verb.START: (DUPID, State.DECIDED),
+        **dict.fromkeys((Verb.COMMIT_ONE_PHASE, Verb.COMMIT, Verb.RESOLVE, Verb.DECIDE), (OK, State.DECIDED)),
+        Verb.ROLLBACK: (NOTA, State.DECIDED),
         Verb.FORGET: (OK, State.NONE),
     },
 }
@@ -115,6 +123,7 @@ class Driver:
             State.PREPARED: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE],
             State.ROLLBACK_ONLY: [Verb.START, Verb.SEND, Verb.FAIL],
             State.HEURISTIC: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE, Verb.HEURISTIC_COMMIT],
+            State.DECIDED: [Verb.START, Verb.SEND, Verb.END, Verb.DECIDE],
         }
         way = list(ways[state])
         if suspended:
@@ -144,7 +153,7 @@ def test_every_verb_in_every_state(verb: Verb, state: State) -> None:
 
 
 def test_nothing_of_the_table_is_left_out() -> None:
-    assert len(list(itertools.product(Verb, State))) == 15 * 6
+    assert len(list(itertools.product(Verb, State))) == 16 * 7
     assert sum(len(row) for row in EXPECTED.values()) > 50
 
 
@@ -226,6 +235,57 @@ def test_what_was_committed_is_resolved_so() -> None:
     driver.bring_to(State.IDLE)
     assert driver.do(Verb.COMMIT_ONE_PHASE) == OK
     assert driver.do(Verb.RESOLVE) == OK
+
+
+def test_a_decision_is_kept_until_it_is_forgotten_and_then_remembered_as_any_commit() -> None:
+    driver = Driver()
+    driver.bring_to(State.IDLE)
+    assert driver.do(Verb.DECIDE, followers=(2, 3)) == OK
+    branch = driver.store.branches[XID]
+    assert branch.followers == (2, 3)
+    assert driver.store.expire(1e9) == []
+    assert driver.store.session_lost("a") == []
+    assert driver.do(Verb.FORGET) == OK
+    for verb in (Verb.DECIDE, Verb.RESOLVE, Verb.COMMIT):
+        assert driver.do(verb) == OK
+    assert driver.do(Verb.START) == DUPID
+
+
+def test_a_follower_is_told_that_the_use_it_followed_left_nothing() -> None:
+    """Its decider gave up, and the id is in use again: that this one commits is not the follower's decision."""
+    driver = Driver()
+    driver.bring_to(State.IDLE)
+    first = driver.store.branches[XID].epoch
+    assert driver.do(Verb.ROLLBACK) == OK
+    driver.bring_to(State.IDLE)
+    assert driver.do(Verb.RESOLVE, epoch=first) == NOTA
+    assert driver.state is State.IDLE
+    assert driver.do(Verb.DECIDE) == OK
+    assert driver.do(Verb.RESOLVE, epoch=first) == NOTA
+    assert driver.state is State.DECIDED
+
+
+def test_a_former_master_tells_nothing_of_what_its_successor_began() -> None:
+    driver = Driver()
+    for verb in Verb:
+        assert driver.do(verb, epoch=(2 << 32) + 1) == XACode.RETRY
+
+
+def test_who_only_knows_its_id_may_not_end_a_branch_that_follows() -> None:
+    driver = Driver()
+    driver.bring_to(State.IDLE)
+    assert driver.do(Verb.PREPARE, follows=(1, 0, 7)) == OK
+    branch = driver.store.branches[XID]
+    for verb in (Verb.COMMIT, Verb.ROLLBACK):
+        assert driver.do(verb) == XACode.RETRY
+    assert driver.store.branches[XID] is branch
+    assert driver.do(Verb.COMMIT, epoch=branch.epoch) == OK
+
+
+def test_nothing_is_decided_without_a_record() -> None:
+    driver = Driver()
+    assert [driver.do(verb) for verb in (Verb.START, Verb.END)] == [OK, OK]
+    assert driver.do(Verb.DECIDE, followers=(2,)) == PROTO
 
 
 def test_time_ends_what_is_not_prepared_and_nothing_else() -> None:

@@ -19,12 +19,12 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
+from metamq.client.branches import ANSWER_S
 from metamq.client.dbapi import Connection
 from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import BranchMisuse, MetamqError
-from metamq.tx.app.core import ANSWER_S
 from metamq.tx.app.outcomes import DEFAULT_TABLE, OutcomeTable
 from metamq.tx.app.staging import Message, Staging
 from metamq.tx.app.work import Work

@@ -1,4 +1,4 @@
-"""XAResource, blocking, and its asyncio twin."""
+"""The blocking XAResource."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
 from metamq.client.background import background
+from metamq.client.branches import BranchDescription
 from metamq.client.partitioner import Partitioner
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
-from metamq.tx.app.core import BranchDescription
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
 from metamq.wire.xa import Xid
 
@@ -109,8 +109,8 @@ class XAResource:
         self._core.set_timeout(timeout_s)
 
     def is_same_rm(self, other: XAResource) -> bool:
-        """Whether both reach the same broker id, so that the one may join the other's branch."""
-        return self._core.broker_id == other._core.broker_id
+        """Whether both reach the same broker id of one cluster, so that the one may join the other's branch."""
+        return self._core.is_same_rm(other._core)
 
     def close(self) -> None:
         """Disconnects; may be repeated. What is not prepared is rolled back some seconds later."""

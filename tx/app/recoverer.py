@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from metamq.client.background import background
+from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.cluster import Cluster
 from metamq.client.dbapi import Connection
 from metamq.client.first_contact import open_client_session
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import BranchNotKnown, MetamqError
-from metamq.tx.app.core import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import Verb, Xid
 

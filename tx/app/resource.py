@@ -7,21 +7,32 @@ gathered into batches, and goes out when one is full and at end().
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from metamq.client.checks import check_ranges
+from metamq.client.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
+from metamq.client.checks import check_ranges, is_number, wrong_type
 from metamq.client.cluster import Cluster
 from metamq.client.first_contact import open_client_session
 from metamq.client.partitioner import Partitioner, partitioner_named
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.errors import BranchMisuse, ClosedError, ConfigError, MetamqError, OutcomeUnknown, closed_client
-from metamq.tx.app.core import ANSWER_S, Branch, BranchDescription, TxClient, new_session
+from metamq.errors import (
+    BranchMisuse,
+    BranchNotKnown,
+    ClosedError,
+    ConfigError,
+    MetamqError,
+    OutcomeUnknown,
+    RolledBack,
+    closed_client,
+)
 from metamq.tx.app.staging import Message, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
+from metamq.zk.brokers import known_cluster_id
 
 SESSION_TIMEOUT_MS = 10_000
 TIMEOUT_MAX_S = 24 * 3600
@@ -82,6 +93,8 @@ class _Work:
     def __init__(self, branch: Branch, staging: Staging) -> None:
         self.branch = branch
         self.staging = staging
+        self.unsent: deque[list[Encoded]] = deque()
+        """Batches that the broker has not said to have. A group that went out together goes out together again."""
 
 
 class XACore:
@@ -95,6 +108,8 @@ class XACore:
         self._session_name = new_session()
         self._cluster: Cluster | None = None
         self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
+        self._place = ""
+        """Which cluster it is."""
         self._timeout_s = 0.0
         self._current: _Work | None = None
         self._others: dict[Xid, _Work] = {}
@@ -102,8 +117,18 @@ class XACore:
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
-        self._cluster = Cluster(await open_client_session(servers, root, SESSION_TIMEOUT_MS))
+        session = await open_client_session(servers, root, SESSION_TIMEOUT_MS)
+        try:
+            self._place = await known_cluster_id(session) or f"{servers}{root}"
+        except BaseException:
+            await session.close()
+            raise
+        self._cluster = Cluster(session)
         self._client = TxClient(self._cluster)
+
+    def is_same_rm(self, other: XACore) -> bool:
+        """Whether both reach the same broker id of the same cluster."""
+        return self.broker_id == other.broker_id and self._place == other._place
 
     async def close(self) -> None:
         """Disconnects; may be repeated. What is not prepared is rolled back by its broker some seconds later."""
@@ -129,8 +154,8 @@ class XACore:
         if verb is None:
             raise _invalid(xid, f"start() takes NOFLAGS, JOIN or RESUME, not {flags!r}")
         if self._current is not None:
-            raise BranchMisuse(xid.check(), XACode.PROTO, f"{self._current.branch.xid} is worked in", hint="end() it.")
-        work = self._others.get(xid.check())
+            raise BranchMisuse(_valid(xid), XACode.PROTO, f"{self._current.branch.xid} is worked in", hint="end() it.")
+        work = self._others.get(_valid(xid))
         if work is None or verb is Verb.START:
             work = self._new_work(xid)
         await self._ask(work.branch, verb, branch_timeout_s=self._timeout_s if timeout_s is None else timeout_s)
@@ -168,7 +193,8 @@ class XACore:
         work.staging.add(await self._cluster.topic(topic), message)
         full = work.staging.full(self.broker_id)
         if full:
-            await client.ask(work.branch, [Verb.SEND], full, timeout_s=self._options.request_timeout_s)
+            work.unsent.append(full)
+            await self._bring(client, work)
 
     async def end(self, xid: Xid, flags: TM) -> None:
         verb = _ENDS.get(flags)
@@ -179,49 +205,69 @@ class XACore:
             self._current = None
             self._others[xid] = work
         else:
-            work = self._others.get(xid.check())
+            work = self._others.get(_valid(xid))
         if work is None:
             raise BranchMisuse(xid, XACode.PROTO, "it is not worked in here")
-        rest = work.staging.rest(self.broker_id) if verb is not Verb.FAIL else []
-        verbs = [Verb.SEND, verb] if rest else [verb]
-        await self._open_client().ask(work.branch, verbs, rest, timeout_s=self._options.request_timeout_s)
+        if verb is Verb.FAIL:
+            work.unsent.clear()
+        elif rest := work.staging.rest(self.broker_id):
+            work.unsent.append(rest)
+        await self._bring(self._open_client(), work, verb)
+
+    async def _bring(self, client: TxClient, work: _Work, last: Verb | None = None) -> None:
+        """Sends what is unsent, and a verb behind it. What fails may be done again: nothing is left out."""
+        timeout_s = self._options.request_timeout_s
+        while work.unsent:
+            with_last = [last] if last is not None and len(work.unsent) == 1 else []
+            await client.ask(work.branch, [Verb.SEND, *with_last], work.unsent[0], timeout_s=timeout_s)
+            work.unsent.popleft()
+            if with_last:
+                return
+        if last is not None:
+            await client.ask(work.branch, [last], timeout_s=timeout_s)
 
     # -- the end of a branch ------------------------------------------------------------------------------------------
 
     async def prepare(self, xid: Xid) -> Vote:
-        branch = self._branch_of(xid)
-        code = await self._ask(branch, Verb.PREPARE, messages=self._messages_of(xid))
+        code = await self._ending(xid, Verb.PREPARE, messages=self._messages_of(xid))
         if code is XACode.RDONLY:
             self._others.pop(xid, None)
             return Vote.RDONLY
         return Vote.OK
 
     async def commit(self, xid: Xid, one_phase: bool) -> None:
-        branch = self._branch_of(xid)
         if not one_phase:
-            await self._ask(branch, Verb.COMMIT)
+            await self._ending(xid, Verb.COMMIT)
         else:
             try:
-                await self._ask(branch, Verb.COMMIT_ONE_PHASE, messages=self._messages_of(xid))
+                await self._ending(xid, Verb.COMMIT_ONE_PHASE, messages=self._messages_of(xid))
             except OutcomeUnknown:
-                await self._open_client().resolve(branch, self._options.request_timeout_s)
+                await self._open_client().resolve(self._branch_of(xid), self._options.request_timeout_s)
         self._others.pop(xid, None)
 
     async def rollback(self, xid: Xid) -> None:
-        await self._ask(self._branch_of(xid), Verb.ROLLBACK)
+        await self._ending(xid, Verb.ROLLBACK)
         self._others.pop(xid, None)
 
     async def forget(self, xid: Xid) -> None:
-        await self._ask(self._branch_of(xid), Verb.FORGET)
+        await self._ending(xid, Verb.FORGET)
         self._others.pop(xid, None)
+
+    async def _ending(self, xid: Xid, verb: Verb, **fields: float) -> XACode:
+        try:
+            return await self._ask(self._branch_of(xid), verb, **fields)
+        except (RolledBack, BranchNotKnown):
+            self._others.pop(xid, None)
+            raise
 
     async def recover(self, flags: TM) -> list[BranchDescription]:
         if not flags & TM.STARTRSCAN:  # all of them were given at the start of the scan
             return []
-        return await self._open_client().branches(self.broker_id)
+        # Those that follow another broker's decision end by themselves, and are not the caller's to decide about.
+        return [one for one in await self._open_client().branches(self.broker_id) if one.follows is None]
 
     def set_timeout(self, timeout_s: float) -> None:
-        if not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= TIMEOUT_MAX_S:
+        if not is_number(timeout_s) or not 0 <= timeout_s <= TIMEOUT_MAX_S:
             raise _invalid(
                 "(any)", f"a time-out of {timeout_s!r} s: it is 0 to {TIMEOUT_MAX_S:,}, 0 is the broker's own"
             )
@@ -229,7 +275,7 @@ class XACore:
 
     def _branch_of(self, xid: Xid) -> Branch:
         """As it is known here; of one that another process has begun only the id is."""
-        work = self._others.get(xid.check())
+        work = self._others.get(_valid(xid))
         if work is None and self._current is not None and self._current.branch.xid == xid:
             work = self._current
         return work.branch if work is not None else Branch(xid, self.broker_id, self._session_name)
@@ -237,7 +283,17 @@ class XACore:
     def _messages_of(self, xid: Xid) -> int:
         """How many messages were sent in the branch from here; -1: it is not known here."""
         work = self._others.get(xid)
-        return -1 if work is None else work.branch.messages
+        return -1 if work is None else work.staging.taken[self.broker_id]
+
+
+def _valid(xid: Xid) -> Xid:
+    """Itself. Raises WrongType; BranchMisuse with the code of XA when a part of it is too long, or empty."""
+    if not isinstance(xid, Xid):
+        raise wrong_type("`xid`", "a metamq.tx.Xid", xid)
+    try:
+        return xid.check()
+    except ConfigError as error:
+        raise _invalid(f"of format {xid.format_id!r}", error.problem) from None
 
 
 def _invalid(xid: object, reason: str) -> BranchMisuse:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from metamq.client.branches import Encoded
 from metamq.client.outgoing import OutgoingBatch
 from metamq.client.partitioner import Partitioner
 from metamq.client.topic_buffer import TopicBuffer, add_message, size_of, too_large
@@ -30,14 +32,6 @@ class Message(NamedTuple):
     timestamp_us: int | None = None
 
 
-class Encoded(NamedTuple):
-    """A batch that is ready to go."""
-
-    entry: PutEntry
-    batch: bytearray
-    messages: int
-
-
 class Staging:
     """What was sent in the branches of one transaction and is not at its broker yet.
 
@@ -60,6 +54,8 @@ class Staging:
         self._open: dict[Place, OutgoingBatch] = {}
         self._full: dict[int, list[tuple[Place, OutgoingBatch]]] = {}
         self._turn: dict[str, int] = {}
+        self.taken: Counter[int] = Counter()
+        """Messages by broker id. Each is to arrive: PREPARE tells how many, so that one that was lost is noticed."""
 
     def add(self, config: TopicConfig, message: Message) -> int:
         """Takes a message; returns the broker id that it goes to, whose batches are then to be looked at.
@@ -82,6 +78,7 @@ class Staging:
         batch = self._open.get(place)
         if batch is None:
             batch = self._open[place] = OutgoingBatch(config.topic)
+        self.taken[broker_id] += 1
         add_message(batch, message.value, message.key, message.headers, message.timestamp_us, size)
         if batch.size >= self._batch_bytes or len(batch.values) >= BATCH_COUNT_MAX:
             self._full.setdefault(broker_id, []).append((place, self._open.pop(place)))

@@ -7,12 +7,12 @@ prepare it, and one to commit it: START, SEND, END and PREPARE travel together.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from metamq.client.branches import Branch, Encoded, TxClient, new_session
 from metamq.client.cluster import Cluster
 from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
-from metamq.tx.app.core import Branch, TxClient, new_session
-from metamq.tx.app.staging import Encoded, Message, Staging
+from metamq.tx.app.staging import Message, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
 
@@ -52,21 +52,30 @@ class Work:
         if full:
             await self._ask(broker_id, [Verb.SEND], full)
 
-    async def _ask(self, broker_id: int, verbs: list[Verb], batches: Iterable[Encoded] = ()) -> XACode:
+    async def _ask(
+        self,
+        broker_id: int,
+        verbs: list[Verb],
+        batches: Iterable[Encoded] = (),
+        follows: Sequence[int] = (),
+        followers: Sequence[int] = (),
+    ) -> XACode:
         batches = list(batches)
         branch = self.branches.get(broker_id)
         if branch is None:
             branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
             verbs = [Verb.START, *verbs]
-        messages = branch.messages + sum(one.messages for one in batches)
         return await self._client.ask(
-            branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=self._branch_timeout_s, messages=messages
-        )
+            branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=self._branch_timeout_s,
+            messages=self._staging.taken[broker_id], follows=follows, followers=followers,
+        )  # fmt: skip
 
-    async def _finish(self, broker_id: int, last: Verb) -> None:
+    async def _finish(
+        self, broker_id: int, last: Verb, follows: Sequence[int] = (), followers: Sequence[int] = ()
+    ) -> None:
         rest = self._staging.rest(broker_id)
         verbs = [Verb.SEND, Verb.END, last] if rest else [Verb.END, last]
-        code = await self._ask(broker_id, verbs, rest)
+        code = await self._ask(broker_id, verbs, rest, follows, followers)
         if code is not XACode.RDONLY and last is Verb.PREPARE:
             self.prepared[broker_id] = self.branches[broker_id]
 

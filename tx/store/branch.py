@@ -56,6 +56,10 @@ class BranchState:
     rolled_back_code: int = 0
     """Why it can be rolled back only (XA_RB*)."""
     rolled_back_reason: str = ""
+    follows: tuple[int, ...] = ()
+    """Of a prepared one: (broker id, generation, epoch) of the branch whose decision it follows."""
+    followers: tuple[int, ...] = ()
+    """Of a decided one: (broker id, epoch, ...) of those that follow it."""
     heuristic_commit: bool = False
     """What the operator decided, once `state` says that one did."""
 

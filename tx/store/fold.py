@@ -17,6 +17,7 @@ from metamq.tx.store.records import (
     Add,
     Branch,
     Commit,
+    Decide,
     Forget,
     Heuristic,
     Mark,
@@ -26,8 +27,11 @@ from metamq.tx.store.records import (
     Record,
     Rollback,
 )
-from metamq.tx.store.table import State
+from metamq.tx.store.table import LASTING, State
 from metamq.wire.xa import Xid
+
+DECIDED = 3
+"""In a Move, of `heuristic`."""
 
 
 class Entry(NamedTuple):
@@ -49,6 +53,9 @@ class Committed(NamedTuple):
     branch: Branch
     bodies: list[Body]
     first_batch_id: int
+
+
+BranchRecord = Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Decide
 
 
 class JournalState:
@@ -91,7 +98,7 @@ class JournalState:
             branch.bytes += entry.sizes[number]
             number += 1
 
-    def _of_branch(self, record: Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved, entry: Entry) -> None:
+    def _of_branch(self, record: BranchRecord, entry: Entry) -> None:
         xid, epoch = record.branch
         self.epoch_max = max(self.epoch_max, epoch)
         if isinstance(record, Move):
@@ -103,22 +110,27 @@ class JournalState:
                 self._takes_the_place(moving)
             return
         branch = self.branches.get(xid)
-        if isinstance(record, Commit) or (isinstance(record, Heuristic) and record.commit):
+        if isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
             bodies = branch.bodies if branch is not None and branch.epoch == epoch else []
             if branch is not None and bodies:
                 self.unmarked[entry.lsn] = Committed(
                     entry.lsn, branch.first_lsn, record.branch, list(bodies), record.first_batch_id
                 )
-        if isinstance(record, Commit):
+        if isinstance(record, Commit | Decide):
             self.memory.add(record.branch, record.time_us)
         if branch is None or branch.epoch != epoch:
             return
         if isinstance(record, Prepare):
             branch.state, branch.prepared_us, branch.deadline_s = State.PREPARED, record.time_us, None
+            branch.follows = record.follows
             branch.sessions.clear()
         elif isinstance(record, Heuristic):
             branch.state, branch.heuristic_commit = State.HEURISTIC, record.commit
             branch.bodies = []
+        elif isinstance(record, Decide):
+            branch.state, branch.prepared_us, branch.deadline_s = State.DECIDED, record.time_us, None
+            branch.followers, branch.bodies = record.followers, []
+            branch.sessions.clear()
         else:
             del self.branches[xid]
             self._moving.pop(xid, None)
@@ -140,7 +152,7 @@ class JournalState:
     def drop_unprepared(self) -> list[BranchState]:
         """A new master's first step: what was not promised is rolled back. Returns what was dropped."""
         self._moving.clear()
-        dropped = [b for b in self.branches.values() if b.state not in (State.PREPARED, State.HEURISTIC)]
+        dropped = [b for b in self.branches.values() if b.state not in LASTING]
         for branch in dropped:
             del self.branches[branch.xid]
         return dropped
@@ -158,8 +170,8 @@ def _moved(record: Move, lsn: int) -> BranchState:
     if record.prepared_us:
         state = State.PREPARED
     if record.heuristic:
-        state = State.HEURISTIC
+        state = State.DECIDED if record.heuristic == DECIDED else State.HEURISTIC
     return BranchState(
         xid, epoch, state, record.owner, first_lsn=lsn, prepared_us=record.prepared_us,
-        heuristic_commit=record.heuristic == 1,
+        heuristic_commit=record.heuristic == 1, follows=record.follows, followers=record.followers,
     )  # fmt: skip

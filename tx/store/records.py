@@ -11,7 +11,8 @@ as it will lie in its partition. All records of an entry are there, or none.
     COMMIT       the branch is committed; its bodies have these batch ids      a later MARK, and as long as remembered
     ROLLBACK     the branch is gone
     HEURISTIC    an operator has committed it, or rolled it back               FORGET
-    FORGET       nobody needs to know of that any more
+    DECIDE       as COMMIT, and branches at other brokers follow                 FORGET
+    FORGET       nobody needs to know of either any more
     MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
     MARK         every COMMIT so far is in its partitions, and flushed there; what is remembered of finished ones
 
@@ -62,6 +63,8 @@ class Prepare(NamedTuple):
     branch: Branch
     messages: int
     time_us: int
+    follows: tuple[int, ...] = ()
+    """(broker id, generation, epoch) of the branch whose decision it follows; empty: a transaction manager's."""
 
 
 class Commit(NamedTuple):
@@ -87,8 +90,18 @@ class Heuristic(NamedTuple):
     time_us: int
 
 
+class Decide(NamedTuple):
+    """The branch is committed as by Commit; it is kept, since others follow it."""
+
+    branch: Branch
+    first_batch_id: int
+    time_us: int
+    followers: tuple[int, ...]
+    """(broker id, epoch, broker id, epoch, ...) of these."""
+
+
 class Forget(NamedTuple):
-    """The heuristic decision is not needed any more."""
+    """The decision is not needed any more."""
 
     branch: Branch
 
@@ -100,9 +113,11 @@ class Move(NamedTuple):
     prepared_us: int
     """When it was prepared; 0 while it is not."""
     heuristic: int
-    """0 none, 1 committed, 2 rolled back."""
+    """0 none, 1 committed, 2 rolled back, 3 not heuristic: decided."""
     messages: int
     owner: str
+    follows: tuple[int, ...] = ()
+    followers: tuple[int, ...] = ()
 
 
 class Moved(NamedTuple):
@@ -124,7 +139,7 @@ class Mark(NamedTuple):
     """Branches that were committed, and when (microseconds)."""
 
 
-Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark
+Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide
 _KINDS: dict[int, type[Any]] = {
     1: Add,
     2: Prepare,
@@ -135,6 +150,7 @@ _KINDS: dict[int, type[Any]] = {
     7: Move,
     8: Moved,
     9: Mark,
+    10: Decide,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
@@ -166,6 +182,9 @@ def _unpack_one(packed: Sequence[Any]) -> Record:
         fields[0] = _branch(fields[0])
     if kind is Add:
         fields[2] = [Place(*place) for place in fields[2]]
+    for name in ("follows", "followers"):
+        if name in kind._fields and len(fields) > (at := kind._fields.index(name)):
+            fields[at] = tuple(fields[at])
     record: Record = kind(*fields)
     return record
 

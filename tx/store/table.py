@@ -6,6 +6,7 @@ IDLE            nobody does, and it is not prepared
 PREPARED        promised: it can be committed and rolled back, and nothing happens to it by itself
 ROLLBACK_ONLY   it can be rolled back only, and what was sent is gone; kept so that its owner is told why
 HEURISTIC       an operator has decided; kept until the transaction manager has been told and forgets it
+DECIDED         not of XA: committed, and branches at other brokers follow; kept until they all have
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class State(enum.Enum):
     PREPARED = "prepared"
     ROLLBACK_ONLY = "rollback-only"
     HEURISTIC = "heuristically completed"
+    DECIDED = "decided"
 
 
 class Ruling(enum.Enum):
@@ -35,31 +37,35 @@ class Ruling(enum.Enum):
     DUPID = "the id is in use"
     ROLLED_BACK = "the branch is, or is to be, rolled back: its reason is the answer"
     HEURISTIC = "an operator's decision is the answer"
+    COMMITTED = "it is committed, which is the answer"
 
 
 _DO, _NOTA, _PROTO, _DUPID = Ruling.DO, Ruling.NOTA, Ruling.PROTO, Ruling.DUPID
-_RB, _HEUR = Ruling.ROLLED_BACK, Ruling.HEURISTIC
+_RB, _HEUR, _COMM = Ruling.ROLLED_BACK, Ruling.HEURISTIC, Ruling.COMMITTED
 
-_STATES = (State.NONE, State.ACTIVE, State.IDLE, State.PREPARED, State.ROLLBACK_ONLY, State.HEURISTIC)
+_STATES = (State.NONE, State.ACTIVE, State.IDLE, State.PREPARED, State.ROLLBACK_ONLY, State.HEURISTIC, State.DECIDED)
 _ROWS: dict[Verb, tuple[Ruling, ...]] = {
-    #                         NONE    ACTIVE  IDLE    PREPARED RB-ONLY HEURISTIC
-    Verb.START:              (_DO,    _DUPID, _DUPID, _DUPID, _DUPID, _DUPID),
-    Verb.JOIN:               (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO),
-    Verb.RESUME:             (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO),  # of a suspended association
-    Verb.SEND:               (_NOTA,  _DO,    _PROTO, _PROTO, _RB,    _PROTO),
-    Verb.END:                (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO),  # IDLE: of a suspended one
-    Verb.FAIL:               (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO),  # IDLE: of a suspended one
-    Verb.SUSPEND:            (_NOTA,  _DO,    _PROTO, _PROTO, _RB,    _PROTO),
-    Verb.PREPARE:            (_NOTA,  _PROTO, _DO,    _PROTO, _RB,    _PROTO),
-    Verb.COMMIT_ONE_PHASE:   (_NOTA,  _PROTO, _DO,    _PROTO, _RB,    _PROTO),
-    Verb.COMMIT:             (_NOTA,  _PROTO, _PROTO, _DO,    _PROTO, _HEUR),
-    Verb.ROLLBACK:           (_NOTA,  _PROTO, _DO,    _DO,    _DO,    _HEUR),
-    Verb.FORGET:             (_NOTA,  _NOTA,  _NOTA,  _NOTA,  _NOTA,  _DO),
-    Verb.HEURISTIC_COMMIT:   (_NOTA,  _PROTO, _PROTO, _DO,    _PROTO, _HEUR),
-    Verb.HEURISTIC_ROLLBACK: (_NOTA,  _PROTO, _PROTO, _DO,    _PROTO, _HEUR),
-    Verb.RESOLVE:            (_NOTA,  _DO,    _DO,    _PROTO, _DO,    _HEUR),
+    #                         NONE    ACTIVE  IDLE    PREPARED RB-ONLY HEURISTIC DECIDED
+    Verb.START:              (_DO,    _DUPID, _DUPID, _DUPID, _DUPID, _DUPID, _DUPID),
+    Verb.JOIN:               (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO, _PROTO),
+    Verb.RESUME:             (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO, _PROTO),  # of a suspended association
+    Verb.SEND:               (_NOTA,  _DO,    _PROTO, _PROTO, _RB,    _PROTO, _PROTO),
+    Verb.END:                (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO, _PROTO),  # IDLE: of a suspended one
+    Verb.FAIL:               (_NOTA,  _DO,    _DO,    _PROTO, _RB,    _PROTO, _PROTO),  # IDLE: of a suspended one
+    Verb.SUSPEND:            (_NOTA,  _DO,    _PROTO, _PROTO, _RB,    _PROTO, _PROTO),
+    Verb.PREPARE:            (_NOTA,  _PROTO, _DO,    _PROTO, _RB,    _PROTO, _PROTO),
+    Verb.COMMIT_ONE_PHASE:   (_NOTA,  _PROTO, _DO,    _PROTO, _RB,    _PROTO, _COMM),
+    Verb.COMMIT:             (_NOTA,  _PROTO, _PROTO, _DO,    _PROTO, _HEUR, _COMM),
+    Verb.ROLLBACK:           (_NOTA,  _PROTO, _DO,    _DO,    _DO,    _HEUR, _COMM),
+    Verb.FORGET:             (_NOTA,  _NOTA,  _NOTA,  _NOTA,  _NOTA,  _DO, _DO),
+    Verb.HEURISTIC_COMMIT:   (_NOTA,  _PROTO, _PROTO, _DO,    _PROTO, _HEUR, _PROTO),
+    Verb.HEURISTIC_ROLLBACK: (_NOTA,  _PROTO, _PROTO, _DO,    _PROTO, _HEUR, _PROTO),
+    Verb.RESOLVE:            (_NOTA,  _DO,    _DO,    _PROTO, _DO,    _HEUR, _COMM),
+    Verb.DECIDE:             (_NOTA,  _PROTO, _DO,    _PROTO, _RB,    _PROTO, _COMM),
 }  # fmt: skip
 TABLE = {(verb, state): ruling for verb, row in _ROWS.items() for state, ruling in zip(_STATES, row, strict=True)}
 
-FORGETS = frozenset({Verb.PREPARE, Verb.COMMIT_ONE_PHASE})
+LASTING = (State.PREPARED, State.HEURISTIC, State.DECIDED)
+"""States that a restart leaves as they are."""
+FORGETS = frozenset({Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE})
 """Verbs that end a branch which is rollback-only: who is answered so is not to come back."""

@@ -7,7 +7,7 @@ has to be durable (here, and on every in-sync replica) before it counts, and the
 calls `written`; only then the state changes, by the same fold that reads the journal at a restart. A verb that writes
 nothing is done at once.
 
-    durable before the answer    PREPARE, COMMIT, COMMIT_ONE_PHASE, an operator's decisions
+    durable before the answer    PREPARE, COMMIT, COMMIT_ONE_PHASE, DECIDE, an operator's decisions
     written, not waited for      SEND, ROLLBACK of what is prepared, FORGET: presumed abort, or the call repeated, mends
                                  what is lost of these
 
@@ -30,12 +30,15 @@ from metamq.errors import (
 from metamq.tx.store.branch import Association, BranchState
 from metamq.tx.store.fold import Entry, JournalState
 from metamq.tx.store.memory import OutcomeMemory
-from metamq.tx.store.records import Add, Branch, Commit, Forget, Heuristic, Place, Prepare, Record, Rollback
+from metamq.tx.store.records import Add, Branch, Commit, Decide, Forget, Heuristic, Place, Prepare, Record, Rollback
 from metamq.tx.store.table import FORGETS, TABLE, Ruling, State
 from metamq.wire.xa import Verb, XACode, Xid
 
 ROLLED_BACK_KEPT_S = 3600.0
 """So long it is kept why a branch was given up, for who began it."""
+
+
+ENDS = (Verb.COMMIT, Verb.ROLLBACK)
 
 
 class Limits(NamedTuple):
@@ -67,6 +70,10 @@ class Asked(NamedTuple):
     """SEND: how many bodies the session has sent before."""
     places: tuple[Place, ...] = ()
     owner: str = ""
+    follows: tuple[int, ...] = ()
+    """PREPARE: as in Prepare."""
+    followers: tuple[int, ...] = ()
+    """DECIDE: as in Decide."""
 
 
 class Answer(NamedTuple):
@@ -97,6 +104,7 @@ class JournalTransactionStore:
         """`epoch`: the master's term; ids of uses of an Xid begin with it, so they are higher than all before."""
         self.journal = JournalState()
         self.limits = limits if limits is not None else Limits()
+        self._term = epoch
         self._next_epoch = epoch << 32
         self._never = OutcomeMemory()
         """Ids whose owners were told that they were not committed. Only what this process was sent may come late."""
@@ -109,7 +117,11 @@ class JournalTransactionStore:
     def ask(self, asked: Asked, now_s: float, now_us: int) -> Step:
         """What follows from a verb. `now_s` is monotonic, `now_us` the time of day in microseconds."""
         branch = self.branches.get(asked.xid)
+        if asked.epoch >> 32 > self._term:  # a former master knows nothing of what its successor began
+            return _refuse(asked, TryLater, XACode.RETRY, "it was begun at a later master of this broker id")
         if branch is not None and asked.epoch and asked.epoch != branch.epoch:
+            if asked.verb is Verb.RESOLVE and asked.epoch < branch.epoch:  # that use is over, and left nothing
+                return _refuse(asked, BranchNotKnown, XACode.NOTA, _stale(asked.epoch, branch.epoch))
             return _refuse(asked, BranchMisuse, XACode.PROTO, _stale(asked.epoch, branch.epoch))
         ruling = TABLE[asked.verb, branch.state if branch is not None else State.NONE]
         if ruling is Ruling.NOTA:
@@ -126,6 +138,11 @@ class JournalTransactionStore:
             return _heuristic(asked, branch)
         if ruling is Ruling.ROLLED_BACK:
             return self._rolled_back(asked, branch)
+        if branch.follows and branch.state is State.PREPARED and asked.verb in ENDS and not asked.epoch:
+            what = f"it follows the decision of broker {branch.follows[0]}, and ends by itself"
+            return _refuse(asked, TryLater, XACode.RETRY, what)
+        if ruling is Ruling.COMMITTED:
+            return _committed(asked, branch.epoch)
         return self._do(asked, branch, now_us)
 
     # -- what the table says is no ------------------------------------------------------------------------------------
@@ -133,12 +150,8 @@ class JournalTransactionStore:
     def _not_known(self, asked: Asked, now_us: int) -> Step:
         committed = self.journal.memory.epoch_of(asked.xid)
         if committed is not None and asked.epoch in (0, committed):
-            if asked.verb in (Verb.COMMIT, Verb.COMMIT_ONE_PHASE, Verb.RESOLVE):
-                return Step(Answer(XACode.OK, committed))  # the answer to the first one was lost
-            error = BranchNotKnown(asked.xid, XACode.NOTA, "it was committed")
-            error.finished = "committed"
-            return Step(None, error)
-        if committed is not None:
+            return _committed(asked, committed)
+        if committed is not None and not (asked.verb is Verb.RESOLVE and asked.epoch < committed):
             return _refuse(asked, BranchMisuse, XACode.PROTO, _stale(asked.epoch, committed))
         if asked.verb is Verb.RESOLVE:
             self._never.add(Branch(asked.xid, 0), now_us)
@@ -205,7 +218,7 @@ class JournalTransactionStore:
             return self._end(asked, branch)
         if verb is Verb.SEND:
             return self._send(asked, branch)
-        if verb in (Verb.PREPARE, Verb.COMMIT_ONE_PHASE):
+        if verb in (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE):
             return self._finish_work(asked, branch, now_us)
         if verb is Verb.COMMIT:
             return _durable(branch, Commit(branch.key, 0, now_us))
@@ -244,12 +257,16 @@ class JournalTransactionStore:
             what = f"{asked.messages:,} messages were sent in it, {came:,} came"
             branch.becomes_rollback_only(XACode.RBPROTO, what)
             return self._rolled_back(asked, branch)
+        if not branch.bodies and asked.verb is Verb.DECIDE:
+            return _refuse(asked, BranchMisuse, XACode.PROTO, "it has no messages, and so no record to decide with")
         if not branch.bodies:
             del self.branches[asked.xid]
             code = XACode.RDONLY if asked.verb is Verb.PREPARE else XACode.OK
             return Step(Answer(code, branch.epoch))
         if asked.verb is Verb.PREPARE:
-            return _durable(branch, Prepare(branch.key, branch.messages, now_us))
+            return _durable(branch, Prepare(branch.key, branch.messages, now_us, asked.follows))
+        if asked.verb is Verb.DECIDE:
+            return _durable(branch, Decide(branch.key, 0, now_us, asked.followers))
         return _durable(branch, Commit(branch.key, 0, now_us))
 
     def _rollback(self, branch: BranchState) -> Step:
@@ -301,6 +318,15 @@ def _ok(branch: BranchState) -> Step:
 
 def _durable(branch: BranchState, record: Record) -> Step:
     return Step(Answer(XACode.OK, branch.epoch), record=record, durable=True)
+
+
+def _committed(asked: Asked, epoch: int) -> Step:
+    """To whoever asks of a branch that is committed."""
+    if asked.verb in (Verb.COMMIT, Verb.COMMIT_ONE_PHASE, Verb.DECIDE, Verb.RESOLVE):
+        return Step(Answer(XACode.OK, epoch))  # the answer to the first one was lost
+    error = BranchNotKnown(asked.xid, XACode.NOTA, "it was committed")
+    error.finished = "committed"
+    return Step(None, error)
 
 
 def _refuse(asked: Asked, kind: type[TransactionError], code: XACode, reason: str) -> Step:

@@ -1,10 +1,10 @@
-"""What every face of transactions stands on: verbs of a branch, carried to its broker, and what an answer means.
+"""Branches of transactions, as a client asks their brokers: verbs, carried there, and what an answer means.
 
     no answer to                        means
     START, SEND, END                    the branch may be there; it is rolled back after its time, or by its owner
     PREPARE                             OutcomeUnknown: recover() tells once the broker is there again
     COMMIT, ROLLBACK, FORGET            asked again until `timeout_s` is over: each may be repeated; then OutcomeUnknown
-    COMMIT_ONE_PHASE                    RESOLVE is asked: it was committed, or it never will be
+    COMMIT_ONE_PHASE, DECIDE            RESOLVE is asked: it was committed, or it never will be
 
 A network time-out is never taken for a roll back.
 """
@@ -12,16 +12,25 @@ A network time-out is never taken for a roll back.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from metamq.client.cluster import Cluster
-from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
-from metamq.tx.app.staging import Encoded
+from metamq.errors import (
+    BranchMisuse,
+    BranchNotKnown,
+    MetamqError,
+    OutcomeUnknown,
+    RolledBack,
+    TransactionError,
+    TryLater,
+)
 from metamq.wire import status
-from metamq.wire.commands import Command
+from metamq.wire.commands import Command, PutEntry
 from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 
@@ -29,6 +38,14 @@ ANSWER_S = 10.0
 RETRY_S = 0.1
 PERSISTENT = frozenset({Verb.COMMIT, Verb.ROLLBACK, Verb.FORGET, Verb.RESOLVE})
 """Verbs that are asked again when no answer comes."""
+
+
+class Encoded(NamedTuple):
+    """A batch that is ready to go."""
+
+    entry: PutEntry
+    batch: bytearray
+    messages: int
 
 
 class BranchDescription(NamedTuple):
@@ -47,6 +64,10 @@ class BranchDescription(NamedTuple):
     """Microseconds since 1970; 0 when it is not prepared."""
     history: str
     """Of the broker: another one than before means that what was acknowledged may be gone."""
+    follows: int | None = None
+    """The broker id of the branch with the same id whose decision this one follows, without anybody's help."""
+    followers: tuple[int, ...] = ()
+    """Of a decided branch: the broker ids where others follow it."""
 
 
 class Branch:
@@ -58,14 +79,13 @@ class Branch:
         self.session = session
         self.epoch = 0
         self.batches = 0
-        """That this session has sent."""
-        self.messages = 0
+        """That this session has sent, and the broker has taken."""
         self.history = ""
 
 
 def new_session() -> str:
-    """A name that nobody else has."""
-    return secrets.token_hex(8)
+    """A name that nobody else has, and that tells people where its owner runs."""
+    return f"{socket.gethostname()[:32]}:{os.getpid()}:{secrets.token_hex(8)}"
 
 
 class TxClient:
@@ -83,6 +103,8 @@ class TxClient:
         timeout_s: float = ANSWER_S,
         branch_timeout_s: float = 0.0,
         messages: int = -1,
+        follows: Sequence[int] = (),
+        followers: Sequence[int] = (),
     ) -> XACode:
         """Has verbs carried out, in this order up to the first that fails; returns the code of the last.
 
@@ -91,7 +113,7 @@ class TxClient:
         """
         header = Tx(
             [*branch.xid], branch.epoch, branch.session, [*map(int, verbs)], int(branch_timeout_s * 1000), messages,
-            branch.batches, [one.entry for one in batches],
+            branch.batches, [one.entry for one in batches], [*follows], [*followers],
         )  # fmt: skip
         bodies = [one.batch for one in batches]
         deadline_s = time.monotonic() + timeout_s
@@ -137,7 +159,6 @@ class TxClient:
             branch.epoch = result.epoch
             code = XACode(result.code)
         branch.batches += len(batches)
-        branch.messages += sum(one.messages for one in batches)
         return code
 
     async def resolve(self, branch: Branch, timeout_s: float) -> None:
@@ -153,7 +174,7 @@ class TxClient:
             except BranchNotKnown:
                 reason = "it was not committed before the connection was lost"
                 raise RolledBack(branch.xid, XACode.RBCOMMFAIL, reason) from None
-            except BranchMisuse:  # it is on its way
+            except (BranchMisuse, TryLater):  # it is on its way, or another one is the master by now
                 if time.monotonic() > deadline_s:
                     raise OutcomeUnknown(branch.xid, XACode.RMFAIL, f"it took longer than {timeout_s:g} s") from None
             await asyncio.sleep(RETRY_S)
@@ -180,6 +201,8 @@ class TxClient:
                         info.bytes,
                         info.prepared_us,
                         reply.history,
+                        info.follows[0] if info.follows else None,
+                        tuple(info.followers[::2]),
                     )
                 )
                 after = info.epoch

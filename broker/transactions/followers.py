@@ -1,0 +1,111 @@
+"""Followers: ends transactions over several brokers whose client died before all of them knew the outcome.
+
+Such a transaction has no coordinator: a branch at one broker, the *decider*, decides with DECIDE for those at the
+others, which were prepared before and know whose decision they follow (metamq.tx.app.work tells the client's side).
+
+    here, and left for GRACE_S      what is done                                 then
+    a prepared branch that follows  the decider is asked with RESOLVE            COMMIT, or ROLLBACK of it
+    a decided branch                COMMIT at each of its followers              FORGET, once each has answered OK
+
+RESOLVE makes the decider decide: what was not decided by then never will be. It answers for sure, since whoever answers
+either is the master whose epoch the branch was begun in, or has the journal of that one; an earlier master refuses. A
+decider whose generation has changed may have lost its decision: then a person has to decide.
+
+A decision is forgotten on the word of each follower that it has committed, which is durable there; not because a broker
+says that it knows nothing of it, as a former master might.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from metamq.broker.transactions.processor import TransactionalCommandProcessor
+from metamq.client.branches import Branch, TxClient, new_session
+from metamq.client.cluster import Cluster
+from metamq.errors import BranchNotKnown, MetamqError
+from metamq.tx.store.branch import BranchState
+from metamq.tx.store.records import Branch as BranchKey
+from metamq.tx.store.table import State
+from metamq.wire.xa import Verb, Xid
+from metamq.zk.session import Session
+
+log = logging.getLogger("metamq.broker")
+
+GRACE_S = 10.0
+"""So long a branch is left to the client that is most likely about to end it."""
+EVERY_S = 2.0
+ASK_S = 5.0
+
+
+class Followers:
+    """Used by the broker's loop only."""
+
+    def __init__(self, broker_id: int, session: Session, transactions: TransactionalCommandProcessor) -> None:
+        self.grace_s = GRACE_S
+        self.every_s = EVERY_S
+        self._broker_id = broker_id
+        self._session = session
+        self._transactions = transactions
+        self._seen: dict[BranchKey, float] = {}
+        """Since when each waits."""
+        self._told: dict[BranchKey, str] = {}
+
+    async def run(self) -> None:
+        """For ever."""
+        cluster = Cluster(self._session)
+        try:
+            while True:
+                await asyncio.sleep(self.every_s)
+                for branch in self._left():
+                    await self._end(TxClient(cluster), branch)
+        finally:
+            await cluster.close()
+
+    def _left(self) -> list[BranchState]:
+        """What nobody has ended for so long."""
+        now_s = time.monotonic()
+        waiting = {branch.key: branch for branch in self._transactions.waiting()}
+        self._seen = {key: self._seen.get(key, now_s) for key in waiting}
+        self._told = {key: reason for key, reason in self._told.items() if key in waiting}
+        return [waiting[key] for key, since_s in self._seen.items() if now_s - since_s >= self.grace_s]
+
+    async def _end(self, client: TxClient, branch: BranchState) -> None:
+        try:
+            if branch.state is State.DECIDED:
+                await self._tell(client, branch)
+            else:
+                await self._ask(client, branch)
+        except MetamqError as error:
+            if self._told.get(branch.key) != error.problem:
+                self._told[branch.key] = error.problem
+                log.info("branch %s waits: %s", branch.xid, error)
+
+    async def _ask(self, client: TxClient, branch: BranchState) -> None:
+        """Asks whom a prepared branch follows."""
+        broker_id, generation, epoch = branch.follows
+        decider = self._branch(branch.xid, broker_id, epoch)
+        try:
+            await client.ask(decider, [Verb.RESOLVE], timeout_s=ASK_S)
+            verb = Verb.COMMIT
+        except BranchNotKnown as error:
+            if decider.history != f"{broker_id}:{generation}":
+                raise MetamqError(
+                    f"broker {broker_id}, which was to decide about it, has lost acknowledged data since",
+                    hint="Decide with `metamq tx commit` or `metamq tx rollback`.",
+                ) from error
+            verb = Verb.ROLLBACK
+        await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), [verb], timeout_s=ASK_S)
+        log.info("branch %s, which nobody had ended: %s, as broker %d says", branch.xid, verb.name, broker_id)
+
+    async def _tell(self, client: TxClient, branch: BranchState) -> None:
+        """Tells those that follow a decided branch."""
+        for broker_id, epoch in zip(branch.followers[::2], branch.followers[1::2], strict=True):
+            await client.ask(self._branch(branch.xid, broker_id, epoch), [Verb.COMMIT], timeout_s=ASK_S)
+        await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), [Verb.FORGET], timeout_s=ASK_S)
+
+    def _branch(self, xid: Xid, broker_id: int, epoch: int) -> Branch:
+        branch = Branch(xid, broker_id, new_session())
+        branch.epoch = epoch
+        return branch

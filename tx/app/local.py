@@ -1,0 +1,102 @@
+"""Transactions of the queue alone: no database, no coordinator; over one broker, or several.
+
+    one broker        START .. SEND, END, COMMIT_ONE_PHASE: one request for a small one
+    several           1  START at one of them, the decider: from here on nobody but this master can decide
+                      2  PREPARE at the others, each told whose decision it follows
+                      3  DECIDE at the decider: the decision, durable, and kept
+                      4  COMMIT at the others; then FORGET at the decider
+
+All branches have the same id. A client that dies before 3 leaves branches that nobody decides about: their brokers ask
+the decider, who then never will (RESOLVE). One that dies after 3 leaves what brokers tell one another
+(metamq.broker.transactions.followers). So the client needs no log, and nobody has to run a recoverer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from metamq.client.branches import Branch
+from metamq.client.cluster import Cluster
+from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack
+from metamq.tx.app.staging import Staging
+from metamq.tx.app.work import Work
+from metamq.wire.xa import Verb, XACode, Xid
+
+log = logging.getLogger("metamq.tx")
+
+
+class LocalWork(Work):
+    """One transaction, under one id at all brokers. For one loop; one call at a time."""
+
+    def __init__(
+        self, cluster: Cluster, staging: Staging, xid: Xid, *, branch_timeout_s: float, answer_s: float
+    ) -> None:
+        super().__init__(cluster, staging, xid.gtrid, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
+        self.xid = xid
+        self._in_doubt = False
+        """The decision is on its way, or was made: nothing may be rolled back."""
+
+    def xid_at(self, broker_id: int) -> Xid:
+        """The same everywhere."""
+        return self.xid
+
+    async def commit_at_once(self) -> None:
+        """Commits without a prepare() before. Raises RolledBack, OutcomeUnknown, ConnectError, and so on: when it is
+        not OutcomeUnknown, nothing is committed, and rollback() is called for."""
+        try:
+            await self._commit_at_once()
+        except BranchNotKnown as error:  # its broker was restarted, or another one is the master
+            raise RolledBack(self.xid, XACode.RBTRANSIENT, error.reason) from error
+
+    async def rollback(self) -> list[MetamqError]:
+        """As Work.rollback(); nothing while the decision is in doubt: its brokers find out."""
+        return [] if self._in_doubt else await super().rollback()
+
+    async def _commit_at_once(self) -> None:
+        brokers = [broker_id for broker_id in self.reached if self._staging.taken[broker_id]]
+        if len(brokers) > 1:
+            await self._commit_at_several(brokers)
+        elif brokers and self.reached == brokers:
+            await self.commit_one_phase()
+        else:  # what was begun at others has nothing in it
+            await self.prepare()
+            for failure in await self.commit():
+                raise failure
+
+    async def _commit_at_several(self, brokers: list[int]) -> None:
+        begun = [broker_id for broker_id in brokers if broker_id in self.branches]
+        decider = (begun or brokers)[0]
+        if not begun:
+            await self._ask(decider, [])
+        branch = self.branches[decider]
+        follows = [decider, int(branch.history.partition(":")[2]), branch.epoch]
+        others = [broker_id for broker_id in self.reached if broker_id != decider]
+        results = await asyncio.gather(
+            *(self._finish(broker_id, Verb.PREPARE, follows=follows) for broker_id in others), return_exceptions=True
+        )
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+        followers = [number for one in self.prepared.values() for number in (one.broker_id, one.epoch)]
+        self._in_doubt = True
+        try:
+            try:
+                await self._finish(decider, Verb.DECIDE, followers=followers)
+            except OutcomeUnknown:
+                await self._client.resolve(branch, self._answer_s)
+        except MetamqError as error:
+            self._in_doubt = error.outcome == "unknown"
+            raise
+        await self._tell(branch)
+
+    async def _tell(self, decider: Branch) -> None:
+        """It is committed. What cannot be told now, the brokers tell one another."""
+        failures = await self.commit()
+        try:
+            if not failures:
+                await self._client.ask(decider, [Verb.FORGET], timeout_s=self._answer_s)
+        except MetamqError as error:
+            failures = [error]
+        for failure in failures:
+            log.info("transaction %s is committed; brokers that were not told will ask: %s", self.xid, failure)
