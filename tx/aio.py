@@ -1,0 +1,8 @@
+"""Transactions for asyncio: the same names as `metamq.tx`, on any asyncio loop."""
+
+from metamq.client.branches import BranchDescription
+from metamq.tx.app.aio_faces import XAResource
+from metamq.tx.app.resource import TM, Vote
+from metamq.wire.xa import XACode, Xid
+
+__all__ = ["TM", "BranchDescription", "Vote", "XACode", "XAResource", "Xid"]

@@ -1,0 +1,107 @@
+"""The asyncio XAResource."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from types import TracebackType
+from typing import Self, Unpack
+
+from metamq.client.branches import BranchDescription
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.tx.app.faces import XASettings
+from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
+from metamq.wire.xa import Xid
+
+
+class XAResource:
+    """The verbs of XA at one broker; see metamq.tx.XAResource. For one task at a time, in the loop it is opened in.
+
+        async with XAResource(broker=0) as mq:
+            await mq.start(xid)
+            await mq.send("orders", b"...")
+            await mq.end(xid)
+            if await mq.prepare(xid) is Vote.OK:
+                await mq.commit(xid)
+
+    Cancelling a call takes back nothing that was sent already: its outcome is unknown then.
+    """
+
+    def __init__(
+        self,
+        broker: int = 0,
+        zookeeper: str | None = None,
+        *,
+        config: str | None = None,
+        root: str | None = None,
+        **settings: Unpack[XASettings],
+    ) -> None:
+        self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings))
+        self._servers = zookeeper_servers(zookeeper, config)
+        self._root = zookeeper_root(root, config)
+
+    async def open(self) -> Self:
+        """Connects to ZooKeeper; `async with` does it. Raises ConnectError."""
+        await self._core.open(self._servers, self._root)
+        return self
+
+    async def start(self, xid: Xid, flags: TM = TM.NOFLAGS, *, timeout_s: float | None = None) -> None:
+        """See metamq.tx.XAResource.start."""
+        await self._core.start(xid, flags, timeout_s)
+
+    async def send(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> None:
+        """See metamq.tx.XAResource.send."""
+        await self._core.send(topic, value, key, headers, partition, timestamp)
+
+    async def end(self, xid: Xid, flags: TM = TM.SUCCESS) -> None:
+        """See metamq.tx.XAResource.end."""
+        await self._core.end(xid, flags)
+
+    async def prepare(self, xid: Xid) -> Vote:
+        """See metamq.tx.XAResource.prepare."""
+        return await self._core.prepare(xid)
+
+    async def commit(self, xid: Xid, *, one_phase: bool = False) -> None:
+        """See metamq.tx.XAResource.commit."""
+        await self._core.commit(xid, one_phase)
+
+    async def rollback(self, xid: Xid) -> None:
+        """See metamq.tx.XAResource.rollback."""
+        await self._core.rollback(xid)
+
+    async def recover(self, flags: TM = TM.STARTRSCAN) -> list[BranchDescription]:
+        """See metamq.tx.XAResource.recover."""
+        return await self._core.recover(flags)
+
+    async def forget(self, xid: Xid) -> None:
+        """See metamq.tx.XAResource.forget."""
+        await self._core.forget(xid)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """See metamq.tx.XAResource.set_timeout."""
+        self._core.set_timeout(timeout_s)
+
+    def is_same_rm(self, other: XAResource) -> bool:
+        """See metamq.tx.XAResource.is_same_rm."""
+        return self._core.is_same_rm(other._core)
+
+    async def close(self) -> None:
+        """Disconnects; may be repeated. What is not prepared is rolled back some seconds later."""
+        await self._core.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
