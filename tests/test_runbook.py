@@ -87,7 +87,7 @@ class Pair:
 
     def damage(self, number: int) -> None:
         """Changes a byte in the first batch of a partition, under a broker that is not there."""
-        logs = (self.folder / f"replica-{number}").glob("topics/*/[01]/*.log")
+        logs = (self.folder / f"replica-{number}").glob("topics/[!~]*/[01]/*.log")
         path = next(one for one in logs if one.stat().st_size)
         with path.open("r+b") as file:
             first = file.read(1)

@@ -58,7 +58,7 @@ class Scene:
             producer.send("precious", b"x").result(20)
 
     def topics(self) -> list[str]:
-        return sorted(path.name.partition("@")[0] for path in (self.folder / "data" / "topics").iterdir())
+        return sorted(path.name.partition("@")[0] for path in (self.folder / "data" / "topics").glob("[!~]*"))
 
     async def replace(self, fill: Fill) -> None:
         """Another ZooKeeper at the address; returns once the broker has a session there."""

@@ -348,7 +348,7 @@ def test_while_logs_are_recovered_no_node_is_there(
 
     monkeypatch.setattr(PartitionLog, "open", watched)
     with LocalBroker(zookeeper, data, id=31):
-        assert seen == [{}] * 3
+        assert seen == [{}] * 4, "of the journal of transactions, too"
         assert registered(zookeeper, "in-turn", 31).keys() == {"master", "topics-pub", "topics-sub"}
 
 

@@ -113,9 +113,9 @@ class Group:
 
 
 def log_bytes(data: Path) -> dict[str, bytes]:
-    """The bytes of each partition's log, by its place below the topics' folder."""
+    """The bytes of each topic's partitions' logs, by their place below the topics' folder."""
     logs: dict[str, bytes] = {}
-    for path in sorted((data / "topics").glob("*/*/*.log")):
+    for path in sorted((data / "topics").glob("[!~]*/*/*.log")):
         if not path.parent.name.isdecimal():  # set aside
             continue
         place = str(path.parent.relative_to(data))
