@@ -13,8 +13,8 @@ from metamq import Admin, Consumer, Producer, TopicPartition
 from metamq.testing import Cluster
 from metamq.testing import cluster as running_cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
-from tests.client.postgres import running_postgres
 from tests.parts import make_chroot
+from tests.postgres import running_postgres
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +33,8 @@ def servers(zookeeper: EmbeddedZooKeeper) -> str:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     """The connection string of a PostgreSQL server of our own, on a Unix socket."""
-    with running_postgres() as connection_string:
-        yield connection_string
+    with running_postgres() as server:
+        yield server.dsn
 
 
 class Shop:

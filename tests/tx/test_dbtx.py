@@ -1,26 +1,40 @@
-"""dbtx: rows and messages, both or neither, whatever ends in between. sqlite3; the Recoverer asks it afterwards."""
+"""dbtx: rows and messages, both or neither, with sqlite3 and with PostgreSQL."""
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge
+from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, MetamqError, TopicNotFound
 from metamq.testing import Cluster, cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
+from metamq.tx.app.outcomes import OutcomeTable
+from tests.postgres import running_postgres
 
-Connect = Callable[[], sqlite3.Connection]
+Connect = Callable[[], Any]
+
+REFUSED = (sqlite3.IntegrityError, psycopg.IntegrityError)
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
     with cluster() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with running_postgres() as server:
+        yield server.dsn
 
 
 @pytest.fixture
@@ -36,29 +50,40 @@ def producer(running: Cluster) -> Iterator[Producer[bytes]]:
         yield made
 
 
-@pytest.fixture
-def connect(tmp_path: Path) -> Connect:
-    def opened() -> sqlite3.Connection:
-        return sqlite3.connect(tmp_path / "application.db", timeout=1)
-
+@pytest.fixture(params=["sqlite3", "psycopg"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
+    """Connects to a database that only this test has."""
+    if request.param == "sqlite3":
+        opened: Connect = lambda: sqlite3.connect(tmp_path / "application.db", timeout=1)  # noqa: E731
+    else:
+        server, schema = request.getfixturevalue("postgres"), f"test_{uuid.uuid4().hex}"
+        with psycopg.connect(server) as connection:
+            connection.execute(f"CREATE SCHEMA {schema}")
+        opened = lambda: psycopg.connect(server, options=f"-c search_path={schema}")  # noqa: E731
     connection = opened()
     create_outcome_table(connection)
     create_outcome_table(connection)  # may be repeated
-    connection.execute("CREATE TABLE orders (body BLOB)")
+    connection.execute(f"CREATE TABLE orders (body {'BYTEA' if is_postgres(connection) else 'BLOB'})")
     connection.commit()
     connection.close()
     return opened
 
 
+def is_postgres(connection: Any) -> bool:
+    return isinstance(connection, psycopg.Connection)
+
+
 @pytest.fixture
-def database(connect: Connect) -> Iterator[sqlite3.Connection]:
+def database(connect: Connect) -> Iterator[Any]:
     connection = connect()
     yield connection
     connection.close()
 
 
-def rows(database: sqlite3.Connection) -> list[bytes]:
-    return sorted(body for (body,) in database.execute("SELECT body FROM orders"))
+def rows(database: Any) -> list[bytes]:
+    found = sorted(bytes(body) for (body,) in database.execute("SELECT body FROM orders"))
+    database.rollback()
+    return found
 
 
 def messages(running: Cluster, topic: str) -> list[bytes]:
@@ -66,11 +91,17 @@ def messages(running: Cluster, topic: str) -> list[bytes]:
         return sorted(message.value for message in consumer)
 
 
-def insert(database: sqlite3.Connection, body: bytes) -> None:
-    database.execute("INSERT INTO orders VALUES (?)", (body,))
+def decisions(database: Any) -> list[str]:
+    found = database.execute("SELECT outcome FROM metamq_outcomes WHERE gtrid <> '@id'").fetchall()
+    database.rollback()
+    return sorted(outcome for (outcome,) in found)
 
 
-def test_both_happen(running: Cluster, topic: str, producer: Producer[bytes], database: sqlite3.Connection) -> None:
+def insert(database: Any, body: bytes) -> None:
+    database.execute(f"INSERT INTO orders VALUES ({'%s' if is_postgres(database) else '?'})", (body,))
+
+
+def test_both_happen(running: Cluster, topic: str, producer: Producer[bytes], database: Any) -> None:
     for number in range(10):
         with dbtx(database, producer) as tx:
             insert(database, b"%d" % number)
@@ -79,7 +110,7 @@ def test_both_happen(running: Cluster, topic: str, producer: Producer[bytes], da
 
 
 def test_neither_happens_when_the_block_fails(
-    running: Cluster, topic: str, producer: Producer[bytes], database: sqlite3.Connection
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
 ) -> None:
     with pytest.raises(KeyError), dbtx(database, producer) as tx:  # noqa: PT012
         insert(database, b"1")
@@ -94,27 +125,152 @@ def test_neither_happens_when_the_block_fails(
 
 
 def test_a_database_that_refuses_takes_the_messages_with_it(
-    running: Cluster, topic: str, producer: Producer[bytes], database: sqlite3.Connection
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
 ) -> None:
     database.execute("CREATE UNIQUE INDEX one ON orders (body)")
     database.commit()
     with dbtx(database, producer) as tx:
         insert(database, b"1")
         tx.send(topic, b"1")
-    with pytest.raises(sqlite3.IntegrityError), dbtx(database, producer) as tx:  # noqa: PT012
+    with pytest.raises(REFUSED), dbtx(database, producer) as tx:  # noqa: PT012
         tx.send(topic, b"twice")
         insert(database, b"1")
     assert rows(database) == messages(running, topic) == [b"1"]
 
 
-def test_without_the_table_it_says_how_to_make_it(producer: Producer[bytes], tmp_path: Path) -> None:
-    other = sqlite3.connect(tmp_path / "other.db")
-    with pytest.raises(ConfigError, match="create_outcome_table"), dbtx(other, producer):
+def test_without_the_table_it_says_how_to_make_it(connect: Connect, producer: Producer[bytes]) -> None:
+    other = connect()
+    with pytest.raises(ConfigError, match="create_outcome_table"), dbtx(other, producer, table="others"):
+        pass
+    create_outcome_table(other, "others")  # on the same connection
+    with dbtx(other, producer, table="others"):
         pass
     other.close()
 
 
-def leave(database: sqlite3.Connection, producer: Producer[bytes], topic: str, body: bytes, *, decided: bool) -> None:
+def test_a_connection_without_transactions_is_refused(connect: Connect, producer: Producer[bytes]) -> None:
+    database = connect()
+    if is_postgres(database):
+        database.autocommit = True
+    else:
+        database.isolation_level = None
+    with pytest.raises(ConfigError, match="autocommit"), dbtx(database, producer):
+        pass
+    database.close()
+
+
+def test_a_transaction_that_was_begun_by_hand_will_do(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
+) -> None:
+    if not is_postgres(database):
+        database.isolation_level = None
+        database.execute("BEGIN IMMEDIATE")
+    with dbtx(database, producer) as tx:
+        insert(database, b"1")
+        tx.send(topic, b"1")
+    assert rows(database) == messages(running, topic) == [b"1"]
+
+
+def test_an_error_of_the_database_that_was_swallowed_in_the_block(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
+) -> None:
+    """PostgreSQL's transaction has failed with it: its driver would take the commit, and roll back."""
+
+    def swallowed() -> None:
+        with pytest.raises((psycopg.Error, sqlite3.Error)):
+            database.execute("INSERT INTO nowhere VALUES (1)")
+
+    if not is_postgres(database):
+        with dbtx(database, producer) as tx:
+            insert(database, b"1")
+            tx.send(topic, b"1")
+            swallowed()
+        assert rows(database) == messages(running, topic) == [b"1"]
+        return
+    for with_messages in (True, False):
+        with pytest.raises(psycopg.errors.InFailedSqlTransaction), dbtx(database, producer) as tx:  # noqa: PT012
+            insert(database, b"1")
+            if with_messages:
+                tx.send(topic, b"1")
+            swallowed()
+    assert rows(database) == messages(running, topic) == []
+
+
+def test_rows_without_messages_are_committed_and_the_other_way(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
+) -> None:
+    with dbtx(database, producer):
+        insert(database, b"row")
+    with dbtx(database, producer) as tx:
+        tx.send(topic, b"message")
+    assert rows(database) == [b"row"]
+    assert messages(running, topic) == [b"message"]
+
+
+def test_many_at_once(running: Cluster, topic: str, producer: Producer[bytes], database: Any) -> None:
+    values = [b"%05d" % number for number in range(30_000)]
+    with dbtx(database, producer) as tx:
+        tx.send_many(topic, values[:20_000])
+        tx.send_many(topic, values[20_000:], keys=["a", b"b"] * 5000)
+        with pytest.raises(ConfigError, match="1 keys for 2 values"):
+            tx.send_many(topic, [b"1", b"2"], keys=["a"])
+        with pytest.raises(TopicNotFound):
+            tx.send_many("nowhere", [b"1"])
+    assert messages(running, topic) == values
+
+
+def test_small_transactions_use_all_partitions(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
+) -> None:
+    for _ in range(40):
+        with dbtx(database, producer) as tx:
+            tx.send(topic, b"1")
+    with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
+        assert len({message.partition for message in consumer}) == 3
+
+
+def test_a_commit_that_the_database_refuses(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
+) -> None:
+    """PostgreSQL looks at a deferred constraint only then; sqlite3 waits for who reads, and may be asked again."""
+    reader = connect()
+    if is_postgres(database):
+        database.execute("CREATE TABLE ids (id INT UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+        database.commit()
+    else:
+        database.execute("PRAGMA busy_timeout = 10")
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM orders").fetchall()
+    with pytest.raises((psycopg.IntegrityError, sqlite3.OperationalError)), dbtx(database, producer) as tx:  # noqa: PT012
+        insert(database, b"1")
+        if is_postgres(database):
+            database.execute("INSERT INTO ids VALUES (1), (1)")
+        tx.send(topic, b"1")
+    reader.close()
+    asked_on_the_spot = is_postgres(database)
+    with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
+        assert recoverer.run_once() == Recovered(0, int(not asked_on_the_spot), 0)
+    assert rows(database) == messages(running, topic) == []
+
+
+def test_the_decision_is_on_the_disk_where_commits_need_not_be(postgres: str, producer: Producer[bytes]) -> None:
+    def setting() -> str:
+        (value,) = database.execute("SHOW synchronous_commit").fetchone()  # type: ignore[misc]
+        return str(value)
+
+    table = OutcomeTable(f"o_{uuid.uuid4().hex}")
+    with psycopg.connect(postgres, options="-c synchronous_commit=off") as database:
+        table.create(database)
+        table.commit(database, b"1")
+        assert setting() == "on"
+        database.rollback()
+        assert setting() == "off"
+        database.execute("SET synchronous_commit = remote_apply")
+        table.commit(database, b"1")
+        assert setting() == "remote_apply"
+
+
+def leave(database: Any, producer: Producer[bytes], topic: str, body: bytes, *, decided: bool) -> None:
     """An application that dies after the messages are prepared: before, or after, the database has decided."""
     tx = dbtx(database, producer)
     tx.__enter__()
@@ -131,7 +287,7 @@ def leave(database: sqlite3.Connection, producer: Producer[bytes], topic: str, b
 
 
 def test_a_recoverer_finishes_what_was_left_as_the_database_has_decided(
-    running: Cluster, topic: str, producer: Producer[bytes], database: sqlite3.Connection, connect: Connect
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
 ) -> None:
     leave(database, producer, topic, b"decided", decided=True)
     leave(database, producer, topic, b"undecided", decided=False)
@@ -146,21 +302,14 @@ def test_a_young_branch_and_another_databases_are_left_alone(
     running: Cluster,
     topic: str,
     producer: Producer[bytes],
-    database: sqlite3.Connection,
+    database: Any,
     connect: Connect,
-    tmp_path: Path,
 ) -> None:
     leave(database, producer, topic, b"mine", decided=True)
     with Recoverer(connect, running.zookeeper, grace_s=60) as recoverer:
         assert recoverer.run_once() == Recovered(0, 0, 1)
-
-    def another() -> sqlite3.Connection:
-        return sqlite3.connect(tmp_path / "another.db")
-
-    other = another()
-    create_outcome_table(other)
-    other.close()
-    with Recoverer(another, running.zookeeper, grace_s=0) as recoverer:
+    create_outcome_table(database, "others")
+    with Recoverer(connect, running.zookeeper, table="others", grace_s=0) as recoverer:
         assert recoverer.run_once() == Recovered(0, 0, 0)
     with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
         assert recoverer.run_once().committed == 1
@@ -168,7 +317,7 @@ def test_a_young_branch_and_another_databases_are_left_alone(
 
 
 def test_a_slow_application_is_refused_by_its_database_once_it_was_decided_about(
-    running: Cluster, topic: str, producer: Producer[bytes], database: sqlite3.Connection, connect: Connect
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
 ) -> None:
     tx = dbtx(database, producer)
     tx.__enter__()
@@ -178,14 +327,14 @@ def test_a_slow_application_is_refused_by_its_database_once_it_was_decided_about
     producer._background.run(work.prepare())
     with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
         assert recoverer.run_once().rolled_back == 1
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(REFUSED):
         tx._outcomes.commit(database, work.gtrid)
     database.rollback()
     assert messages(running, topic) == []
 
 
 def test_while_a_broker_is_down_nothing_is_forgotten(
-    running: Cluster, topic: str, producer: Producer[bytes], database: sqlite3.Connection, connect: Connect
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
 ) -> None:
     leave(database, producer, topic, b"decided", decided=True)
     database.execute("UPDATE metamq_outcomes SET at = 0")
@@ -196,6 +345,76 @@ def test_while_a_broker_is_down_nothing_is_forgotten(
         running.broker.start()
         assert recoverer.run_once().committed == 1
         recoverer.run_once()
-    left = database.execute("SELECT count(*) FROM metamq_outcomes WHERE outcome = 'commit'").fetchone()
-    assert left == (0,)
+    assert decisions(database) == []
     assert rows(database) == messages(running, topic) == [b"decided"]
+
+
+def test_an_application_that_is_about_to_commit_holds_up_its_own_branch_alone(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
+) -> None:
+    """Nobody can tell what becomes of that one before it has ended; the others are finished meanwhile."""
+    slow = connect()
+    tx = dbtx(slow, producer)
+    tx.__enter__()
+    tx.send(topic, b"slow")
+    work = tx._work
+    assert work is not None
+    producer._background.run(work.prepare())
+    leave(database, producer, topic, b"undecided", decided=False)
+    tx._outcomes.commit(slow, work.gtrid)
+    with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
+        if is_postgres(database):
+            assert recoverer.run_once() == Recovered(0, 1, 1)
+        else:  # the whole file is locked
+            assert recoverer.run_once() == Recovered(0, 0, 2)
+        slow.commit()
+        assert recoverer.run_once().committed == 1
+    slow.close()
+    assert messages(running, topic) == [b"slow"]
+
+
+def test_an_old_decision_whose_branch_is_prepared_is_kept(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any, connect: Connect
+) -> None:
+    for decided in (True, False):
+        leave(database, producer, topic, b"1", decided=decided)
+    with Recoverer(connect, running.zookeeper, grace_s=60) as recoverer:
+        database.execute("UPDATE metamq_outcomes SET at = 0")
+        database.commit()
+        recoverer.run_once()
+        assert decisions(database) == ["commit"]
+        recoverer._grace_s = 0
+        recoverer.run_once()
+        assert decisions(database) == ["abort", "commit"], "young ones are kept"
+        database.execute("UPDATE metamq_outcomes SET at = 0")
+        database.commit()
+        recoverer.run_once()
+        assert decisions(database) == []
+
+
+def test_a_database_that_goes_away_ends_no_recoverer(
+    running: Cluster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    def failing() -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise OSError("no way there")
+        connection = connect()
+        if asked == 2:
+            connection.close()
+        if asked == 4:
+            recoverer._stop.set()
+        return connection
+
+    with Recoverer(failing, running.zookeeper, grace_s=0) as recoverer, caplog.at_level(logging.WARNING, "metamq.tx"):
+        with pytest.raises(MetamqError, match="no connection to the database: OSError: no way there"):
+            recoverer.run_once()
+        with pytest.raises(MetamqError, match="the database does not answer"):
+            recoverer.run_once()
+        asked = 0
+        recoverer.run(every_s=0.01)
+    assert asked == 4
+    assert len([record for record in caplog.records if "tried again" in record.message]) == 2

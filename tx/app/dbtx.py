@@ -7,14 +7,15 @@
                                                  4  commit the messages
 
 What goes wrong before 3 rolls both back. After 3 the messages are as good as sent: what 4 could not tell the brokers, a
-Recoverer does. Between 2 and 3 nobody but the database knows; the branch stays prepared until a recoverer has asked it.
+Recoverer does. When 3 itself fails only the database knows: it is asked on the spot, and where it cannot be, by a
+recoverer; until then the messages stay prepared.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -24,8 +25,8 @@ from metamq.client.dbapi import Connection
 from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.errors import BranchMisuse, MetamqError
-from metamq.tx.app.outcomes import DEFAULT_TABLE, OutcomeTable
+from metamq.errors import BranchMisuse, ConfigError, MetamqError
+from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, check_transactional
 from metamq.tx.app.staging import Message, Staging
 from metamq.tx.app.work import Work
 from metamq.wire.compression import codec_named
@@ -56,7 +57,8 @@ class dbtx:
     timeout_s:   a broker rolls back what is not prepared after so long; 0 is the broker's own (30 s).
 
     Leaving raises what the database raises; RolledBack, ConnectError and so on when the messages could not be prepared:
-    then nothing has happened. A Recoverer has to run somewhere, for what is left by processes that die in between.
+    then nothing has happened. Only where the connection is lost during the commit nobody can tell yet whether it has.
+    A Recoverer has to run somewhere, for what is left by processes that die in between.
     """
 
     def __init__(
@@ -75,13 +77,25 @@ class dbtx:
         self._work: Work | None = None
 
     def __enter__(self) -> Self:
+        """Begins. Raises ConfigError without the table, or with autocommit, and what the database raises."""
         producer = self._producer
         producer._check_usable()
-        gtrid = self._outcomes.identity(self._connection) + secrets.token_bytes(16)
+        check_transactional(self._connection)
+        try:
+            identity = self._outcomes.identity(self._connection)
+        except ConfigError:
+            self._connection.rollback()  # so that the table can be made on this connection
+            raise
         self._work = Work(
-            producer._core.cluster, staging_of(producer), gtrid, branch_timeout_s=self._timeout_s, answer_s=ANSWER_S
-        )
+            producer._core.cluster, staging_of(producer), identity + secrets.token_bytes(16),
+            branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
+        )  # fmt: skip
         return self
+
+    def _working(self) -> Work:
+        if self._work is None:
+            raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
+        return self._work
 
     def send(
         self,
@@ -94,13 +108,27 @@ class dbtx:
         timestamp: datetime | int | None = None,
     ) -> None:
         """Sends a message with the transaction. Raises as Producer.send, and what a broker refuses the branch with."""
-        if self._work is None:
-            raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
-        encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
+        work = self._working()
         message = Message(
-            as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+            self._encoded(value), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
-        self._producer._background.run(self._work.send(topic, message))
+        self._producer._background.run(work.send(topic, message))
+
+    def send_many(
+        self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
+    ) -> None:
+        """Sends messages with the transaction; `keys`, if given, one for each. Raises as send()."""
+        work = self._working()
+        encoded = [self._encoded(value) for value in values]
+        checked = [None] * len(encoded) if keys is None else [key_bytes(key) for key in keys]
+        if len(checked) != len(encoded):
+            raise ConfigError(f"{len(checked):,} keys for {len(encoded):,} values", hint="Give one key for each value.")
+        messages = [Message(value, key) for value, key in zip(encoded, checked, strict=True)]
+        self._producer._background.run(work.send_many(topic, messages))
+
+    def _encoded(self, value: bytes) -> bytes:
+        encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
+        return as_bytes(encoded, "value")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -110,30 +138,53 @@ class dbtx:
         if error is not None:
             self._roll_back(work)
             return
-        if work.is_empty:
-            self._connection.commit()
-            return
         run = self._producer._background.run
         try:
-            run(work.prepare())
-            self._outcomes.commit(self._connection, work.gtrid)
+            if work.is_empty:
+                self._outcomes.check(self._connection)
+            else:
+                run(work.prepare())
+                self._outcomes.commit(self._connection, work.gtrid)
         except BaseException:
             self._roll_back(work)
             raise
-        self._connection.commit()  # the decision; if its answer is lost, a recoverer asks the database
-        for failure in run(work.commit()):
-            log.warning("messages that are decided to be committed wait for a recoverer: %s", failure)
+        try:
+            self._connection.commit()  # the decision
+        except BaseException:
+            self._find_out(work)
+            raise
+        if not work.is_empty:
+            self._told(run(work.commit()))
 
     def _roll_back(self, work: Work) -> None:
+        """Rolls back both; what fails is no worse than that this process had died."""
         try:
             self._connection.rollback()
-        finally:
-            try:
-                failures = self._producer._background.run(work.rollback())
-            except MetamqError as error:
-                failures = [error]
-            for failure in failures:
-                log.warning("a branch could not be rolled back: it is, after its time, or by a recoverer: %s", failure)
+        except Exception as error:  # it is gone, and its transaction with it
+            log.warning("the database's transaction could not be rolled back: %s", error)
+        try:
+            failures = self._producer._background.run(work.rollback())
+        except MetamqError as error:
+            failures = [error]
+        for failure in failures:
+            log.warning("a branch could not be rolled back: it is, after its time, or by a recoverer: %s", failure)
+
+    def _find_out(self, work: Work) -> None:
+        """The commit has raised: the messages follow what the database has made of it, if it can be asked."""
+        try:
+            self._connection.rollback()  # a commit that may be repeated leaves the transaction open
+            outcome = None if work.is_empty else self._outcomes.decide(self._connection, work.gtrid)
+        except Exception as error:
+            log.warning("only a recoverer can tell what became of a commit: %s", error)
+            return
+        if outcome == COMMIT:
+            self._told(self._producer._background.run(work.commit()))
+        elif outcome == ABORT:
+            self._roll_back(work)
+
+    def _told(self, failures: list[MetamqError]) -> None:
+        for failure in failures:
+            log.warning("messages that are decided to be committed wait for a recoverer: %s", failure)
 
 
 def create_outcome_table(connection: Connection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None) -> None:

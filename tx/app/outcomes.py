@@ -14,8 +14,11 @@ Every gtrid begins with the table's id, so that the recoverer of one database le
 from __future__ import annotations
 
 import secrets
+import sqlite3
 import time
+from collections.abc import Collection
 from contextlib import closing
+from typing import Any
 
 from metamq.client.dbapi import Connection, check_paramstyle, check_table, execute
 from metamq.errors import ConfigError
@@ -23,6 +26,17 @@ from metamq.errors import ConfigError
 ID_ROW = "@id"
 COMMIT, ABORT = "commit", "abort"
 DEFAULT_TABLE = "metamq_outcomes"
+
+_POSTGRESQL = frozenset({"psycopg", "psycopg2", "pg8000"})
+"""Modules whose connections are to PostgreSQL."""
+_LOCK_WAIT = "SET LOCAL lock_timeout = '1s'"
+"""An application that is paused between its insert and its commit holds up no other branch than its own."""
+_SURE = (
+    "INSERT INTO {table} (gtrid, outcome, at) SELECT {{}}, {{}}, {{}} FROM set_config('synchronous_commit', "
+    "CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, "
+    "true)"
+)
+"""Where a commit may be answered before it is on the disk, this one is not: the messages follow it."""
 
 
 class OutcomeTable:
@@ -52,7 +66,9 @@ class OutcomeTable:
         try:
             identity = self._read(connection, ID_ROW)
         except Exception as error:
-            raise self._missing() from error
+            if _is_about_the_table(error):
+                raise self._missing() from error
+            raise
         if identity is None:
             raise self._missing()
         return f"db:{identity}:".encode()
@@ -63,9 +79,14 @@ class OutcomeTable:
             hint="Make it once: `metamq.tx.create_outcome_table(connection)`.",
         )
 
+    def check(self, connection: Connection) -> None:
+        """Raises what the database raises where the connection's transaction has failed, and could not be committed."""
+        self._read(connection, ID_ROW)
+
     def commit(self, connection: Connection, gtrid: bytes) -> None:
         """Writes the decision into the connection's transaction."""
-        self._insert(connection, gtrid.hex(), COMMIT)
+        sql = _SURE.format(table=self.name) if _is_postgresql(connection) else None
+        self._insert(connection, gtrid.hex(), COMMIT, sql)
 
     def decide(self, connection: Connection, gtrid: bytes) -> str | None:
         """The outcome: `abort` from now on unless it was decided. None: it cannot be told at present. Commits."""
@@ -73,28 +94,30 @@ class OutcomeTable:
         known = self._read(connection, key)
         if known is None:
             try:
+                if _is_postgresql(connection):
+                    execute(connection, _LOCK_WAIT).close()
                 self._insert(connection, key, ABORT)
                 connection.commit()
-            except Exception:  # the key is there by now, or the database is busy
+            except Exception:  # the key is there by now, or is about to be, or the database is busy
                 connection.rollback()
             known = self._read(connection, key)
         connection.rollback()
         return known
 
-    def forget(self, connection: Connection, before_us: int, outcome: str, still_needed: set[bytes]) -> int:
-        """Removes rows that were written before; returns how many. Commits."""
-        with closing(
-            execute(
-                connection, f"SELECT gtrid FROM {self.name} WHERE outcome = {{}} AND at < {{}}", (outcome, before_us),
-                self._paramstyle,
-            )
-        ) as cursor:  # fmt: skip
+    def older(self, connection: Connection, before_us: int, outcome: str) -> list[bytes]:
+        """The gtrids that were decided so before that time. Ends the transaction."""
+        sql = f"SELECT gtrid FROM {self.name} WHERE outcome = {{}} AND at < {{}}"
+        with closing(execute(connection, sql, (outcome, before_us), self._paramstyle)) as cursor:
             keys = [row[0] for row in cursor.fetchall()]
-        going = [key for key in keys if key != ID_ROW and bytes.fromhex(key) not in still_needed]
-        for key in going:
-            execute(connection, f"DELETE FROM {self.name} WHERE gtrid = {{}}", (key,), self._paramstyle).close()
+        connection.rollback()
+        return [bytes.fromhex(key) for key in keys if key != ID_ROW]
+
+    def forget(self, connection: Connection, gtrids: Collection[bytes]) -> None:
+        """Removes decisions. Commits."""
+        for gtrid in gtrids:
+            sql = f"DELETE FROM {self.name} WHERE gtrid = {{}}"
+            execute(connection, sql, (gtrid.hex(),), self._paramstyle).close()
         connection.commit()
-        return len(going)
 
     def _read(self, connection: Connection, key: str) -> str | None:
         sql = f"SELECT outcome FROM {self.name} WHERE gtrid = {{}}"
@@ -102,6 +125,34 @@ class OutcomeTable:
             row = cursor.fetchone()
         return row[0] if row is not None else None
 
-    def _insert(self, connection: Connection, key: str, outcome: str) -> None:
-        sql = f"INSERT INTO {self.name} (gtrid, outcome, at) VALUES ({{}}, {{}}, {{}})"
+    def _insert(self, connection: Connection, key: str, outcome: str, sql: str | None = None) -> None:
+        sql = sql or f"INSERT INTO {self.name} (gtrid, outcome, at) VALUES ({{}}, {{}}, {{}})"
         execute(connection, sql, (key, outcome, time.time_ns() // 1000), self._paramstyle).close()
+
+
+def _is_about_the_table(error: Exception) -> bool:
+    """PEP 249 has a table that is not there as a ProgrammingError of the module's own; but not sqlite3."""
+    if isinstance(error, sqlite3.Error):
+        return "no such table" in str(error)
+    return any(cls.__name__ == "ProgrammingError" for cls in type(error).__mro__)
+
+
+def check_transactional(connection: Connection) -> None:
+    """Raises ConfigError where each statement would be committed by itself."""
+    known: Any = connection
+    autocommit = getattr(known, "autocommit", False) is True
+    if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
+        autocommit = bool(known.get_autocommit())
+    if isinstance(known, sqlite3.Connection) and known.isolation_level is None and not known.in_transaction:
+        # Since Python 3.12 `autocommit` may say that there are transactions all the same.
+        autocommit = getattr(known, "autocommit", True) is not False
+    if autocommit:
+        raise ConfigError(
+            "the connection is in autocommit mode: each statement would be committed by itself, whatever becomes of "
+            "the messages",
+            hint="Open it without autocommit.",
+        )
+
+
+def _is_postgresql(connection: Connection) -> bool:
+    return type(connection).__module__.partition(".")[0] in _POSTGRESQL

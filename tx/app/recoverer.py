@@ -10,11 +10,12 @@ broker that is down may have one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -24,13 +25,14 @@ from metamq.client.cluster import Cluster
 from metamq.client.dbapi import Connection
 from metamq.client.first_contact import open_client_session
 from metamq.client.settings import zookeeper_root, zookeeper_servers
-from metamq.errors import BranchNotKnown, MetamqError
+from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import Verb, Xid
 
 log = logging.getLogger("metamq.tx")
 
 SESSION_TIMEOUT_MS = 10_000
+PREPARED = "prepared"
 GRACE_S = 10.0
 COMMITS_KEPT_S = 60.0
 ABORTS_KEPT_S = 7 * 24 * 3600.0
@@ -88,40 +90,51 @@ class Recoverer:
 
     def run_once(self) -> Recovered:
         """Looks once. Raises MetamqError when the database or ZooKeeper cannot be asked; what was done stays done."""
-        with closing(self._opened()) as connection:
-            identity = self._outcomes.identity(connection)
-            connection.rollback()
-            branches, unreachable = self._background.run(self._prepared(identity))
-            now_s = time.monotonic()
-            self._seen = {key: self._seen.get(key, now_s) for key in map(_key, branches)}
-            committed = rolled_back = left = 0
-            for branch in branches:
-                if now_s - self._seen[_key(branch)] < self._grace_s:
-                    left += 1
-                    continue
-                outcome = self._outcomes.decide(connection, branch.xid.gtrid)
-                if outcome is None:
-                    left += 1
-                elif self._background.run(self._finish(branch, outcome)):
-                    committed += outcome == COMMIT
-                    rolled_back += outcome == ABORT
-                else:
-                    left += 1
-            if not unreachable:
-                needed = {branch.xid.gtrid for branch in branches}
-                now_us = time.time_ns() // 1000
-                self._outcomes.forget(connection, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT, needed)
-                self._outcomes.forget(connection, now_us - int(ABORTS_KEPT_S * 1e6), ABORT, needed)
-        return Recovered(committed, rolled_back, left, unreachable)
+        connection = self._opened()
+        try:
+            return self._look(connection)
+        except MetamqError:
+            raise
+        except Exception as error:  # PEP 249 has a tree of exceptions per module, with no common root
+            raise MetamqError(f"the database does not answer: {type(error).__name__}: {error}") from error
+        finally:
+            with contextlib.suppress(Exception):
+                connection.close()
 
     def _opened(self) -> Connection:
         try:
             return self._connect()
-        except Exception as error:  # PEP 249 has a tree of exceptions per module, with no common root
+        except Exception as error:
             raise MetamqError(f"no connection to the database: {type(error).__name__}: {error}") from error
 
-    async def _prepared(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
-        """This database's prepared branches, at all broker ids that there ever were; and which did not answer."""
+    def _look(self, connection: Connection) -> Recovered:
+        identity = self._outcomes.identity(connection)
+        connection.rollback()
+        # Before the brokers are asked: what was decided later may be of a branch that was prepared later, too.
+        now_us = time.time_ns() // 1000
+        old = self._outcomes.older(connection, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT)
+        old += self._outcomes.older(connection, now_us - int(ABORTS_KEPT_S * 1e6), ABORT)
+        known, unreachable = self._background.run(self._known(identity))
+        branches = [branch for branch in known if branch.state == PREPARED]
+        now_s = time.monotonic()
+        self._seen = {key: self._seen.get(key, now_s) for key in map(_key, branches)}
+        done: Counter[str] = Counter()
+        silent: set[int] = set()
+        for branch in branches:
+            if now_s - self._seen[_key(branch)] < self._grace_s or branch.broker_id in silent:
+                continue
+            outcome = self._outcomes.decide(connection, branch.xid.gtrid)
+            if outcome is None:
+                log.warning("branch %s: the database cannot tell yet what becomes of it", branch.xid)
+            elif self._background.run(self._finish(branch, outcome, silent)):
+                done[outcome] += 1
+        if not unreachable:
+            self._outcomes.forget(connection, set(old) - {branch.xid.gtrid for branch in known})
+        return Recovered(done[COMMIT], done[ABORT], len(branches) - done.total(), unreachable)
+
+    async def _known(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
+        """This database's branches that are prepared, or were finished by an operator, at all broker ids that there
+        ever were; and which did not answer."""
         session, client = self._cluster.session, TxClient(self._cluster)
         names = await session.children(session.paths.broker_ids())
         found: list[BranchDescription] = []
@@ -132,10 +145,11 @@ class Recoverer:
             except MetamqError as error:
                 log.warning("broker %d cannot be asked for prepared branches: %s", broker_id, error)
                 unreachable.append(broker_id)
-        mine = [one for one in found if one.state == "prepared" and one.xid.gtrid.startswith(identity)]
-        return mine, tuple(unreachable)
+        return [one for one in found if one.xid.gtrid.startswith(identity)], tuple(unreachable)
 
-    async def _finish(self, description: BranchDescription, outcome: str) -> bool:
+    async def _finish(self, description: BranchDescription, outcome: str, silent: set[int]) -> bool:
+        """Whether it is finished. `silent` gets its broker's id when that does not answer: the next branch would wait
+        for it just as long."""
         branch = Branch(description.xid, description.broker_id, new_session())
         branch.epoch = description.epoch
         verb = Verb.COMMIT if outcome == COMMIT else Verb.ROLLBACK
@@ -145,6 +159,8 @@ class Recoverer:
             return True  # its application, or another recoverer, was faster
         except MetamqError as error:
             log.warning("%s of %s is to be tried again: %s", outcome, description.xid, error)
+            if not isinstance(error, TransactionError) or isinstance(error, OutcomeUnknown):
+                silent.add(description.broker_id)
             return False
         log.info("branch %s at broker %d: %s", description.xid, description.broker_id, outcome)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -56,14 +57,18 @@ class Staging:
         self._turn: dict[str, int] = {}
         self.taken: Counter[int] = Counter()
         """Messages by broker id. Each is to arrive: PREPARE tells how many, so that one that was lost is noticed."""
+        self._topics: dict[str, TopicBuffer] = {}
+        """What is known of where their messages go."""
 
     def add(self, config: TopicConfig, message: Message) -> int:
         """Takes a message; returns the broker id that it goes to, whose batches are then to be looked at.
 
         Raises MessageTooLarge, PartitionNotFound, and ConfigError when its partition is at another broker.
         """
-        buffer = TopicBuffer(config.topic, self._message_bytes_max)
-        buffer.configure(config, self._message_bytes_max)
+        buffer = self._topics.get(config.topic)
+        if buffer is None or buffer.config is not config:
+            buffer = self._topics[config.topic] = TopicBuffer(config.topic, self._message_bytes_max)
+            buffer.configure(config, self._message_bytes_max)
         size = size_of(message.value, message.key, message.headers)
         if size > buffer.limit_bytes:
             raise too_large(buffer, size)
@@ -89,7 +94,9 @@ class Staging:
         places = [place for place in buffer.places if self._only is None or place[0] in self._only]
         if not places:
             return buffer.places[0]
-        turn = self._turn.get(buffer.topic, 0)
+        turn = self._turn.get(buffer.topic)
+        if turn is None:  # somewhere: most transactions are small, and would all go to the same partition
+            turn = self._turn[buffer.topic] = random.randrange(len(places))
         place = places[turn % len(places)]
         if (buffer.topic, buffer.config.id if buffer.config else "", *place) not in self._open:
             self._turn[buffer.topic] = turn + 1

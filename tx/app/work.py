@@ -45,12 +45,17 @@ class Work:
         return not self.branches and not self._staging.brokers()
 
     async def send(self, topic: str, message: Message) -> None:
-        """Takes a message; sends a batch that has become full. Raises TopicNotFound, MessageTooLarge, ConfigError, and
-        TransactionError when its broker has given up the branch."""
-        broker_id = self._staging.add(await self._cluster.topic(topic), message)
-        full = self._staging.full(broker_id)
-        if full:
-            await self._ask(broker_id, [Verb.SEND], full)
+        """Takes a message. Raises as send_many()."""
+        await self.send_many(topic, [message])
+
+    async def send_many(self, topic: str, messages: Sequence[Message]) -> None:
+        """Takes messages; sends batches that have become full. Raises TopicNotFound, MessageTooLarge, ConfigError, and
+        TransactionError when a broker has given up the branch."""
+        config = await self._cluster.topic(topic)
+        for message in messages:
+            broker_id = self._staging.add(config, message)
+            if full := self._staging.full(broker_id):
+                await self._ask(broker_id, [Verb.SEND], full)
 
     async def _ask(
         self,

@@ -42,9 +42,42 @@ def _installed() -> Path | None:
     return max(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda place: float(place.parent.name), default=None)
 
 
+class Postgres:
+    """A server that listens on a Unix socket only, and can crash."""
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self.dsn = f"host={folder} user=metamq dbname=postgres"
+        """The connection string."""
+        self._programs = programs
+        self._folder = folder
+        self._run("initdb", "-D", self._data, "-U", "metamq", "-A", "trust", "--no-sync")
+
+    @property
+    def _data(self) -> str:
+        return str(self._folder / "data")
+
+    def _run(self, program: str, *arguments: str) -> None:
+        # Not through pipes: the server would hold them open.
+        with (self._folder / "commands.log").open("a+") as log:
+            command = [self._programs / program, *arguments]
+            done = subprocess.run(command, user=USER, cwd=self._folder, stdout=log, stderr=log)
+            log.seek(0)
+            assert done.returncode == 0, f"{program} failed:\n{log.read()}"
+
+    def start(self) -> None:
+        """Returns once it takes connections, whatever it has to recover first."""
+        # fsync is for the crash of a machine; what a process has written outlives it.
+        options = f"-c listen_addresses='' -c unix_socket_directories='{self._folder}' -c fsync=off"
+        self._run("pg_ctl", "start", "-w", "-D", self._data, "-l", str(self._folder / "log"), "-o", options)
+
+    def crash(self) -> None:
+        """Ends it without a checkpoint, its connections at once."""
+        self._run("pg_ctl", "stop", "-m", "immediate", "-D", self._data)
+
+
 @contextmanager
-def running_postgres() -> Iterator[str]:
-    """Starts a server that listens on a Unix socket only; its connection string."""
+def running_postgres() -> Iterator[Postgres]:
+    """Starts a server; it is gone at the end."""
     folder = Path(tempfile.mkdtemp(prefix="metamq-postgres-"))
     try:
         programs = _in_wheel(folder) or _installed()
@@ -52,27 +85,11 @@ def running_postgres() -> Iterator[str]:
             pytest.skip("there is no PostgreSQL: its wheel is not made for this Python, and no pg_ctl is on PATH")
         if USER is not None:
             shutil.chown(folder, USER)
-        with _started(programs, folder):
-            yield f"host={folder} user=metamq dbname=postgres"
+        server = Postgres(programs, folder)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.crash()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _started(programs: Path, folder: Path) -> Iterator[None]:
-    data = folder / "data"
-
-    def run(program: str, *arguments: str) -> None:
-        # Not through pipes: the server would hold them open.
-        with (folder / "commands.log").open("a+") as log:
-            done = subprocess.run([programs / program, *arguments], user=USER, cwd=folder, stdout=log, stderr=log)
-            log.seek(0)
-            assert done.returncode == 0, f"{program} failed:\n{log.read()}"
-
-    run("initdb", "-D", str(data), "-U", "metamq", "-A", "trust", "--no-sync")
-    options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off"
-    run("pg_ctl", "start", "-w", "-D", str(data), "-l", str(folder / "log"), "-o", options)
-    try:
-        yield
-    finally:
-        run("pg_ctl", "stop", "-m", "immediate", "-D", str(data))

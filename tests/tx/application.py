@@ -1,0 +1,200 @@
+"""An application of the tests: rows in PostgreSQL and messages, by dbtx; or a recoverer. A process of its own.
+
+    python application.py '{"dsn": ..., "zookeeper": ..., "topics": [...], "name": ..., ...}'
+
+`at`: [number, signal]: at its n-th step, counted over the whole run, it sends itself that signal. `faults`: what is
+seeded into it, for the checks to find. `dawdles`: it sleeps at some steps, so that more happens between them.
+Writes a line for each transaction that was committed; its own steps are told with `tells`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+
+from metamq import Producer
+from metamq.broker.parent import follow_parent
+from metamq.client.branches import TxClient
+from metamq.errors import MetamqError
+from metamq.tx import Recoverer, dbtx
+from metamq.tx.app.outcomes import ABORT, COMMIT, OutcomeTable
+from metamq.tx.app.work import Work
+from metamq.wire.xa import Verb
+
+DAWDLES, DAWDLE_S = 0.1, 0.03
+FAILS = 0.1
+"""So many transactions are given up by the application itself."""
+
+
+class Steps:
+    """Counts the steps of a run, and does at each what the test has ordered."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._at, self._signal = order.get("at") or (-1, 0)
+        self._tells = order.get("tells", False)
+        self._dawdles = order.get("dawdles", False)
+        self._number = 0
+        self.counting = False
+
+    def __call__(self, name: str) -> None:
+        if not self.counting:
+            return
+        if self._tells:
+            print("step", self._number, name, flush=True)
+        if self._number == self._at:
+            os.kill(os.getpid(), self._signal)
+            if self._tells:
+                print("goes on", flush=True)
+        elif self._dawdles and random.random() < DAWDLES:
+            time.sleep(random.random() * DAWDLE_S)
+        self._number += 1
+
+
+def watched(steps: Steps, owner: type, method: str, name: str) -> None:
+    """Before and after a method there is a step."""
+    proper = getattr(owner, method)
+
+    @functools.wraps(proper)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        steps(f"before {name}")
+        result = proper(*args, **kwargs)
+        steps(f"after {name}")
+        return result
+
+    setattr(owner, method, call)
+
+
+def requests_watched(steps: Steps) -> None:
+    """The same for each request to a broker."""
+    proper = TxClient.ask
+
+    async def ask(self: TxClient, branch: Any, verbs: Any, *args: Any, **kwargs: Any) -> Any:
+        name = Verb(verbs[-1]).name
+        steps(f"before {name}")
+        result = await proper(self, branch, verbs, *args, **kwargs)
+        steps(f"after {name}")
+        return result
+
+    TxClient.ask = ask  # type: ignore[method-assign,assignment]
+
+
+def messages_first() -> None:
+    """Messages are committed before the database has decided."""
+    proper = Work.prepare
+
+    async def prepare(self: Work) -> None:
+        await proper(self)
+        await self.commit()
+
+    Work.prepare = prepare  # type: ignore[method-assign]
+
+
+def unprepared() -> None:
+    """The database decides about messages that are not prepared."""
+
+    async def nothing(self: Work) -> None:
+        pass
+
+    async def commit(self: Work) -> list[MetamqError]:
+        try:
+            await self.commit_one_phase()
+        except MetamqError as error:
+            return [error]
+        return []
+
+    Work.prepare = nothing  # type: ignore[method-assign]
+    Work.commit = commit  # type: ignore[method-assign]
+
+
+def no_fence() -> None:
+    """A recoverer decides against what is not decided, and does not write it down."""
+
+    def decide(self: OutcomeTable, connection: Any, gtrid: bytes) -> str:
+        known = self._read(connection, gtrid.hex())
+        connection.rollback()
+        return known or ABORT
+
+    OutcomeTable.decide = decide  # type: ignore[method-assign]
+
+
+def prepared_is_committed() -> None:
+    """A recoverer takes for committed whatever is prepared."""
+
+    def decide(self: OutcomeTable, connection: Any, gtrid: bytes) -> str:
+        return COMMIT
+
+    OutcomeTable.decide = decide  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    one.__name__: one for one in (messages_first, unprepared, no_fence, prepared_is_committed)
+}
+
+
+def transact(connection: Any, producer: Producer[bytes], order: dict[str, Any], name: str) -> None:
+    """One transaction: rows, and a message for each."""
+    with dbtx(connection, producer, timeout_s=order["timeout_s"]) as tx:
+        for number in range(order.get("rows") or random.randint(1, 4)):
+            body = f"{name}-{number}".encode()
+            connection.execute("INSERT INTO orders VALUES (%s)", (body,))
+            for topic in order["topics"]:
+                tx.send(topic, body)
+        if random.random() < order.get("fails", FAILS):
+            raise InterruptedError
+
+
+def work(order: dict[str, Any], steps: Steps) -> None:
+    """Transactions, one after the other; whatever fails is given up, and the next one begun."""
+    logging.disable(logging.CRITICAL)
+    random.seed(order.get("seed"))
+    watched(steps, OutcomeTable, "commit", "the row of the decision")
+    watched(steps, psycopg.Connection, "commit", "the commit in the database")
+    requests_watched(steps)
+    connection: Any = None
+    count = 0
+    with Producer[bytes](order["zookeeper"], batch_bytes=order.get("batch_bytes")) as producer:
+        while count != order.get("transactions"):
+            steps.counting = count > 0  # the first one connects
+            try:
+                if connection is None or connection.closed:
+                    connection = psycopg.connect(order["dsn"])
+                transact(connection, producer, order, f"{order['name']}-{count}")
+            except InterruptedError:
+                pass
+            except (psycopg.Error, MetamqError) as error:
+                print("failed", type(error).__name__, flush=True)
+                time.sleep(0.02)
+            else:
+                print("done", count, flush=True)
+            count += 1
+
+
+def recover(order: dict[str, Any]) -> None:
+    """A recoverer, until it is killed."""
+    logging.disable(logging.CRITICAL)
+    with Recoverer(
+        lambda: psycopg.connect(order["dsn"]), order["zookeeper"], grace_s=order["grace_s"]
+    ) as recoverer:  # fmt: skip
+        recoverer.run(every_s=order["every_s"])
+
+
+if __name__ == "__main__":
+    orders = json.loads(sys.argv[1])
+    follow_parent(sys.stdin.fileno())
+    for fault in orders.get("faults", ()):
+        FAULTS[fault]()
+    with suppress(KeyboardInterrupt):
+        if orders.get("recovers"):
+            recover(orders)
+        else:
+            work(orders, Steps(orders))
