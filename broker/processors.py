@@ -232,6 +232,14 @@ class Processors:
             raise ProtocolError("a batch of a transaction has no producer id: its session counts it")
         return Place(partition.topic, partition.topic_id, partition.index, header.count)
 
+    def admit(self, partition: Partition, promised_bytes: int) -> None:
+        """Before an append of the broker's own that is to be durable. Raises NotEnoughReplicas, DiskFull, Fenced."""
+        if self.transfer is None:
+            raise self.not_master.with_traceback(None)
+        if promised_bytes and self.disk_full is not None:
+            raise self.disk_full.with_traceback(None)
+        self.transfer.admit(self._topics.config(partition.topic))
+
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
         """Appends a batch of the broker's own; returns where it ends. Raises as Partition.append."""
         appended = self._store(partition, batch, header, batch_id)

@@ -92,6 +92,11 @@ class Topics:
             raise PartitionNotFound(topic, partition_name(self._broker_id, index), hint=hint)
         return partition
 
+    def is_gone(self, topic: str, topic_id: str) -> bool:
+        """Whether a topic was deleted for good, or made anew under another id."""
+        config = self._configs.get(topic)
+        return config.id != topic_id if config is not None else topic not in self._unreadable
+
     def get(self, topic: str, index: int) -> Partition | None:
         """The partition, if it is open, of whatever id its topic is."""
         return self.open.get(topic, {}).get(index)

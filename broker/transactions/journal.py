@@ -7,6 +7,7 @@ offset of that log: an entry has as many as it has values, one for its records a
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from metamq.broker.partition import BatchIds, Done, Partition
 from metamq.tx.store.branch import Body
-from metamq.tx.store.fold import Entry
+from metamq.tx.store.fold import Entry, Retained
 from metamq.tx.store.records import Record, pack, unpack
 from metamq.wire.batch import HEADER_BYTES, BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode
@@ -26,15 +27,22 @@ SEGMENT_BYTES = 64 * 1024 * 1024
 READ_BYTES = 4 * 1024 * 1024
 
 
-def journal_config(broker_id: int) -> TopicConfig:
+def journal_config(broker_id: int, min_insync: int = 1) -> TopicConfig:
     """How the journal is kept. It is cut by its owner alone."""
     return TopicConfig(
-        TOPIC, {broker_id: 1}, TOPIC_ID, flush="ack", retention_ms=None, segment_bytes=SEGMENT_BYTES, replication="sync"
-    )
+        TOPIC, {broker_id: 1}, TOPIC_ID, flush="ack", retention_ms=None, segment_bytes=SEGMENT_BYTES,
+        replication="sync", min_insync=min_insync,
+    )  # fmt: skip
 
 
 class Appender(Protocol):
     """Brings batches into partitions, here and at the slaves."""
+
+    def admit(self, partition: Partition, promised_bytes: int) -> None:
+        """Before an append that is to be durable, and that promises so many bytes more to partitions.
+
+        Raises NotEnoughReplicas, DiskFull, Fenced: nothing is to be stored then.
+        """
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
         """Appends a batch; returns where it ends. Raises StorageError, CorruptData, and what closed the partition."""
@@ -69,6 +77,14 @@ class JournalStore:
         """Of all that is kept."""
         return self.partition.log.size_bytes
 
+    def admit(self, promised_bytes: int) -> None:
+        """Whether an entry can be made durable at present. Raises NotEnoughReplicas, DiskFull, Fenced."""
+        self._appender.admit(self.partition, promised_bytes)
+
+    def is_durable(self, written: Written) -> bool:
+        """Whether an entry is on the disk of every in-sync replica."""
+        return self.partition.closed_by is None and self.partition.log.stable_offset >= written.end_offset
+
     def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
         """Appends an entry; it is not durable yet. Raises StorageError, CorruptData, MessageTooLarge."""
         log = self.partition.log
@@ -100,10 +116,44 @@ def read_journal(partition: Partition) -> Iterator[Entry]:
     while position < log.end_position:
         run = log.read_position(position, READ_BYTES)
         for at, header in walk(run.data):
-            values = _values(run.data[at : at + header.size], header)
-            sizes = [len(value) for value in values[1:]]
-            yield Entry(header.base_offset, position + at, unpack(bytes(values[0]), len(sizes)), sizes)
+            yield _entry(run.data[at : at + header.size], header, position + at)
         position = run.end_position
+
+
+def _entry(batch: memoryview, header: BatchHeader, position: int) -> Entry:
+    values = _values(batch, header)
+    sizes = [len(value) for value in values[1:]]
+    return Entry(header.base_offset, position, unpack(bytes(values[0]), len(sizes)), sizes)
+
+
+class Follower:
+    """Keeps up with a journal, at any replica, as far as nothing of it is taken back. Used by the loop only."""
+
+    def __init__(self) -> None:
+        self.retained = Retained()
+        self._partition: Partition | None = None
+        self._cuts = 0
+        self._position = 0
+
+    async def catch_up(self, partition: Partition) -> Retained:
+        """What retention has to leave alone. It reads what came since the last call. Raises CorruptData, StorageError,
+        and what closed the partition."""
+        log = partition.log
+        while True:
+            if (partition, partition.cuts) != (self._partition, self._cuts):  # what was read may not be there any more
+                self.retained, self._position = Retained(), log.start_position
+                self._partition, self._cuts = partition, partition.cuts
+            self._position = max(self._position, log.start_position)
+            if self._position >= log.stable_position:
+                return self.retained
+            run = log.read_position(self._position, READ_BYTES)
+            for at, header in walk(run.data):
+                if header.base_offset >= log.stable_offset:
+                    break
+                self.retained.apply(_entry(run.data[at : at + header.size], header, self._position + at))
+                reached = self._position + at + header.size
+            self._position = reached
+            await asyncio.sleep(0)
 
 
 def _values(batch: memoryview, header: BatchHeader) -> list[memoryview]:

@@ -12,6 +12,7 @@ answered as unknown: the next master finds it there, or not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -22,17 +23,39 @@ from metamq.broker.flusher import Flusher
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
 from metamq.broker.transactions.commits import Commits
-from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, Appender, JournalStore, Written, read_journal
+from metamq.broker.transactions.journal import (
+    TOPIC,
+    TOPIC_ID,
+    Appender,
+    Follower,
+    JournalStore,
+    Written,
+    read_journal,
+)
 from metamq.broker.transactions.term import Connection, Term, Work
-from metamq.broker.transactions.upkeep import Upkeep, guards_of, state_of
-from metamq.errors import Fenced, MetamqError, OutcomeUnknown, ProtocolError, StorageError, TransactionError, TryLater
+from metamq.broker.transactions.upkeep import Upkeep, guards_of
+from metamq.errors import (
+    CorruptData,
+    DiskFull,
+    Fenced,
+    MessageTooLarge,
+    MetamqError,
+    NotEnoughReplicas,
+    OutcomeUnknown,
+    ProtocolError,
+    StorageError,
+    TopicNotFound,
+    TransactionError,
+    TryLater,
+)
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.records import Commit, Decide, Heuristic, Place, Record
+from metamq.tx.store.records import Add, Commit, Decide, Heuristic, Place, Record
 from metamq.tx.store.table import State
 from metamq.tx.store.verbs import Asked, JournalTransactionStore, Limits, Step
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, unpack, unpack_list
 from metamq.wire.connection import Request
+from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.words import count
@@ -46,7 +69,12 @@ GRACE_S = 5.0
 PAGE = 1000
 """Branches in one answer."""
 READ_SLICE_S = 0.02
-
+ENTRY_BYTES = 8 * 1024 * 1024
+"""Of bodies, in one entry of the journal; a single one may be larger."""
+BODY_BYTES_MAX = BATCH_BYTES_MAX - 64 * 1024
+"""An entry of one body is a batch itself."""
+PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
+DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 
 Check = Callable[[PutEntry, memoryview], Place]
 
@@ -75,6 +103,7 @@ class TransactionalCommandProcessor:
         self._check = check
         self._failed = failed
         self._term: Term | None = None
+        self._follower = Follower()
         self._not_ready: MetamqError = Fenced(f"broker {broker_id}", "it is starting")
 
     # -- terms --------------------------------------------------------------------------------------------------------
@@ -85,28 +114,32 @@ class TransactionalCommandProcessor:
     async def begin_term(self, epoch: int, generation: int) -> None:
         """Takes over from the former master. Nobody reads or writes meanwhile. Raises StorageError."""
         try:
-            partition = self._journal_partition()
-            journal = JournalStore(partition, self._ids, self._appender)
-            store = JournalTransactionStore(epoch, self.limits)
-            await self._in_slices(read_journal(partition), store.journal.apply)
+            self._term = await self._begun(self._journal_partition(), epoch, generation)
         except StorageError:
             raise
         except MetamqError as error:
             self._not_ready = error
             log.critical("there are no transactions at broker %d: %s", self._broker_id, error)
-            return
-        dropped = store.journal.drop_unprepared()
+            if isinstance(error, CorruptData) and (damaged := self._topics.get(TOPIC, 0)) is not None:
+                self._topics.is_damaged(damaged, error)
+
+    async def _begun(self, partition: Partition, epoch: int, generation: int) -> Term:
+        journal = JournalStore(partition, self._ids, self._appender)
+        store = JournalTransactionStore(epoch, self.limits)
+        state = store.journal
+        await self._in_slices(read_journal(partition), state.apply)
+        dropped = state.drop_unprepared()
         commits = Commits(journal, self._topics, self._appender)
-        if store.journal.mark.generation != generation:  # positions may mean something else now
-            store.journal.mark = store.journal.mark._replace(ends=[])
+        if state.mark.generation != generation:  # positions may mean something else now
+            state.mark = state.mark._replace(ends=[])
         brought: list[int] = []
-        await self._in_slices(commits.redo(store.journal), brought.append)
+        await self._in_slices(commits.redo(state), brought.append)
         if dropped or sum(brought):
             log.info(
                 "transactions: %s of a former master brought to an end, %s not prepared and dropped",
                 count(sum(1 for number in brought if number), "commit"), count(len(dropped), "branch"),
             )  # fmt: skip
-        self._term = Term(store, journal, commits, generation)
+        return Term(store, journal, commits, generation)
 
     async def _in_slices(self, steps: Any, take: Callable[[Any], object]) -> None:
         """Goes through an iterator without holding up the loop."""
@@ -156,6 +189,8 @@ class TransactionalCommandProcessor:
         for entry in entries:
             batch = body[at : at + entry.size]
             at += entry.size
+            if entry.size > BODY_BYTES_MAX:
+                raise MessageTooLarge("a batch of a transaction", entry.size, BODY_BYTES_MAX)
             places.append(self._check(entry, batch))
             work.bodies.append(batch)
         work.places = tuple(places)
@@ -202,20 +237,61 @@ class TransactionalCommandProcessor:
         step = term.store.ask(asked, time.monotonic(), now_us)
         if step.error is not None:
             raise step.error
-        if step.record is None:
-            self._done(work, step)
-            return False
-        record = self._with_ids(term, step.record)
-        written = term.journal.append([record], work.bodies if verb is Verb.SEND else [])
-        if not step.durable:
-            term.store.written(written.entry)
+        if isinstance(step.record, Add):
+            self._write_bodies(term, work, step.record)
+        elif step.record is not None and not step.durable:
+            term.store.written(term.journal.append([step.record], []).entry)
+        if step.record is None or not step.durable:
             self._done(work, step)
             return False
         branch = term.store.branches[work.xid]
+        self._check_durable(term, branch, verb)
+        written = term.journal.append([self._with_ids(term, step.record)], [])
         branch.busy = True
         term.in_flight.add(written.entry.lsn)
         term.journal.when_durable(written, lambda error: self._durable(term, work, step, written, error))
         return True
+
+    def _write_bodies(self, term: Term, work: Work, record: Add) -> None:
+        """As many entries as it takes. Raises StorageError, CorruptData; the branch is given up then."""
+        places, bodies = list(record.places), work.bodies
+        first, size = 0, 0
+        try:
+            for number, body in enumerate(bodies):
+                if number > first and size + len(body) > ENTRY_BYTES:
+                    self._write_some(term, record, places, bodies, first, number)
+                    first, size = number, 0
+                size += len(body)
+            self._write_some(term, record, places, bodies, first, len(bodies))
+        except MetamqError:
+            branch = term.store.branches.get(work.xid)
+            if branch is not None:
+                branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store what was sent in it")
+            raise
+
+    def _write_some(
+        self, term: Term, record: Add, places: list[Place], bodies: list[memoryview], start: int, end: int
+    ) -> None:
+        some = record._replace(first=record.first + start, places=places[start:end])
+        term.store.written(term.journal.append([some], bodies[start:end]).entry)
+
+    def _check_durable(self, term: Term, branch: BranchState, verb: Verb) -> None:
+        """Whether a promise or a decision can be kept at present. Raises TryLater, Fenced: nothing has changed then."""
+        promises = verb in PROMISES
+        try:
+            if verb not in DECIDES_AGAINST:
+                for place in {body.place[:3] for body in branch.bodies}:
+                    self._check_served(*place)
+            term.journal.admit(branch.bytes if promises else 0)
+        except (NotEnoughReplicas, CorruptData, DiskFull) as error:
+            raise TryLater(branch.xid, XACode.RETRY, str(error)) from error
+
+    def _check_served(self, topic: str, topic_id: str, index: int) -> None:
+        """Raises CorruptData when a partition is damaged: a commit is to wait for who has it whole."""
+        with contextlib.suppress(TopicNotFound):
+            damage = self._topics.find(topic, topic_id, index).closed_by
+            if isinstance(damage, CorruptData):
+                raise damage.with_traceback(None)
 
     def _with_ids(self, term: Term, record: Record) -> Record:
         if isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
@@ -227,6 +303,11 @@ class TransactionalCommandProcessor:
         """The record cannot be lost any more; or nobody knows, by an error."""
         term.in_flight.discard(written.entry.lsn)
         if term is not self._term:  # its end has answered
+            return
+        if error is not None and not term.journal.is_durable(written):
+            # The branch stays busy: what becomes of it, the next term finds in the journal.
+            self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, error.problem))
+            self._answer(term, work)
             return
         branch = term.store.branches.get(work.xid)
         if branch is not None:
@@ -256,9 +337,12 @@ class TransactionalCommandProcessor:
         number, fields = status.encode_error(error)
         work.results.append(TxResult(number, code, 0, fields))
 
+    def _answer(self, term: Term, work: Work) -> None:
+        work.connection.answer(work.request, TxReply(self._history(term), work.results))
+
     def _finish(self, term: Term, work: Work) -> None:
         """Answers a request, and begins with the next of its branch."""
-        work.connection.answer(work.request, TxReply(self._history(term), work.results))
+        self._answer(term, work)
         self._note_session(term, work)
         queue = term.queues[work.xid]
         queue.popleft()
@@ -316,6 +400,7 @@ class TransactionalCommandProcessor:
             if (term := self._term) is None:
                 continue
             try:
+                await self._in_slices(term.commits.retry(term.store.journal), lambda brought: None)
                 if term.store.journal.unmarked:
                     await self.upkeep.mark(term)
                 await self.upkeep.shorten(term)
@@ -326,16 +411,21 @@ class TransactionalCommandProcessor:
 
     async def kept(self, generation: int) -> tuple[int, Callable[[Partition], int | None]]:
         """(up to which offset the journal is not needed, from which byte on a partition is), on whatever replica."""
-        if self._term is not None:
-            return self._term.needed_lsn, guards_of(self._term.store.journal, self._term.generation)
         try:
             partition = self._journal_partition()
-            state = await state_of(partition)
+            if partition.closed_by is not None:
+                raise partition.closed_by.with_traceback(None)
+            if self._term is not None:
+                state = self._term.store.journal
+                return state.mark.needed_lsn, guards_of(state.mark, state.unmarked, self._term.generation)
+            retained = await self._follower.catch_up(partition)
+            return retained.mark.needed_lsn, guards_of(retained.mark, retained.unmarked, generation)
         except StorageError:
             raise
+        except CorruptData:  # nobody will look in it for what is to be brought: it is copied anew, or given up
+            return 0, lambda partition: None
         except MetamqError:
             return 0, lambda partition: 0
-        return state.first_needed_lsn(state.mark.lsn), guards_of(state, generation)
 
     def tick(self, now_s: float) -> None:
         """Lets time pass."""

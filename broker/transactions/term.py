@@ -59,5 +59,5 @@ class Term:
         """Where each session that works in something was heard of last."""
         self.xids_of: dict[str, set[Xid]] = {}
         """What it works in, or has begun and not prepared yet."""
-        self.needed_lsn = journal.partition.log.start_offset
-        """What lies before it in the journal may be removed."""
+        self.memory_lsn = store.journal.mark.needed_lsn
+        """From there on the journal has all that is remembered."""

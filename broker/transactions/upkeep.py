@@ -1,36 +1,39 @@
 """What keeps the journal short: marks, branches written down once more, and the cut.
 
-    every MARK_S with new commits   flush the partitions that they went to, then write a MARK: a restart looks for
-                                    batches only behind it, and COMMITs before it are not needed
-    journal over CUT_BYTES,         write down once more (MOVE .. MOVED) the branches whose records stand in its older
-    and twice what is alive         half; write a MARK; once that is durable, remove the segments before what is needed
+    every MARK_S with new commits   flush the partitions that they went to, and wait until every in-sync replica has
+                                    what they brought; then write a MARK: a restart, or whoever is promoted, looks for
+                                    batches only behind it
+    journal over CUT_BYTES,         write down once more what is remembered (REMEMBERED), and the branches whose records
+    and twice what is alive         stand in its older half (MOVE .. MOVED); write a MARK
 
-The order is the whole of it: the partitions are flushed before a MARK says so, and what replaces an older record is
-durable before that is removed. A branch that is moved costs its size once for each time that the journal doubles.
+A MARK says what is not needed any more; each replica removes that for itself, once the MARK is durable everywhere. The
+order is the whole of it: the partitions are flushed before a MARK says so, and what replaces an older record stands
+before it. A branch that is moved costs its size once for each time that the journal doubles.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from metamq.broker.flusher import Flusher
 from metamq.broker.partition import Partition
 from metamq.broker.topics import OWN, Topics
 from metamq.broker.transactions.commits import key_of
-from metamq.broker.transactions.journal import SEGMENT_BYTES, read_journal
+from metamq.broker.transactions.journal import SEGMENT_BYTES
 from metamq.broker.transactions.term import Term
-from metamq.errors import MetamqError, TopicNotFound
+from metamq.errors import MetamqError, StorageError, TopicNotFound
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.fold import DECIDED, Entry, JournalState
-from metamq.tx.store.records import Add, Mark, Move, Moved, Record
+from metamq.tx.store.fold import DECIDED, JournalState
+from metamq.tx.store.records import Add, Mark, Move, Moved, Record, Remembered
 from metamq.tx.store.table import LASTING, State
 
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES
 MOVED_BYTES = 4 * 1024 * 1024
 """Of bodies, in one entry."""
+REMEMBERED_IN_ENTRY = 5000
 
 
 class Upkeep:
@@ -42,20 +45,24 @@ class Upkeep:
         self._topics = topics
         self._flusher = flusher
 
-    async def mark(self, term: Term) -> Entry:
-        """Writes a MARK for all commits that are in their partitions. Raises StorageError, and what ended the term."""
+    async def mark(self, term: Term, memory_lsn: int | None = None) -> None:
+        """Writes a MARK for all commits that are in their partitions. `memory_lsn`: from there on the journal has all
+        that is remembered; None: that has not changed. Raises StorageError, and what ended the term."""
+        if term.commits.stuck:  # they are looked for from where the last MARK says
+            return
         state = term.store.journal
+        memory_lsn = term.memory_lsn if memory_lsn is None else memory_lsn
         lsn = min(term.in_flight, default=term.journal.end_lsn)
         partitions = [p for p in self._topics.partitions() if not p.topic.startswith(OWN) and p.closed_by is None]
         ends = {partition: min(partition.log.end_position, partition.log.stable_position) for partition in partitions}
         for partition in self._reached_by(state):
-            await self._flusher.settle(partition)
+            await self._settle(partition)
         flushed = [
             (*key_of(partition), min(end, partition.log.flushed_position)) for partition, end in ends.items() if end
         ]
-        entry = await self._write(term, Mark(lsn, term.generation, flushed, list(state.memory.items())))
-        term.needed_lsn = state.first_needed_lsn(entry.lsn)
-        return entry
+        needed_lsn = state.first_needed_lsn(lsn, memory_lsn)
+        await self._write(term, Mark(lsn, needed_lsn, term.generation, flushed))
+        term.memory_lsn = memory_lsn
 
     def _reached_by(self, state: JournalState) -> list[Partition]:
         found = []
@@ -64,20 +71,41 @@ class Upkeep:
                 found.append(self._topics.find(*place))
         return found
 
+    async def _settle(self, partition: Partition) -> None:
+        """Until all that is there now is flushed here, and held by every in-sync replica: whoever of them is promoted
+        will not look for it in the journal. Raises StorageError, and what closed the partition."""
+        log = partition.log
+        end_offset, end_position = log.end_offset, log.end_position
+        await self._flusher.settle(partition)
+        if partition.closed_by is not None:
+            raise partition.closed_by.with_traceback(None)
+        if log.flushed_position < end_position:
+            raise StorageError(f"{partition.name} was not flushed", hint="The first error of its disk says why.")
+        held: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
+        if partition.when_stable(end_offset, lambda error: None if held.done() else held.set_result(error)):
+            return
+        if (error := await held) is not None:
+            raise error
+
     async def shorten(self, term: Term) -> None:
-        """Writes down once more the branches whose records stand in the older half of a journal that is too long, and
-        a MARK behind them. Raises as mark()."""
+        """Writes down once more what is remembered, and the branches whose records stand in the older half of a journal
+        that is too long, and a MARK behind them. Raises as mark()."""
         state, journal = term.store.journal, term.journal
         alive_bytes = sum(branch.bytes for branch in state.branches.values())
         if journal.size_bytes <= max(self.cut_bytes, 2 * alive_bytes):
             return
         log = journal.partition.log
         middle = (log.start_offset + log.end_offset) // 2
+        memory_lsn = journal.end_lsn
+        outcomes = list(state.memory.items())
+        for start in range(0, len(outcomes), REMEMBERED_IN_ENTRY):
+            self._append(term, [Remembered(outcomes[start : start + REMEMBERED_IN_ENTRY])], [])
+            await asyncio.sleep(0)
         for branch in [b for b in state.branches.values() if 0 <= b.first_lsn < middle]:
-            if not branch.busy and branch.state in LASTING:
+            if not branch.busy and branch.state in LASTING and state.branches.get(branch.xid) is branch:
                 self._move(term, branch)
                 await asyncio.sleep(0)
-        await self.mark(term)
+        await self.mark(term, memory_lsn)
 
     def _move(self, term: Term, branch: BranchState) -> None:
         """In one turn of the loop: nothing else is written about it meanwhile."""
@@ -110,7 +138,7 @@ class Upkeep:
     def _append(self, term: Term, records: list[Record], bodies: list[memoryview]) -> None:
         term.store.written(term.journal.append(records, bodies).entry)
 
-    async def _write(self, term: Term, record: Record) -> Entry:
+    async def _write(self, term: Term, record: Record) -> None:
         """Writes a record, and waits until it is durable. Raises what it fails with."""
         written = term.journal.append([record], [])
         durable: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
@@ -118,23 +146,14 @@ class Upkeep:
         if (error := await durable) is not None:
             raise error
         term.store.written(written.entry)
-        return written.entry
 
 
-def guards_of(state: JournalState, generation: int) -> Callable[[Partition], int | None]:
-    """From which byte of a partition on everything is kept, None: nothing is, on account of what the journal says."""
-    if not state.unmarked:
+def guards_of(mark: Mark, unmarked: Collection[int], generation: int) -> Callable[[Partition], int | None]:
+    """From which byte of a partition on everything is kept, None: nothing is, on account of what the journal says.
+
+    `unmarked`: the COMMITs that no MARK covers.
+    """
+    if not unmarked:
         return lambda partition: None
-    ends = {end[:3]: end[3] for end in state.mark.ends} if state.mark.generation == generation else {}
+    ends = {end[:3]: end[3] for end in mark.ends} if mark.generation == generation else {}
     return lambda partition: ends.get(key_of(partition), 0)
-
-
-async def state_of(partition: Partition) -> JournalState:
-    """What a journal says, as far as that is never taken back. Raises CorruptData, StorageError."""
-    state = JournalState()
-    for entry in read_journal(partition):
-        if entry.lsn >= partition.log.stable_offset:
-            break
-        state.apply(entry)
-        await asyncio.sleep(0)
-    return state

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from metamq.tx.store.fold import DECIDED, Entry, JournalState
-from metamq.tx.store.records import Add, Mark, Move, Moved, Place, Record, pack, unpack
+from metamq.tx.store.fold import DECIDED, Entry, JournalState, Retained
+from metamq.tx.store.records import Add, Mark, Move, Moved, Place, Record, Remembered, pack, unpack
 from metamq.tx.store.table import LASTING, State
 from metamq.tx.store.verbs import Asked, JournalTransactionStore
 from metamq.wire.xa import Verb, Xid
@@ -42,6 +42,7 @@ class Journal(RuleBasedStateMachine):
         self.entries: list[Entry] = []
         self.lsn = 0
         self.ids = 0
+        self.memory_lsn = 0
         self.sent: dict[tuple[str, Xid], int] = {}
 
     def _write(self, records: list[Record], bodies: int = 0) -> None:
@@ -88,10 +89,14 @@ class Journal(RuleBasedStateMachine):
         for verb in (Verb.START, Verb.SEND, Verb.END, Verb.DECIDE):
             self.ask(verb, xid, "s", 1)
 
-    @rule()
-    def mark(self) -> None:
-        state = self.store.journal
-        self._write([Mark(self.lsn, 1, [("orders", "0123456789abcdef", 0, 4)], list(state.memory.items()))])
+    @rule(remembering=st.booleans())
+    def mark(self, remembering: bool) -> None:
+        state, lsn = self.store.journal, self.lsn
+        if remembering:
+            self._write([Remembered(list(state.memory.items()))])
+            self.memory_lsn = lsn
+        needed_lsn = state.first_needed_lsn(self.lsn, self.memory_lsn)
+        self._write([Mark(self.lsn, needed_lsn, 1, [("orders", "0123456789abcdef", 0, 4)])])
 
     @rule(xid=st.sampled_from(XIDS), whole=st.booleans())
     def move(self, xid: Xid, whole: bool) -> None:
@@ -114,10 +119,11 @@ class Journal(RuleBasedStateMachine):
 
     @rule()
     def cut(self) -> None:
-        marks = [entry.lsn for entry in self.entries if any(isinstance(record, Mark) for record in entry.records)]
-        if marks:
-            needed = self.store.journal.first_needed_lsn(marks[-1])
-            self.entries = [entry for entry in self.entries if entry.lsn >= needed]
+        retained = Retained()
+        for entry in self.entries:
+            retained.apply(entry)
+        assert set(self.store.journal.unmarked) <= set(retained.unmarked)
+        self.entries = [entry for entry in self.entries if entry.lsn >= retained.mark.needed_lsn]
 
     @rule()
     def restart(self) -> None:
@@ -125,6 +131,7 @@ class Journal(RuleBasedStateMachine):
         self.store = JournalTransactionStore(epoch + 1)
         for entry in self.entries:
             self.store.journal.apply(entry)
+        self.memory_lsn = self.store.journal.mark.needed_lsn
         self.store.journal.drop_unprepared()
 
     @invariant()

@@ -25,6 +25,7 @@ from metamq.tx.store.records import (
     Moved,
     Prepare,
     Record,
+    Remembered,
     Rollback,
 )
 from metamq.tx.store.table import LASTING, State
@@ -56,6 +57,7 @@ class Committed(NamedTuple):
 
 
 BranchRecord = Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Decide
+NO_MARK = Mark(0, 0, 0, [])
 
 
 class JournalState:
@@ -66,7 +68,7 @@ class JournalState:
         self.memory = memory if memory is not None else OutcomeMemory()
         self.unmarked: dict[int, Committed] = {}
         """Commits that no MARK covers, by LSN, in order."""
-        self.mark = Mark(0, 0, [], [])
+        self.mark = NO_MARK
         self.epoch_max = 0
         self._moving: dict[Xid, BranchState] = {}
 
@@ -79,6 +81,8 @@ class JournalState:
                 number += len(record.places)
             elif isinstance(record, Mark):
                 self._mark(record)
+            elif isinstance(record, Remembered):
+                self.memory.restore(record.outcomes)
             else:
                 self._of_branch(record, entry)
 
@@ -147,7 +151,6 @@ class JournalState:
         self.mark = record
         for lsn in [lsn for lsn in self.unmarked if lsn < record.lsn]:
             del self.unmarked[lsn]
-        self.memory.replace(record.remembered)
 
     def drop_unprepared(self) -> list[BranchState]:
         """A new master's first step: what was not promised is rolled back. Returns what was dropped."""
@@ -157,11 +160,32 @@ class JournalState:
             del self.branches[branch.xid]
         return dropped
 
-    def first_needed_lsn(self, end_lsn: int) -> int:
-        """What lies before it says nothing that is needed: the journal may be cut there."""
+    def first_needed_lsn(self, lsn: int, memory_lsn: int) -> int:
+        """What lies before it is not needed once a MARK says that all COMMITs before `lsn` are in their partitions.
+
+        `memory_lsn`: from there on the journal has all that is remembered.
+        """
         live = [branch.first_lsn for branch in self.branches.values() if branch.first_lsn >= 0]
-        unmarked = [committed.first_lsn for committed in self.unmarked.values()]
-        return min([*live, *unmarked, end_lsn])
+        unmarked = [committed.first_lsn for committed in self.unmarked.values() if committed.lsn >= lsn]
+        return min([*live, *unmarked, lsn, memory_lsn])
+
+
+class Retained:
+    """What retention has to leave alone on account of the journal, as far as entries have been taken in."""
+
+    def __init__(self) -> None:
+        self.mark = NO_MARK
+        self.unmarked: list[int] = []
+        """LSNs of COMMITs that no MARK covers."""
+
+    def apply(self, entry: Entry) -> None:
+        """Takes an entry in."""
+        for record in entry.records:
+            if isinstance(record, Mark):
+                self.mark = record
+                self.unmarked = [lsn for lsn in self.unmarked if lsn >= record.lsn]
+            elif isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
+                self.unmarked.append(entry.lsn)
 
 
 def _moved(record: Move, lsn: int) -> BranchState:

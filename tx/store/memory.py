@@ -30,9 +30,10 @@ class OutcomeMemory:
         self._known[branch.xid] = branch.epoch, time_us
         self.expire(time_us)
 
-    def replace(self, remembered: Iterable[tuple[Branch, int]]) -> None:
-        """All that is remembered, oldest first."""
-        self._known = OrderedDict((branch.xid, (branch.epoch, time_us)) for branch, time_us in remembered)
+    def restore(self, remembered: Iterable[tuple[Branch, int]]) -> None:
+        """Some of what is remembered, oldest first: their COMMITs may be gone from the journal."""
+        for branch, time_us in remembered:
+            self._known.setdefault(branch.xid, (branch.epoch, time_us))
 
     def epoch_of(self, xid: Xid) -> int | None:
         """Which use of the id was committed; None: it is not remembered."""

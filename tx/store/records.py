@@ -14,7 +14,8 @@ as it will lie in its partition. All records of an entry are there, or none.
     DECIDE       as COMMIT, and branches at other brokers follow                 FORGET
     FORGET       nobody needs to know of either any more
     MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
-    MARK         every COMMIT so far is in its partitions, and flushed there; what is remembered of finished ones
+    MARK         every COMMIT so far is in its partitions, and flushed there; what is needed of the journal itself
+    REMEMBERED   branches that were committed, written down once more
 
 Finished branches leave nothing that could bring them back: whatever ends a branch stands behind all that made it, and
 the log is cut from its start only.
@@ -127,19 +128,25 @@ class Moved(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Every COMMIT before `lsn` is in its partitions and flushed there."""
+    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica."""
 
     lsn: int
+    needed_lsn: int
+    """What lies before it in the journal is not needed by anybody."""
     generation: int
     """Of the broker id: in another one the positions may mean something else."""
     ends: list[tuple[str, str, int, int]]
     """(topic, topic id, index, position): whatever a later COMMIT brought lies behind these; partitions that are not
     named were empty."""
-    remembered: list[tuple[Branch, int]]
-    """Branches that were committed, and when (microseconds)."""
 
 
-Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide
+class Remembered(NamedTuple):
+    """Branches that were committed, and when (microseconds): their COMMITs may be cut off."""
+
+    outcomes: list[tuple[Branch, int]]
+
+
+Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide | Remembered
 _KINDS: dict[int, type[Any]] = {
     1: Add,
     2: Prepare,
@@ -151,6 +158,7 @@ _KINDS: dict[int, type[Any]] = {
     8: Moved,
     9: Mark,
     10: Decide,
+    11: Remembered,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
@@ -176,8 +184,9 @@ def _unpack_one(packed: Sequence[Any]) -> Record:
     kind = _KINDS[packed[0]]
     fields = list(packed[1 : 1 + len(kind._fields)])
     if kind is Mark:
-        fields[2] = [tuple(end) for end in fields[2]]
-        fields[3] = [(_branch(branch), time_us) for branch, time_us in fields[3]]
+        fields[3] = [tuple(end) for end in fields[3]]
+    elif kind is Remembered:
+        fields[0] = [(_branch(branch), time_us) for branch, time_us in fields[0]]
     else:
         fields[0] = _branch(fields[0])
     if kind is Add:
