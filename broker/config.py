@@ -48,6 +48,8 @@ class BrokerConfig:
     """A master sends no more to each slave; 0 is no limit."""
     drain_timeout_s: float = 10.0
     """How long a stop waits for requests under way."""
+    branch_grace_ms: int = 10_000
+    """A transaction over several brokers that its client does not end is left to it for so long; then they end it."""
     connections_max: int = 10_000
     """Further connections are closed at once; also bounded by what the process's limit on open files leaves."""
     request_memory_bytes: int = 256 * MEBIBYTE
@@ -68,6 +70,7 @@ class BrokerConfig:
             "disk_reserve_bytes": (2 * BATCH_BYTES_MAX, 1 << 50),
             "retention_check_s": (0.1, 3600),
             "drain_timeout_s": (0, 3600),
+            "branch_grace_ms": (100, 600_000),
             "open_files_max": (0, 1 << 20),
             "connections_max": (1, 1 << 20),
             "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),

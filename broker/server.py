@@ -119,7 +119,7 @@ class Broker:
             self._keeper.run,
             self._keeper.tick,
             self._processors.transactions.run,
-            Followers(config.id, self._session, self._processors.transactions).run,
+            Followers(config.id, self._session, self._processors.transactions, config.branch_grace_ms / 1000).run,
             self._beats,
             self._sweeps,
         )

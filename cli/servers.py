@@ -74,6 +74,12 @@ IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "dr
     type=SIZE,
     help="A reader further behind may be told to read from a slave; 0: none is.  [1GiB]",
 )
+@click.option(
+    "--branch-grace",
+    "branch_grace_ms",
+    type=DURATION,
+    help="Brokers end a transaction over several of them that its client leaves for so long.  [10s]",
+)
 @click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
 @click.option(
     "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"

@@ -177,6 +177,10 @@ class TxClient:
             except (BranchMisuse, TryLater):  # it is on its way, or another one is the master by now
                 if time.monotonic() > deadline_s:
                     raise OutcomeUnknown(branch.xid, XACode.RMFAIL, f"it took longer than {timeout_s:g} s") from None
+            except TransactionError:
+                raise
+            except MetamqError as error:  # that nobody could be asked says nothing of what was asked before
+                raise self._given_up(branch, error, sure=False) from None
             await asyncio.sleep(RETRY_S)
 
     async def branches(self, broker_id: int, *, all_of_them: bool = False) -> list[BranchDescription]:

@@ -83,6 +83,8 @@ class ProducerCore:
 
     def __init__(self, options: ProducerOptions, loop: asyncio.AbstractEventLoop, *, wait_s: float | None) -> None:
         self.loop = loop
+        self.wait_s = wait_s
+        """How long `send` waits for room in the buffer; None: for ever."""
         self.options = options
         self._thread = threading.get_ident()
         self._awake = False

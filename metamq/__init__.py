@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from metamq.client.model import TopicPartition as TopicPartition
     from metamq.client.offsets_database import DatabaseOffsets as DatabaseOffsets
     from metamq.client.offsets_file import FileOffsets as FileOffsets
-    from metamq.client.producer import Producer as Producer
     from metamq.client.retrying import Rollback as Rollback
+    from metamq.tx.app.producer import Producer as Producer
     from metamq.zk.topics import FlushEvery as FlushEvery
 
 _HOME = {
@@ -40,7 +40,7 @@ _HOME = {
     "FlushEvery": "metamq.zk.topics",
     "Message": "metamq.client.model",
     "MessageBatch": "metamq.client.message_batch",
-    "Producer": "metamq.client.producer",
+    "Producer": "metamq.tx.app.producer",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
     "Rollback": "metamq.client.retrying",

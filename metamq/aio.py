@@ -2,12 +2,12 @@
 
 from metamq.client.aio_admin import Admin
 from metamq.client.aio_consumer import Consumer
-from metamq.client.aio_producer import Producer
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message, Receipt, ReceiptRange, TopicPartition
 from metamq.client.offsets_database import DatabaseOffsets
 from metamq.client.offsets_file import FileOffsets
 from metamq.client.retrying import Rollback
+from metamq.tx.app.aio_producer import Producer
 from metamq.zk.topics import FlushEvery
 
 __all__ = [

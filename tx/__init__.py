@@ -8,12 +8,14 @@ from metamq.tx.app.dbtx import create_outcome_table, dbtx
 from metamq.tx.app.faces import XAResource
 from metamq.tx.app.recoverer import Recovered, Recoverer
 from metamq.tx.app.resource import TM, Vote
+from metamq.tx.app.transactions import RecoveredXid
 from metamq.wire.xa import XACode, Xid
 
 __all__ = [
     "TM",
     "BranchDescription",
     "Recovered",
+    "RecoveredXid",
     "Recoverer",
     "Vote",
     "XACode",

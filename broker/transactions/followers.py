@@ -3,7 +3,7 @@
 Such a transaction has no coordinator: a branch at one broker, the *decider*, decides with DECIDE for those at the
 others, which were prepared before and know whose decision they follow (metamq.tx.app.work tells the client's side).
 
-    here, and left for GRACE_S      what is done                                 then
+    here, and left for its grace    what is done                                 then
     a prepared branch that follows  the decider is asked with RESOLVE            COMMIT, or ROLLBACK of it
     a decided branch                COMMIT at each of its followers              FORGET, once each has answered OK
 
@@ -33,8 +33,6 @@ from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.broker")
 
-GRACE_S = 10.0
-"""So long a branch is left to the client that is most likely about to end it."""
 EVERY_S = 2.0
 ASK_S = 5.0
 
@@ -42,9 +40,12 @@ ASK_S = 5.0
 class Followers:
     """Used by the broker's loop only."""
 
-    def __init__(self, broker_id: int, session: Session, transactions: TransactionalCommandProcessor) -> None:
-        self.grace_s = GRACE_S
-        self.every_s = EVERY_S
+    def __init__(
+        self, broker_id: int, session: Session, transactions: TransactionalCommandProcessor, grace_s: float
+    ) -> None:
+        """`grace_s`: so long a branch is left to the client that is most likely about to end it."""
+        self._grace_s = grace_s
+        self._every_s = min(EVERY_S, grace_s / 4)
         self._broker_id = broker_id
         self._session = session
         self._transactions = transactions
@@ -57,7 +58,7 @@ class Followers:
         cluster = Cluster(self._session)
         try:
             while True:
-                await asyncio.sleep(self.every_s)
+                await asyncio.sleep(self._every_s)
                 for branch in self._left():
                     await self._end(TxClient(cluster), branch)
         finally:
@@ -69,7 +70,7 @@ class Followers:
         waiting = {branch.key: branch for branch in self._transactions.waiting()}
         self._seen = {key: self._seen.get(key, now_s) for key in waiting}
         self._told = {key: reason for key, reason in self._told.items() if key in waiting}
-        return [waiting[key] for key, since_s in self._seen.items() if now_s - since_s >= self.grace_s]
+        return [waiting[key] for key, since_s in self._seen.items() if now_s - since_s >= self._grace_s]
 
     async def _end(self, client: TxClient, branch: BranchState) -> None:
         try:

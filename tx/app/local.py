@@ -34,7 +34,7 @@ class LocalWork(Work):
     ) -> None:
         super().__init__(cluster, staging, xid.gtrid, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
         self.xid = xid
-        self._in_doubt = False
+        self.in_doubt = False
         """The decision is on its way, or was made: nothing may be rolled back."""
 
     def xid_at(self, broker_id: int) -> Xid:
@@ -51,7 +51,7 @@ class LocalWork(Work):
 
     async def rollback(self) -> list[MetamqError]:
         """As Work.rollback(); nothing while the decision is in doubt: its brokers find out."""
-        return [] if self._in_doubt else await super().rollback()
+        return [] if self.in_doubt else await super().rollback()
 
     async def _commit_at_once(self) -> None:
         brokers = [broker_id for broker_id in self.reached if self._staging.taken[broker_id]]
@@ -79,14 +79,14 @@ class LocalWork(Work):
             if isinstance(error, BaseException):
                 raise error
         followers = [number for one in self.prepared.values() for number in (one.broker_id, one.epoch)]
-        self._in_doubt = True
+        self.in_doubt = True
         try:
             try:
                 await self._finish(decider, Verb.DECIDE, followers=followers)
             except OutcomeUnknown:
                 await self._client.resolve(branch, self._answer_s)
         except MetamqError as error:
-            self._in_doubt = error.outcome == "unknown"
+            self.in_doubt = error.outcome == "unknown"
             raise
         await self._tell(branch)
 

@@ -114,10 +114,6 @@ class Staging:
             found.append(self._encoded(place, self._open.pop(place)))
         return found
 
-    def brokers(self) -> set[int]:
-        """Those for which there is something."""
-        return {place[2] for place in self._open} | set(self._full)
-
     def _encoded(self, place: Place, batch: OutgoingBatch) -> Encoded:
         topic, topic_id, _broker_id, index = place
         encoded = encode(

@@ -42,7 +42,7 @@ class Work:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was sent."""
-        return not self.branches and not self._staging.brokers()
+        return not self.branches and not self._staging.taken
 
     async def send(self, topic: str, message: Message) -> None:
         """Takes a message. Raises as send_many()."""
@@ -87,7 +87,7 @@ class Work:
     @property
     def reached(self) -> list[int]:
         """The brokers that take part."""
-        return sorted(set(self.branches) | self._staging.brokers())
+        return sorted(set(self.branches) | set(self._staging.taken))
 
     async def prepare(self) -> None:
         """Prepares every branch. Raises the first error; then rollback() is called for."""

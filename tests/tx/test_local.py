@@ -1,0 +1,341 @@
+"""producer.transaction(): all of it or nothing, over partitions of one or several brokers, whoever dies on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from metamq import Producer, aio
+from metamq.errors import (
+    BranchMisuse,
+    BufferFull,
+    ConfigError,
+    ConnectError,
+    MessageTooLarge,
+    MetamqError,
+    OutcomeUnknown,
+    RolledBack,
+    TopicNotFound,
+)
+from metamq.wire.xa import Verb
+
+if TYPE_CHECKING:
+    from tests.tx.conftest import Shop
+
+BOTH = ("0-0", "1-0", "0-1", "1-1")
+
+
+@pytest.fixture
+def producer(shop: Shop) -> Iterator[Producer[bytes]]:
+    with Producer(shop.cluster.zookeeper) as made:
+        yield made
+
+
+@pytest.fixture
+def topic(shop: Shop) -> str:
+    return shop.topic()
+
+
+@pytest.mark.parametrize("partitions", [("0-0",), ("0-0", "0-1"), BOTH])
+def test_all_of_it_is_seen_once_the_block_ends(
+    shop: Shop, producer: Producer[bytes], topic: str, partitions: tuple[str, ...]
+) -> None:
+    with producer.transaction() as xid:
+        for partition in partitions:
+            producer.send(topic, partition.encode(), partition=partition)
+        assert shop.seen(topic) == []
+    assert xid.gtrid.startswith(b"local:")
+    assert shop.seen(topic) == sorted(partition.encode() for partition in partitions)
+    shop.until_ended()
+
+
+@pytest.mark.parametrize("partitions", [("0-0",), BOTH])
+def test_nothing_is_seen_when_the_block_fails(
+    shop: Shop, producer: Producer[bytes], topic: str, partitions: tuple[str, ...]
+) -> None:
+    with pytest.raises(KeyError), producer.transaction():  # noqa: PT012
+        for partition in partitions:
+            producer.send(topic, b"1", partition=partition)
+        raise KeyError
+    assert shop.seen(topic) == []
+    shop.until_ended()
+
+
+def test_a_large_one_goes_out_batch_by_batch_and_keeps_its_order(shop: Shop, topic: str) -> None:
+    values = [b"%06d" % number for number in range(3000)]
+    with Producer(shop.cluster.zookeeper, batch_bytes=500) as producer:
+        with producer.transaction():
+            for value in values[:1500]:
+                producer.send(topic, value, partition=BOTH[int(value) % 4])
+            producer.send_many(topic, values[1500:], keys=[b"k"] * 1500)
+        with shop.cluster.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
+            found = [(message.partition, message.value) for message in consumer]
+    assert sorted(value for _partition, value in found) == values
+    for partition in BOTH:
+        in_it = [value for name, value in found if name == partition]
+        assert in_it == sorted(in_it)
+
+
+def test_what_other_threads_send_is_not_part_of_it(shop: Shop, producer: Producer[bytes], topic: str) -> None:
+    with producer.transaction():
+        producer.send(topic, b"mine", partition="0-0")
+
+        def other() -> None:
+            producer.send(topic, b"plain").result(10)
+            with producer.transaction():
+                producer.send(topic, b"theirs")
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert shop.seen(topic) == [b"plain", b"theirs"]
+    assert shop.seen(topic) == [b"mine", b"plain", b"theirs"]
+    assert "send" not in producer.__dict__  # without transactions nothing is looked at
+    producer.send(topic, b"after").result(10)
+
+
+def test_deliveries_are_done_with_their_transaction(producer: Producer[bytes], topic: str) -> None:
+    with producer.transaction():
+        delivery = producer.send(topic, b"1", partition="0-0")
+        many = producer.send_many(topic, [b"2", b"3"])
+        assert not delivery.done()
+        with pytest.raises(ConfigError, match="end of its transaction"):
+            delivery.result()
+    receipt = delivery.result(0)
+    assert (receipt.topic, receipt.partition, receipt.offset) == (topic, "", -1)
+    assert [(one.offset, one.count) for one in many.result(0)] == [(-1, 2)]
+    with pytest.raises(KeyError), producer.transaction():  # noqa: PT012
+        delivery = producer.send(topic, b"1")
+        raise KeyError
+    with pytest.raises(RolledBack):
+        delivery.result(0)
+
+
+def test_what_is_wrong_fails_the_whole_transaction(shop: Shop, producer: Producer[bytes], topic: str) -> None:
+    with pytest.raises(TopicNotFound), producer.transaction():  # noqa: PT012
+        producer.send(topic, b"1", partition="0-0")
+        producer.send(topic, b"1", partition="1-0")
+        producer.send("nowhere", b"2")
+    with pytest.raises(MessageTooLarge), producer.transaction():  # noqa: PT012
+        producer.send(topic, b"1")
+        producer.send(topic, bytes(5 << 20))
+    with pytest.raises(BranchMisuse, match="under way"), producer.transaction():  # noqa: PT012
+        producer.send(topic, b"1")
+        with producer.transaction():
+            pass
+    with producer.transaction():
+        pass
+    assert shop.seen(topic) == []
+    shop.until_ended()
+
+
+def test_one_that_took_too_long_is_rolled_back(shop: Shop, topic: str) -> None:
+    with Producer(shop.cluster.zookeeper, batch_bytes=100) as producer:
+        with pytest.raises(RolledBack), producer.transaction(timeout_s=0.2):  # noqa: PT012
+            producer.send(topic, bytes(100), partition="0-0")
+            deadline = time.monotonic() + 30
+            while "rollback-only" not in {state for _broker, state in shop.open_branches()}:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            producer.send(topic, b"1", partition="1-0")
+        with producer.transaction():
+            producer.send(topic, b"again")
+    assert shop.seen(topic) == [b"again"]
+
+
+def test_the_buffer_is_bounded(shop: Shop, topic: str) -> None:
+    with Producer(shop.cluster.zookeeper, buffer_bytes=2000, batch_bytes=500) as producer, producer.transaction():
+        for number in range(100):
+            producer.send(topic, b"%0100d" % number, partition="0-0")
+    assert len(shop.seen(topic)) == 100
+
+
+def test_closing_rolls_back_what_is_open(shop: Shop, topic: str) -> None:
+    producer = Producer(shop.cluster.zookeeper, batch_bytes=100)
+    with pytest.raises(MetamqError), producer.transaction():  # noqa: PT012
+        producer.send(topic, bytes(100))
+        producer.close()
+    assert shop.seen(topic) == []
+
+
+def test_asyncio(shop: Shop, topic: str) -> None:
+    async def main() -> None:
+        async with aio.Producer(shop.cluster.zookeeper, buffer_bytes=2000) as producer:
+            with pytest.raises(BufferFull):  # noqa: PT012
+                async with producer.transaction():
+                    for _ in range(100):
+                        producer.send(topic, bytes(100))
+            async with producer.transaction():
+                deliveries = []
+                for number in range(100):
+                    deliveries.append(producer.send(topic, b"%0100d" % number))
+                    await producer.drain()
+
+                async def other() -> None:
+                    await producer.send(topic, b"plain")
+
+                await asyncio.create_task(other())
+                with pytest.raises(ConfigError):
+                    await deliveries[0]
+                assert await asyncio.to_thread(shop.seen, topic) == [b"plain"]
+            assert (await deliveries[0]).offset == -1
+            with pytest.raises(KeyError):  # noqa: PT012
+                async with producer.transaction():
+                    producer.send(topic, b"never")
+                    raise KeyError
+
+    asyncio.run(main())
+    assert len(shop.seen(topic)) == 101
+    shop.until_ended()
+
+
+def test_a_cancelled_task_leaves_nothing(shop: Shop, topic: str) -> None:
+    async def main() -> None:
+        async with aio.Producer(shop.cluster.zookeeper, batch_bytes=100) as producer:
+            begun = asyncio.Event()
+
+            async def work() -> None:
+                async with producer.transaction():
+                    producer.send(topic, bytes(200), partition="0-0")
+                    producer.send(topic, bytes(200), partition="1-0")
+                    await producer.drain()
+                    begun.set()
+                    await asyncio.Event().wait()
+
+            task = asyncio.create_task(work())
+            await begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            producer.send(topic, b"plain")
+
+    asyncio.run(main())
+    assert shop.seen(topic) == [b"plain"]
+    shop.until_ended()
+
+
+# -- over two brokers, with failures at each step --------------------------------------------------------------------
+
+
+def failing(producer: Producer[Any], fails: Callable[[list[Verb], int, bool], bool]) -> list[tuple[Verb, int]]:
+    """Asked before each request, and after it with True: where it says so, the client is cut off."""
+    from metamq.client.branches import TxClient
+
+    asked: list[tuple[Verb, int]] = []
+    original = TxClient._once
+
+    async def once(self: TxClient, branch: Any, header: Any, bodies: Any, deadline_s: float) -> Any:
+        verbs = [Verb(number) for number in header.verbs]
+        asked.append((verbs[-1], branch.broker_id))
+        if fails(verbs, branch.broker_id, False):
+            raise ConnectError("the broker", "the test says so")
+        reply = await original(self, branch, header, bodies, deadline_s)
+        if fails(verbs, branch.broker_id, True):
+            raise ConnectError("the broker", "the test says so", outcome="unknown")
+        return reply
+
+    TxClient._once = once  # type: ignore[method-assign]
+    return asked
+
+
+@pytest.fixture
+def restore_client() -> Iterator[None]:
+    from metamq.client.branches import TxClient
+
+    once = TxClient._once
+    yield
+    TxClient._once = once  # type: ignore[method-assign]
+
+
+STEPS = [
+    (Verb.START, False), (Verb.START, True), (Verb.PREPARE, False), (Verb.PREPARE, True), (Verb.DECIDE, False),
+    (Verb.DECIDE, True), (Verb.COMMIT, False), (Verb.COMMIT, True), (Verb.FORGET, False), (Verb.FORGET, True),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("restore_client")
+@pytest.mark.parametrize(("step", "behind"), STEPS)
+def test_a_client_that_is_cut_off_at_any_step_leaves_all_or_nothing(
+    shop: Shop, topic: str, monkeypatch: pytest.MonkeyPatch, step: Verb, behind: bool
+) -> None:
+    """Cut off for good: brokers have to end it by themselves."""
+    monkeypatch.setattr("metamq.tx.app.transactions.ANSWER_S", 0.3)
+    with Producer(shop.cluster.zookeeper) as producer:
+        cut = False
+
+        def fails(verbs: list[Verb], _broker_id: int, after: bool) -> bool:
+            nonlocal cut
+            cut = cut or (verbs[-1] is step and after == behind)
+            return cut
+
+        failing(producer, fails)
+        error: MetamqError | None = None
+        try:
+            with producer.transaction():
+                for partition in BOTH:
+                    producer.send(topic, partition.encode(), partition=partition)
+        except MetamqError as raised:
+            error = raised
+    monkeypatch.undo()
+    shop.until_ended()
+    seen = shop.seen(topic)
+    assert seen in ([], sorted(partition.encode() for partition in BOTH))
+    decided = step in (Verb.COMMIT, Verb.FORGET) or (step, behind) == (Verb.DECIDE, True)
+    assert bool(seen) == decided
+    if error is None:
+        assert seen
+    elif seen:
+        assert isinstance(error, OutcomeUnknown)
+
+
+CLIENT = """
+import sys, os, signal
+from metamq import Producer
+from metamq.client.branches import TxClient
+from metamq.wire.xa import Verb
+zookeeper, topic, step = sys.argv[1:]
+once = TxClient._once
+async def dying(self, branch, header, bodies, deadline_s):
+    reply = await once(self, branch, header, bodies, deadline_s)
+    if Verb(header.verbs[-1]).name == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reply
+TxClient._once = dying
+with Producer(zookeeper) as producer:
+    with producer.transaction():
+        for partition in ("0-0", "1-0", "0-1", "1-1"):
+            producer.send(topic, partition.encode(), partition=partition)
+"""
+
+
+@pytest.mark.parametrize("step", ["START", "PREPARE", "DECIDE", "COMMIT"])
+def test_a_client_that_is_killed_and_brokers_that_are_restarted(shop: Shop, topic: str, step: str) -> None:
+    command = [sys.executable, "-c", CLIENT, shop.cluster.zookeeper, topic, step]
+    assert subprocess.run(command, env=os.environ, timeout=60).returncode == -signal.SIGKILL
+    for broker in shop.cluster.brokers:
+        broker.kill()
+    for broker in shop.cluster.brokers:
+        broker.start()
+    shop.until_ended()
+    assert len(shop.seen(topic)) == (4 if step in ("DECIDE", "COMMIT") else 0)
+
+
+def test_an_id_that_follows_is_no_coordinators_to_decide(shop: Shop, topic: str) -> None:
+    """What is prepared and follows another broker is not in anybody's recover()."""
+    command = [sys.executable, "-c", CLIENT, shop.cluster.zookeeper, topic, "PREPARE"]
+    subprocess.run(command, env=os.environ, timeout=60)
+    states = {state for _broker, state in shop.open_branches()}
+    with Producer(shop.cluster.zookeeper) as producer:
+        found = producer.tpc_recover()
+    assert [one for one in found if one.gtrid.startswith(b"local:")] == []
+    assert "prepared" in states
+    shop.until_ended()

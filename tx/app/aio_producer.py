@@ -1,0 +1,133 @@
+"""The asyncio Producer that `metamq.aio` hands out: metamq.client's, with transactions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from metamq.client import aio_producer
+from metamq.client.outgoing import Delivery, ManyDelivery
+from metamq.client.producer import FLUSH_TIMEOUT_S
+from metamq.client.producer_face import Key
+from metamq.client.typevars import T
+from metamq.tx.app.transactional import TransactionalFace, current_task
+from metamq.tx.app.transactions import Open, RecoveredXid, misuse
+from metamq.wire.xa import Verb, Xid
+
+log = logging.getLogger("metamq.tx")
+
+
+class Producer(TransactionalFace[T], aio_producer.Producer[T]):
+    __doc__ = aio_producer.Producer.__doc__
+
+    def _owner(self) -> asyncio.Task[Any] | None:
+        return current_task()
+
+    def _send_in(
+        self,
+        topic: str,
+        value: T,
+        key: Key = None,
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> Delivery:
+        """`send`, while any task works in a transaction."""
+        one = self._transactions.of(self._owner())
+        if one is None:
+            return type(self).send(self, topic, value, key, headers, partition=partition, timestamp=timestamp)
+        return one.outbox.add(topic, self._message(value, key, headers, partition, timestamp))
+
+    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
+        """`send_many`, while any task works in a transaction."""
+        one = self._transactions.of(self._owner())
+        if one is None:
+            return type(self).send_many(self, topic, values, keys)
+        return one.outbox.add_many(topic, self._messages(values, keys))
+
+    async def drain(self) -> None:
+        """Waits until the buffer, or that of this task's transaction, is below half of its bound. Cancel-safe."""
+        self._check_usable()
+        one = self._transactions.of(self._owner())
+        if one is not None:
+            await one.outbox.until_half()
+        await self._core.drain()
+
+    @contextlib.asynccontextmanager
+    async def transaction(self, *, timeout_s: float = 0.0) -> AsyncIterator[Xid]:
+        """What this task sends in the block is seen by everybody when that ends, or by nobody when it raises.
+
+            async with producer.transaction():
+                producer.send("orders", b"17")
+                producer.send("stock", b"-1")
+
+        See metamq.Producer.transaction. What other tasks send is not part of it, also when this one has made them.
+        """
+        self._check_usable()
+        xid = self._new_xid()
+        one = self._begin(xid, timeout_s, is_tpc=False)
+        try:
+            yield xid
+        except BaseException:
+            self._left()
+            await asyncio.shield(self._roll_back(one))
+            raise
+        self._left()
+        await self._transactions.commit(one)
+
+    async def _roll_back(self, one: Open) -> None:
+        for failure in await self._transactions.rollback(one):
+            log.info("a branch is rolled back by its broker after its time: %s", failure)
+
+    # -- PEP 249 ------------------------------------------------------------------------------------------------------
+
+    async def tpc_begin(self, xid: Xid | str, *, timeout_s: float = 0.0) -> None:
+        """See metamq.Producer.tpc_begin; the transaction is the task's."""
+        self._check_usable()
+        self._begin(self._xid_of(xid), timeout_s, is_tpc=True)
+
+    async def tpc_prepare(self) -> bool:
+        """See metamq.Producer.tpc_prepare."""
+        return await self._transactions.prepare(self._to_prepare())
+
+    async def tpc_commit(self, xid: Xid | str | None = None) -> None:
+        """See metamq.Producer.tpc_commit."""
+        if xid is not None:
+            await self._transactions.finish(self._outside("tpc_commit()", xid), Verb.COMMIT)
+            return
+        one = self._inside("tpc_commit()")
+        if one.prepared is None:
+            self._left()
+        await self._transactions.commit(one)
+        self._left()
+
+    async def tpc_rollback(self, xid: Xid | str | None = None) -> None:
+        """See metamq.Producer.tpc_rollback."""
+        if xid is not None:
+            await self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK)
+            return
+        one = self._inside("tpc_rollback()")
+        failures = await self._transactions.rollback(one)
+        if failures and one.prepared:
+            raise failures[0]
+        self._left()
+
+    async def tpc_recover(self) -> list[RecoveredXid]:
+        """See metamq.Producer.tpc_recover."""
+        self._check_usable()
+        if self._transactions.of(self._owner()) is not None:
+            raise misuse("(any)", "tpc_recover() is called outside of a transaction")
+        return await self._transactions.recover()
+
+    async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
+        """Flushes and closes; further calls do nothing. Open transactions are rolled back. Raises as `flush`."""
+        if self._opened and not self._closed and "_known_transactions" in self.__dict__:
+            for one in self._all_left():
+                with contextlib.suppress(Exception):
+                    await self._roll_back(one)
+        await super().close(timeout)

@@ -1,0 +1,155 @@
+"""The blocking Producer that `metamq` hands out: metamq.client's, with transactions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+
+from metamq.client import producer
+from metamq.client.outgoing import Delivery, ManyDelivery
+from metamq.client.producer_face import Key
+from metamq.client.typevars import T
+from metamq.errors import ForkedError
+from metamq.tx.app.transactional import TransactionalFace
+from metamq.tx.app.transactions import Open, RecoveredXid, misuse
+from metamq.wire.xa import Verb, Xid
+
+log = logging.getLogger("metamq.tx")
+
+
+class Producer(TransactionalFace[T], producer.Producer[T]):
+    __doc__ = producer.Producer.__doc__
+
+    def _owner(self) -> threading.Thread:
+        return threading.current_thread()
+
+    def _send_in(
+        self,
+        topic: str,
+        value: T,
+        key: Key = None,
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> Delivery:
+        """`send`, while any thread works in a transaction."""
+        one = self._transactions.of(self._owner())
+        if one is None:
+            return type(self).send(self, topic, value, key, headers, partition=partition, timestamp=timestamp)
+        message = self._message(value, key, headers, partition, timestamp)
+        self._wait_for_room(one)
+        return one.outbox.add(topic, message)
+
+    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
+        """`send_many`, while any thread works in a transaction."""
+        one = self._transactions.of(self._owner())
+        if one is None:
+            return type(self).send_many(self, topic, values, keys)
+        messages = self._messages(values, keys)
+        self._wait_for_room(one)
+        return one.outbox.add_many(topic, messages)
+
+    def _wait_for_room(self, one: Open) -> None:
+        if one.outbox.is_full and self._core.wait_s != 0:
+            self._background.run(one.outbox.until_half())
+
+    @contextlib.contextmanager
+    def transaction(self, *, timeout_s: float = 0.0) -> Iterator[Xid]:
+        """What this thread sends in the block is seen by everybody when that ends, or by nobody when it raises.
+
+            with producer.transaction():
+                producer.send("orders", b"17")
+                producer.send("stock", b"-1")
+
+        Over any number of topics, partitions and brokers; what other threads send meanwhile is not part of it. Leaving
+        waits until it is committed, durably, whatever the topics' own settings are. `timeout_s`: brokers roll back what
+        is not committed after so long; 0 is their own (30 s). Gives the transaction's id, which logs and
+        `metamq tx list` show.
+
+        Leaving raises RolledBack, ConnectError and so on: then nothing of it is ever seen; or OutcomeUnknown: all of it
+        is, or nothing, and the brokers find out by themselves. Transactions are not nested: BranchMisuse.
+        """
+        self._check_usable()
+        xid = self._new_xid()
+        one = self._begin(xid, timeout_s, is_tpc=False)
+        try:
+            yield xid
+        except BaseException:
+            self._left()
+            self._roll_back(one)
+            raise
+        self._left()
+        self._check_usable()
+        self._background.run(self._transactions.commit(one))
+
+    def _roll_back(self, one: Open) -> None:
+        if isinstance(self._core.accumulator.closed_by, ForkedError):  # a child that leaves its parent's block
+            return
+        for failure in self._background.run(self._transactions.rollback(one)):
+            log.info("a branch is rolled back by its broker after its time: %s", failure)
+
+    # -- PEP 249 ------------------------------------------------------------------------------------------------------
+
+    def tpc_begin(self, xid: Xid | str, *, timeout_s: float = 0.0) -> None:
+        """From here on what this thread sends is part of the transaction `xid`, until tpc_commit() or tpc_rollback().
+
+        Raises BranchMisuse within a transaction, ConfigError for an id that is none.
+        """
+        self._check_usable()
+        self._begin(self._xid_of(xid), timeout_s, is_tpc=True)
+
+    def tpc_prepare(self) -> bool:
+        """Makes sure that it can be committed, whatever happens. False: nothing was sent, nothing is to be committed.
+
+        Raises BranchMisuse outside of a transaction, and the second time; RolledBack and so on when it cannot be
+        prepared: then tpc_rollback() is called for, as after any error.
+        """
+        return self._background.run(self._transactions.prepare(self._to_prepare()))
+
+    def tpc_commit(self, xid: Xid | str | None = None) -> None:
+        """Commits it; without tpc_prepare() before, in one phase. `xid`: one that tpc_recover() gave.
+
+        Raises BranchMisuse: without an id outside of a transaction, with one inside; BranchNotKnown for an id that no
+        broker knows. OutcomeUnknown, ConnectError: call it again. After an error in one phase the transaction is over.
+        """
+        if xid is not None:
+            self._background.run(self._transactions.finish(self._outside("tpc_commit()", xid), Verb.COMMIT))
+            return
+        one = self._inside("tpc_commit()")
+        if one.prepared is None:
+            self._left()
+        self._background.run(self._transactions.commit(one))
+        self._left()
+
+    def tpc_rollback(self, xid: Xid | str | None = None) -> None:
+        """Rolls it back, whatever it is; `xid`: one that tpc_recover() gave. Raises as tpc_commit()."""
+        if xid is not None:
+            self._background.run(self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK))
+            return
+        one = self._inside("tpc_rollback()")
+        failures = self._background.run(self._transactions.rollback(one))
+        if failures and one.prepared:
+            raise failures[0]
+        self._left()
+
+    def tpc_recover(self) -> list[RecoveredXid]:
+        """What is prepared at the brokers, whoever began it: for tpc_commit(xid) and tpc_rollback(xid).
+
+        All of it, or ConnectError. Raises BranchMisuse within a transaction.
+        """
+        self._check_usable()
+        if self._transactions.of(self._owner()) is not None:
+            raise misuse("(any)", "tpc_recover() is called outside of a transaction")
+        return self._background.run(self._transactions.recover())
+
+    def close(self, timeout: float | None = producer.FLUSH_TIMEOUT_S) -> None:
+        """Flushes and closes; further calls do nothing. Open transactions are rolled back. Raises as `flush` does."""
+        if not self._closed and "_known_transactions" in self.__dict__:
+            for one in self._all_left():
+                with contextlib.suppress(Exception):
+                    self._roll_back(one)
+        super().close(timeout)

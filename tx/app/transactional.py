@@ -1,0 +1,162 @@
+"""What the blocking and the asyncio Producer have in common of transactions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from metamq.client.checks import check_seconds, wrong_type
+from metamq.client.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.typevars import T
+from metamq.errors import BranchMisuse, ConfigError, MetamqError
+from metamq.tx.app.staging import Message
+from metamq.tx.app.transactions import Open, Transactions, misuse
+from metamq.wire.xa import Xid
+from metamq.words import count
+from metamq.zk.names import parse_partition
+
+
+class TransactionalFace(ProducerFace[T]):
+    """While any thread or task works in a transaction, `send` and `send_many` of this producer look whose it is.
+
+    They are put in the place of the class's own only for so long: a producer without transactions pays nothing.
+    """
+
+    Error = MetamqError
+    """As PEP 249 wants it of connections: the root of what is raised."""
+    ProgrammingError = BranchMisuse
+
+    _known_transactions: Transactions
+    _switch: threading.Lock
+
+    def _owner(self) -> Any:
+        raise AssertionError("a face knows who calls it")
+
+    @property
+    def _transactions(self) -> Transactions:
+        if "_known_transactions" not in self.__dict__:
+            self._switch = threading.Lock()
+            self._known_transactions = Transactions(self._core)
+        return self._known_transactions
+
+    def _begin(self, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
+        check_seconds("timeout_s", timeout_s, optional=False)
+        transactions = self._transactions
+        with self._switch:
+            one = transactions.begin(self._owner(), xid, timeout_s, is_tpc=is_tpc)
+            self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
+        return one
+
+    def _left(self) -> None:
+        """The caller's transaction is over."""
+        self._transactions.leave(self._owner())
+        self._switch_back()
+
+    def _switch_back(self) -> None:
+        with self._switch:
+            if not self._transactions.any:
+                self.__dict__.pop("send", None)
+                self.__dict__.pop("send_many", None)
+
+    def _all_left(self) -> list[Open]:
+        """All transactions are over: those of every thread or task."""
+        found = self._transactions.leave_all()
+        self._switch_back()
+        return found
+
+    def _send_in(
+        self,
+        topic: str,
+        value: T,
+        key: Key = None,
+        headers: Mapping[str, bytes] | None = None,
+        *,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> Any:
+        raise AssertionError("a face sends")
+
+    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> Any:
+        raise AssertionError("a face sends")
+
+    def _message(
+        self,
+        value: T,
+        key: Key,
+        headers: Mapping[str, bytes] | None,
+        partition: str | None,
+        timestamp: datetime | int | None,
+    ) -> Message:
+        plain: Any = value if self._encode is None else self._encode(value)
+        if partition is not None:
+            parse_partition(partition)
+        return Message(
+            as_bytes(plain, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+        )
+
+    def _messages(self, values: Sequence[T], keys: Sequence[Key] | None) -> list[Message]:
+        if isinstance(values, bytes | str):
+            raise wrong_type("`values`", "a list of values", values)
+        plain, all_keys = list(values), [None] * len(values) if keys is None else list(keys)
+        if len(all_keys) != len(plain):
+            problem = f"send_many() got {count(len(all_keys), 'key')} for {count(len(plain), 'value')}"
+            raise ConfigError(problem, hint="Give one for each; None is no key.")
+        return [self._message(value, key, None, None, None) for value, key in zip(plain, all_keys, strict=True)]
+
+    # -- PEP 249 ------------------------------------------------------------------------------------------------------
+
+    def xid(self, format_id: int, gtrid: bytes | str, bqual: bytes | str = b"") -> Xid:
+        """The id of a transaction, for tpc_begin(). Text is encoded in UTF-8. Raises ConfigError."""
+        parts = [part.encode() if isinstance(part, str) else part for part in (gtrid, bqual)]
+        return Xid(format_id, *parts).check()
+
+    def _new_xid(self) -> Xid:
+        return Xid.random(b"local:")
+
+    def _xid_of(self, xid: Xid | str) -> Xid:
+        if isinstance(xid, str):
+            return Xid.parse(xid)
+        if not isinstance(xid, Xid):
+            raise wrong_type("`xid`", "what xid() gives", xid)
+        return xid.check()
+
+    def _to_prepare(self) -> Open:
+        """Raises BranchMisuse when it is not the time."""
+        self._check_usable()
+        one = self._tpc()
+        if one is None:
+            raise misuse("(none)", "tpc_prepare() is called within a two-phase transaction")
+        if one.prepared is not None:
+            raise misuse(one.xid, "tpc_prepare() was called before")
+        return one
+
+    def _tpc(self) -> Open | None:
+        one = self._transactions.of(self._owner())
+        return one if one is not None and one.is_tpc else None
+
+    def _inside(self, call: str) -> Open:
+        """The caller's two-phase transaction. Raises BranchMisuse outside of one."""
+        self._check_usable()
+        one = self._tpc()
+        if one is None:
+            raise misuse("(none)", f"{call} without an id is called within a two-phase transaction")
+        return one
+
+    def _outside(self, call: str, xid: Xid | str) -> Xid:
+        """The id. Raises BranchMisuse within a transaction."""
+        self._check_usable()
+        known = self._transactions.of(self._owner())
+        if known is not None:
+            raise misuse(known.xid, f"{call} with an id is called outside of a transaction")
+        return self._xid_of(xid)
+
+
+def current_task() -> asyncio.Task[Any] | None:
+    """None outside of a loop, too."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

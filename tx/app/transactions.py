@@ -1,0 +1,206 @@
+"""The transactions of one producer: one at a time of each thread, or asyncio task. The core of both faces.
+
+    begin ─▶ send ... ─▶ commit                      producer.transaction(), and tpc_commit() without tpc_prepare()
+                     └─▶ prepare ─▶ commit           tpc_*
+                     └─▶ rollback
+
+Whoever works in a transaction is known by its thread (of the blocking Producer) or task (of asyncio's), as XA has it of
+threads of control: what other threads send meanwhile is not part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import datetime
+from typing import Any
+
+from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
+from metamq.client.model import time_of
+from metamq.client.partitioner import partitioner_named
+from metamq.client.producer_core import ProducerCore
+from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError, OutcomeUnknown, RolledBack
+from metamq.tx.app.local import LocalWork
+from metamq.tx.app.outbox import Outbox
+from metamq.tx.app.staging import Staging
+from metamq.wire.compression import codec_named
+from metamq.wire.xa import Verb, XACode, Xid
+
+Owner = threading.Thread | asyncio.Task[Any]
+
+STAGED_BYTES_MAX = 4 * 1024 * 1024
+
+
+class RecoveredXid(Xid):
+    """An Xid that tpc_recover() has found prepared."""
+
+    prepared: datetime
+    """When, at the first of its brokers."""
+    owner: str
+    """Host, process and session that began it."""
+    database: str
+    """The broker ids at which it is prepared, as "0,2"."""
+    messages: int
+
+
+def staging_of(core: ProducerCore) -> Staging:
+    """With a producer's settings."""
+    options = core.options
+    return Staging(
+        min(options.batch_bytes, STAGED_BYTES_MAX),
+        options.max_message_bytes,
+        partitioner_named(options.partitioner),
+        codec_named(options.compression),
+        None,
+    )
+
+
+class Open:
+    """A transaction under way."""
+
+    def __init__(self, core: ProducerCore, xid: Xid, timeout_s: float, *, is_tpc: bool) -> None:
+        self.xid = xid
+        self.is_tpc = is_tpc
+        self.prepared: bool | None = None
+        """Whether there is something to commit; None: it is not prepared."""
+        self.work = LocalWork(core.cluster, staging_of(core), xid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
+        self.outbox = Outbox(core, core.loop, self.work, core.options.buffer_bytes)
+
+
+class Transactions:
+    """Of one producer. What is `async` is for its loop; the rest for the thread or task that the transaction is of."""
+
+    def __init__(self, core: ProducerCore) -> None:
+        self._core = core
+        self._open: dict[Owner, Open] = {}
+
+    def of(self, owner: Owner | None) -> Open | None:
+        """The transaction that a thread or task works in."""
+        return self._open.get(owner) if owner is not None else None
+
+    @property
+    def any(self) -> bool:
+        """Whether any thread or task works in one."""
+        return bool(self._open)
+
+    def begin(self, owner: Owner | None, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
+        """From here on what `owner` sends is part of it. Raises BranchMisuse; ConfigError outside of any task."""
+        if owner is None:
+            raise ConfigError("a transaction is worked in by a task", hint="Call it in a coroutine.")
+        for gone in [each for each in self._open if _is_gone(each)]:  # its brokers roll it back after its time
+            self._open.pop(gone, None)
+        known = self._open.get(owner)
+        if known is not None:
+            kind = "a two-phase transaction" if known.is_tpc else "a transaction"
+            raise misuse(xid, f"{kind}, {known.xid}, is under way here")
+        self._open[owner] = made = Open(self._core, xid, timeout_s, is_tpc=is_tpc)
+        return made
+
+    def leave(self, owner: Owner | None) -> Open | None:
+        """What `owner` sends from here on is part of nothing."""
+        return self._open.pop(owner, None) if owner is not None else None
+
+    def leave_all(self) -> list[Open]:
+        """Nobody works in anything any more."""
+        found = list(self._open.values())
+        self._open.clear()
+        return found
+
+    # -- the loop's ---------------------------------------------------------------------------------------------------
+
+    async def prepare(self, one: Open) -> bool:
+        """Prepares it everywhere; False when there is nothing in it. Raises what makes it impossible."""
+        await one.outbox.settle()
+        one.outbox.closed = True
+        try:
+            await one.work.prepare()
+        except BranchNotKnown as error:
+            raise RolledBack(one.xid, XACode.RBTRANSIENT, error.reason) from error
+        one.prepared = bool(one.work.prepared)
+        return one.prepared
+
+    async def commit(self, one: Open) -> None:
+        """Commits it, prepared or not. Raises OutcomeUnknown: then what is prepared is to be committed again, and what
+        was not is found out about by its brokers. After any other error it is rolled back."""
+        if one.prepared is not None:
+            for error in await one.work.commit():
+                raise error
+            one.outbox.end(None)
+            return
+        try:
+            one.outbox.check()
+            await one.outbox.settle()
+            await one.work.commit_at_once()
+        except OutcomeUnknown as error:
+            one.outbox.end(error)
+            raise
+        except BaseException as error:
+            interrupted = OutcomeUnknown(one.xid, XACode.RMFAIL, "its commit was interrupted")
+            one.outbox.failed = error if isinstance(error, MetamqError) else interrupted
+            await asyncio.shield(self.rollback(one))
+            raise
+        one.outbox.end(None)
+
+    async def rollback(self, one: Open) -> list[MetamqError]:
+        """Rolls it back; returns what failed: unless it is prepared, its brokers roll it back after its time."""
+        await one.outbox.give_up()
+        failures = await one.work.rollback()
+        reason = one.outbox.failed or RolledBack(one.xid, XACode.RBROLLBACK, "its transaction was rolled back")
+        one.outbox.end(reason)
+        return failures
+
+    # -- transactions that others have left ---------------------------------------------------------------------------
+
+    async def _broker_ids(self) -> list[int]:
+        session = self._core.cluster.session
+        names = await session.children(session.paths.broker_ids())
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    async def recover(self) -> list[RecoveredXid]:
+        """What is prepared, at whatever broker. All of it, or an error."""
+        client = TxClient(self._core.cluster)
+        found: dict[Xid, list[BranchDescription]] = {}
+        for broker_id in await self._broker_ids():
+            for branch in await client.branches(broker_id):
+                if branch.state == "prepared" and branch.follows is None:
+                    found.setdefault(branch.xid, []).append(branch)
+        return [_recovered(xid, branches) for xid, branches in found.items()]
+
+    async def finish(self, xid: Xid, verb: Verb) -> None:
+        """COMMIT or ROLLBACK at every broker that knows it. Raises BranchNotKnown when none does; what a broker that
+        did not do it answered, or that it did not: then it is to be called again."""
+        client, session = TxClient(self._core.cluster), new_session()
+        not_known: list[BranchNotKnown] = []
+        failed: list[MetamqError] = []
+        done = 0
+        for broker_id in await self._broker_ids():
+            try:
+                await client.ask(Branch(xid.check(), broker_id, session), [verb], timeout_s=ANSWER_S)
+                done += 1
+            except BranchNotKnown as error:
+                not_known.append(error)
+            except MetamqError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        if not done:
+            nobody = BranchNotKnown(xid, XACode.NOTA, "no broker knows it: it never was, or is finished")
+            raise next((error for error in not_known if error.finished), nobody)
+
+
+def _is_gone(owner: Owner) -> bool:
+    return not owner.is_alive() if isinstance(owner, threading.Thread) else owner.done()
+
+
+def misuse(xid: object, reason: str) -> BranchMisuse:
+    """The error, to be raised."""
+    return BranchMisuse(xid, XACode.PROTO, reason)
+
+
+def _recovered(xid: Xid, branches: list[BranchDescription]) -> RecoveredXid:
+    found = RecoveredXid(*xid)
+    found.prepared = time_of(min(branch.prepared_us for branch in branches))
+    found.owner = branches[0].owner
+    found.database = ",".join(str(branch.broker_id) for branch in branches)
+    found.messages = sum(branch.messages for branch in branches)
+    return found
