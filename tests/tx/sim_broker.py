@@ -58,7 +58,7 @@ class Logs:
     """The open logs of one replica, in the place of metamq.broker.topics.Topics."""
 
     def __init__(self, own: DiskOs, machine: str, journal_log: LogConfig, topic_log: LogConfig) -> None:
-        self.files = FileCache(64, write=own.pwrite, sync=own.fsync)
+        self.files = FileCache(64, write=own.pwrite, sync=lambda fd: own.sync_of_caches(fd))
         self.open: dict[Key, Partition] = {}
         self.broken: dict[Key, CorruptData] = {}
         self.losses: list[str] = []

@@ -6,14 +6,21 @@ import random
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.tx.crash_history import enumerate_crashes
 from tests.tx.sim_disk import modelled_disk
 
 
-def test_whatever_a_power_cut_leaves(report_figures: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(
+    ("most", "inside", "states_max"), [(8, 5, 1500), pytest.param(200, 10, 60_000, marks=pytest.mark.long)]
+)
+def test_whatever_a_power_cut_leaves(
+    most: int, inside: int, states_max: int, report_figures: Callable[[str], None]
+) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     began = time.monotonic()
     with modelled_disk() as own:
-        count = enumerate_crashes(own, random.Random(seed), most=8, inside=3)
+        count = enumerate_crashes(own, random.Random(seed), most=most, inside=inside, states_max=states_max)
     report_figures(f"{count:,} states after power cuts within {time.monotonic() - began:.1f} s, seed {seed}")
