@@ -1,0 +1,80 @@
+"""Application, broker, database and recoverers are killed and paused at random: rows and messages agree in the end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tx.kill_loop import WEIGHTS, KillLoop
+from tests.tx.shop import Shop, open_shop
+
+SEED = "METAMQ_SEED"
+EACH_AT_LEAST_ONCE = list(WEIGHTS)
+
+
+@pytest.fixture
+def shop() -> Iterator[Shop]:
+    with open_shop() as opened:
+        yield opened
+
+
+@pytest.fixture
+def seed() -> int:
+    found = int(os.environ.get(SEED, secrets.randbits(32)))
+    print(f"{SEED}={found}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(50, marks=pytest.mark.timeout(400)),
+        pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_rows_are_messages_whoever_dies(
+    shop: Shop, seed: int, tmp_path: Path, rounds: int, report_figures: Callable[[str], None]
+) -> None:
+    began = time.monotonic()
+    loop = KillLoop(shop, tmp_path, seed)
+    try:
+        for what in EACH_AT_LEAST_ONCE:
+            loop.run(1, [what])
+        loop.run(rounds - len(EACH_AT_LEAST_ONCE))
+        differences = loop.finish()
+    finally:
+        loop.close()
+    rows = shop.rows().total()
+    assert differences == []
+    assert rows > rounds
+    report_figures(
+        f"{rounds} rounds in {time.monotonic() - began:.0f} s, seed {seed}: {loop.figures()}; {rows} rows, "
+        "as many messages, nothing in doubt"
+    )
+
+
+FAULTS = {
+    "messages_first": ["application killed"],
+    "unprepared": ["application killed"],
+    "no_fence": ["application paused"],
+    "prepared_is_committed": ["application killed"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.timeout(300)
+def test_a_seeded_fault_is_found(shop: Shop, seed: int, tmp_path: Path, fault: str) -> None:
+    loop = KillLoop(shop, tmp_path, seed, [fault])
+    try:
+        for _ in range(10):
+            loop.run(6, FAULTS[fault])
+            if loop.finish():
+                return
+    finally:
+        loop.close()
+    pytest.fail(f"{loop.figures()}: and nothing was found")
