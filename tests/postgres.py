@@ -45,11 +45,13 @@ def _installed() -> Path | None:
 class Postgres:
     """A server that listens on a Unix socket only, and can crash."""
 
-    def __init__(self, programs: Path, folder: Path) -> None:
+    def __init__(self, programs: Path, folder: Path, settings: str = "") -> None:
+        """`settings`: options of the server, as in "-c name=value"."""
         self.dsn = f"host={folder} user=metamq dbname=postgres"
         """The connection string."""
         self._programs = programs
         self._folder = folder
+        self._settings = settings
         self._run("initdb", "-D", self._data, "-U", "metamq", "-A", "trust", "--no-sync")
 
     @property
@@ -68,6 +70,7 @@ class Postgres:
         """Returns once it takes connections, whatever it has to recover first."""
         # fsync is for the crash of a machine; what a process has written outlives it.
         options = f"-c listen_addresses='' -c unix_socket_directories='{self._folder}' -c fsync=off"
+        options = f"{options} {self._settings}".rstrip()
         self._run("pg_ctl", "start", "-w", "-D", self._data, "-l", str(self._folder / "log"), "-o", options)
 
     def crash(self) -> None:
@@ -76,7 +79,7 @@ class Postgres:
 
 
 @contextmanager
-def running_postgres() -> Iterator[Postgres]:
+def running_postgres(settings: str = "") -> Iterator[Postgres]:
     """Starts a server; it is gone at the end."""
     folder = Path(tempfile.mkdtemp(prefix="metamq-postgres-"))
     try:
@@ -85,7 +88,7 @@ def running_postgres() -> Iterator[Postgres]:
             pytest.skip("there is no PostgreSQL: its wheel is not made for this Python, and no pg_ctl is on PATH")
         if USER is not None:
             shutil.chown(folder, USER)
-        server = Postgres(programs, folder)
+        server = Postgres(programs, folder, settings)
         server.start()
         try:
             yield server

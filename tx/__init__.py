@@ -4,8 +4,10 @@ if __name__ != "metamq.tx":
     raise ImportError(f"import metamq.tx, not {__name__}: a bare import makes a second copy of every class")
 
 from metamq.client.branches import BranchDescription
+from metamq.tx.app.coordinator import Coordinator, Settled
 from metamq.tx.app.dbtx import create_outcome_table, dbtx
 from metamq.tx.app.faces import XAResource
+from metamq.tx.app.manager import join_transaction
 from metamq.tx.app.recoverer import Recovered, Recoverer
 from metamq.tx.app.resource import TM, Vote
 from metamq.tx.app.transactions import RecoveredXid
@@ -14,13 +16,16 @@ from metamq.wire.xa import XACode, Xid
 __all__ = [
     "TM",
     "BranchDescription",
+    "Coordinator",
     "Recovered",
     "RecoveredXid",
     "Recoverer",
+    "Settled",
     "Vote",
     "XACode",
     "XAResource",
     "Xid",
     "create_outcome_table",
     "dbtx",
+    "join_transaction",
 ]

@@ -48,6 +48,11 @@ class Outbox:
         self._placeholders: dict[str, OutgoingBatch] = {}
 
     @property
+    def is_used(self) -> bool:
+        """Whether anything was sent, and not taken back."""
+        return self._added > 0
+
+    @property
     def is_full(self) -> bool:
         """Whether more waits here than the producer's buffer may hold."""
         return self._bytes >= self._limit_bytes
