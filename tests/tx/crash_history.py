@@ -46,6 +46,10 @@ class Known:
         )
 
 
+class Ended(Exception):
+    """The broker's disk failed, and it ended."""
+
+
 class Moment(NamedTuple):
     """A disk, between two of its changes, and what was known by then."""
 
@@ -57,13 +61,15 @@ class Moment(NamedTuple):
 class History:
     """Notes every moment of what is done to a replica."""
 
-    def __init__(self, own: DiskOs) -> None:
+    def __init__(self, own: DiskOs, *, noting: bool = True) -> None:
+        """Without `noting` the moments are let pass."""
         self.known = Known()
         self.moments: list[Moment] = []
         disk = own.disks["a"] = Disk()
 
         def note(what: str) -> None:
-            self.moments.append(Moment(what, disk.image(), self.known.copy()))
+            if noting:
+                self.moments.append(Moment(what, disk.image(), self.known.copy()))
 
         disk.changed = note
         self._note = note
@@ -79,12 +85,14 @@ class History:
         self.replica.put(index, value)
         if flush:
             self.replica.flush(self.replica.part(index))
+            self.end_if_dead()
             self.known.flushed.add(value)
             self.told("a flush")
 
     def work(self, *xids: Xid) -> None:
         for xid in xids:
             codes = self.replica.do(xid, *WORK, sends=SENT[xid])
+            self.end_if_dead()
             assert codes == [XACode.OK] * 3, codes
 
     def together(self, *asked: tuple[Xid, Verb]) -> None:
@@ -95,7 +103,13 @@ class History:
         self.replica.flush(self.replica.journal)
         for xid, verb, opaque in opaques:
             self._answered(xid, verb, opaque)
+        self.end_if_dead()
+        for xid, verb, opaque in opaques:
             assert self.replica.connection.codes(opaque) == [XACode.OK], (xid, verb)
+
+    def end_if_dead(self) -> None:
+        if self.replica.dead:
+            raise Ended
 
     def _answered(self, xid: Xid, verb: Verb, opaque: int) -> None:
         if self.replica.connection.codes(opaque) is None:

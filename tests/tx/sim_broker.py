@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog, Steps
@@ -15,6 +15,7 @@ from metamq.broker.partition import BatchIds, Done, Partition
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
+from metamq.broker.transactions.term import Term
 from metamq.errors import CorruptData, Fenced, MetamqError, StorageError, TopicNotFound
 from metamq.tx.store.records import Place
 from metamq.wire import status
@@ -212,33 +213,30 @@ class Replica:
             self.flush(self.journal)
         return self.connection.codes(opaque) or []
 
+    @property
+    def term(self) -> Term:
+        term = self.transactions._term
+        assert term is not None
+        return term
+
     def shorten(self) -> None:
         """Marks, moves, and what a broker then removes of its journal."""
-        term = self.transactions._term
-        assert term is not None
-        LOOP.run_until_complete(self._shorten(term))
-
-    async def _shorten(self, term: Any) -> None:
-        work = asyncio.ensure_future(self.transactions.upkeep.shorten(term))
-        while not work.done():
-            await asyncio.sleep(0)
-            if self.journal.log.flushed_position < self.journal.log.end_position:
-                flush(self.journal)
-        work.result()
+        LOOP.run_until_complete(self._with_flushes(self.transactions.upkeep.shorten(self.term)))
 
     def mark(self) -> None:
-        term = self.transactions._term
-        assert term is not None
+        LOOP.run_until_complete(self._with_flushes(self.transactions.upkeep.mark(self.term)))
 
-        async def run() -> None:
-            work = asyncio.ensure_future(self.transactions.upkeep.mark(term))
+    async def _with_flushes(self, upkeep: Coroutine[Any, Any, None]) -> None:
+        work = asyncio.ensure_future(upkeep)
+        try:
             while not work.done():
                 await asyncio.sleep(0)
                 if self.journal.log.flushed_position < self.journal.log.end_position:
                     flush(self.journal)
-            work.result()
-
-        LOOP.run_until_complete(run())
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        work.result()
 
     def retain(self, now_us: int = 0, generation: int = 1) -> None:
         """A round of housekeeping."""
@@ -264,9 +262,7 @@ class Replica:
         return [value for value, end in _with_ends(log) if end <= log.stable_position]
 
     def states(self) -> dict[Xid, str]:
-        term = self.transactions._term
-        assert term is not None
-        return {xid: branch.state.value for xid, branch in term.store.branches.items()}
+        return {xid: branch.state.value for xid, branch in self.term.store.branches.items()}
 
 
 def carry_out(partition: Partition, steps: Steps[Any]) -> Any:

@@ -1,0 +1,265 @@
+"""Rules of a broker's journal, one by one: what waits, what is cut, what damage holds up, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from metamq.broker.partition import Partition
+from metamq.broker.transactions.journal import Follower
+from metamq.broker.transactions.processor import BODY_BYTES_MAX
+from metamq.errors import (
+    CorruptData,
+    MessageTooLarge,
+    NotEnoughReplicas,
+    OutcomeUnknown,
+    StorageError,
+    TopicNotFound,
+    TryLater,
+)
+from metamq.tx.store.fold import Retained
+from metamq.wire import status
+from metamq.wire.tx_commands import TxReply
+from metamq.wire.xa import Verb, XACode, Xid
+from tests.tx.sim_broker import JOURNAL_LOG, LOOP, TOPIC, TOPIC_ID, TOPIC_LOG, Replica, new_replica
+from tests.tx.sim_disk import DiskOs, modelled_disk
+
+A, B = Xid(1, b"A"), Xid(1, b"B")
+WORK = (Verb.START, Verb.SEND, Verb.END)
+OK = XACode.OK
+DAMAGE = CorruptData("t/0", "a test says so")
+
+
+@pytest.fixture
+def own() -> Iterator[DiskOs]:
+    with modelled_disk() as disk:
+        yield disk
+
+
+@pytest.fixture
+def replica(own: DiskOs) -> Replica:
+    made = new_replica(own, "a")
+    made.begin_term(1)
+    return made
+
+
+def prepared(replica: Replica, xid: Xid, *sends: tuple[int, bytes]) -> None:
+    assert replica.do(xid, *WORK, Verb.PREPARE, sends=list(sends)) == [OK] * 4
+
+
+def committed(replica: Replica, xid: Xid, *sends: tuple[int, bytes]) -> None:
+    assert replica.do(xid, *WORK, Verb.COMMIT_ONE_PHASE, sends=list(sends)) == [OK] * 4
+
+
+def killed(replica: Replica, epoch: int = 2) -> Replica:
+    """As it comes up again; nothing of its disk is lost."""
+    again = Replica(replica.own, replica.machine)
+    again.begin_term(epoch)
+    return again
+
+
+def error_of(replica: Replica, opaque: int) -> Exception:
+    answer = replica.connection.answers[opaque]
+    if not isinstance(answer, TxReply):
+        return answer
+    result = answer.results[-1]
+    return status.decode_error(result.status, result.error)
+
+
+def retained(partition: Partition) -> Retained:
+    return LOOP.run_until_complete(Follower().catch_up(partition))
+
+
+def test_what_is_not_durable_is_not_brought_into_its_partitions(replica: Replica) -> None:
+    """The fsync failed, or the term ended: whether it is committed, the journal tells whoever comes next."""
+    prepared(replica, A, (0, b"a0"), (1, b"a1"))
+    opaque = replica.ask(A, Verb.COMMIT)
+    replica.journal.fail_waiting(StorageError("the fsync failed", outcome="unknown"))
+    assert isinstance(error_of(replica, opaque), OutcomeUnknown)
+    assert replica.stored(0) == replica.stored(1) == []
+    again = killed(replica)
+    assert again.do(A, Verb.COMMIT) == [OK]
+    assert (again.stored(0), again.stored(1)) == ([b"a0"], [b"a1"])
+
+
+def test_more_than_a_batch_may_have_is_sent_at_once(own: DiskOs) -> None:
+    """A journal's entry is a batch."""
+    replica = new_replica(own, "a", journal_log=replace(JOURNAL_LOG, segment_bytes=1 << 30))
+    replica.begin_term(1)
+    values = [bytes([number]) * (6 << 20) for number in range(4)]
+    committed(replica, A, *((0, value) for value in values))
+    assert replica.stored(0) == values
+    opaque = replica.ask(B, *WORK, sends=[(0, bytes(BODY_BYTES_MAX))])
+    assert isinstance(error_of(replica, opaque), MessageTooLarge)
+    assert B not in replica.states()
+
+
+def test_a_branch_of_which_something_could_not_be_stored_cannot_be_committed(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert replica.do(A, Verb.START, Verb.SEND, sends=[(0, b"a0")]) == [OK] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "append", lambda *_: (_ for _ in ()).throw(DAMAGE))
+        replica.do(A, Verb.SEND, sends=[(0, b"a1")])
+    assert replica.do(A, Verb.END) == [XACode.RBOTHER]
+    assert replica.do(A, Verb.PREPARE) == [XACode.RBOTHER]
+    assert replica.stored(0) == []
+
+
+def test_a_decision_waits_for_a_damaged_partition(replica: Replica) -> None:
+    prepared(replica, A, (0, b"a0"), (1, b"a1"))
+    replica.logs.is_damaged(replica.part(0), DAMAGE)
+    opaque = replica.ask(A, Verb.COMMIT)
+    assert isinstance(error_of(replica, opaque), TryLater)
+    assert replica.states() == {A: "prepared"}
+    assert replica.stored(1) == []
+    assert replica.do(A, Verb.ROLLBACK) == [OK]
+
+
+@pytest.mark.parametrize("reason", [DAMAGE, TopicNotFound(TOPIC)], ids=["damaged", "configuration not readable"])
+def test_a_partition_that_is_not_served_holds_up_no_other_and_gets_its_messages_later(
+    own: DiskOs, reason: CorruptData | TopicNotFound
+) -> None:
+    replica = new_replica(own, "a")
+    replica.begin_term(1)
+    committed(replica, A, (0, b"a0"), (1, b"a1"))
+    before = own.disks["a"].image()  # the journal is flushed, the partitions are not
+    own.disks["a"] = type(own.disks["a"])(before.names, before.data)
+    replica = Replica(own, "a")
+    key = TOPIC, TOPIC_ID, 0
+    partition = replica.logs.open.pop(key)
+    if isinstance(reason, CorruptData):
+        replica.logs.broken[key] = reason
+    replica.begin_term(2)
+    assert replica.stored(1) == [b"a1"]
+    committed(replica, B, (1, b"b1"))
+    replica.mark()
+    assert replica.term.store.journal.mark.lsn == 0, "what is missing is looked for from the last MARK on"
+    replica.logs.broken.clear()
+    replica.logs.open[key] = partition
+    partition.unbound()
+    list(replica.term.commits.retry(replica.term.store.journal))
+    assert (replica.stored(0), replica.stored(1)) == ([b"a0"], [b"a1", b"b1"])
+    replica.mark()
+    assert not replica.term.store.journal.unmarked
+
+
+def test_a_mark_waits_until_every_in_sync_replica_has_what_it_covers(replica: Replica) -> None:
+    """Whoever of them is promoted will not look for it."""
+    partition = replica.part(0)
+    partition.bound(0, 0)  # a slave has nothing of it yet
+    committed(replica, A, (0, b"a0"))
+
+    async def run() -> None:
+        marking = asyncio.ensure_future(replica._with_flushes(replica.transactions.upkeep.mark(replica.term)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not marking.done()
+        assert replica.term.store.journal.unmarked
+        partition.bound(partition.log.end_offset, partition.log.end_position)
+        await marking
+
+    LOOP.run_until_complete(run())
+    assert not replica.term.store.journal.unmarked
+
+
+def test_retention_leaves_alone_what_no_mark_covers(own: DiskOs) -> None:
+    topic_log = replace(TOPIC_LOG, segment_bytes=100, retention_bytes=1)
+    replica = new_replica(own, "a", topic_log=topic_log)
+    replica.begin_term(1)
+    committed(replica, A, *((0, b"a%d" % number) for number in range(8)))
+    replica.retain()
+    assert replica.part(0).log.start_offset == 0
+    again = Replica(own, "a", topic_log=topic_log)
+    again.begin_term(2)
+    assert again.part(0).log.end_offset == 8
+    again.mark()
+    again.retain()
+    assert again.part(0).log.start_offset == 7
+    assert killed(again, 3).part(0).log.end_offset == 8
+
+
+def test_what_was_given_up_does_not_keep_the_journal_from_being_cut(replica: Replica) -> None:
+    """Nothing is written about the end of a branch that was not prepared; a slave learns of it all the same."""
+    for number in range(20):
+        replica.do(Xid(2, b"%d" % number), *WORK, Verb.ROLLBACK, sends=[(0, b"x" * 100)])
+    replica.shorten()
+    needed_lsn = replica.term.store.journal.mark.needed_lsn
+    assert needed_lsn == retained(replica.journal).mark.needed_lsn > 20
+    replica.retain()
+    assert 0 < replica.journal.log.start_offset <= needed_lsn
+
+
+def test_a_branch_that_is_prepared_for_a_thousand_marks(replica: Replica) -> None:
+    prepared(replica, A, (0, b"a0"), (1, b"a1" * 50))
+    sizes = []
+    for number in range(1000):
+        committed(replica, Xid(2, b"%d" % number), (0, b"x"))
+        replica.mark()
+        if number % 10 == 9:
+            replica.shorten()
+            replica.retain()
+            sizes.append(replica.journal.log.size_bytes)
+    assert replica.journal.log.start_offset > 1000
+    remembered = 25 * 1000
+    assert max(sizes) < 4 * (remembered + 2000), "it does not grow with what is finished"
+    again = killed(replica)
+    assert again.states() == {A: "prepared"}
+    assert again.do(A, Verb.COMMIT) == [OK]
+    assert again.stored(1) == [b"a1" * 50]
+    assert again.do(Xid(2, b"7"), Verb.COMMIT) == [OK], "what was committed is remembered"
+
+
+def test_a_damaged_journal_ends_transactions_and_nothing_else(own: DiskOs) -> None:
+    replica = new_replica(own, "a")
+    replica.begin_term(1)
+    committed(replica, A, (0, b"a0"))
+    disk = own.disks["a"]
+    (path,) = [path for path in disk.names if path.endswith(".log") and "transactions" in path]
+    disk.data[disk.names[path]][60] ^= 1
+    again = Replica(own, "a", topic_log=replace(TOPIC_LOG, segment_bytes=100, retention_bytes=1))
+    again.begin_term(2)
+    assert isinstance(error_of(again, again.ask(B, Verb.START)), CorruptData)
+    for number in range(5):
+        again.put(0, b"n%d" % number)
+    again.retain()
+    assert again.part(0).log.start_offset > 0, "it does not fill the disk"
+
+
+def test_damage_that_is_found_while_the_journal_is_in_use(replica: Replica) -> None:
+    committed(replica, A, (0, b"a0"))
+    assert LOOP.run_until_complete(replica.transactions.kept(1))[1](replica.part(0)) == 0
+    replica.logs.is_damaged(replica.journal, DAMAGE)
+    assert LOOP.run_until_complete(replica.transactions.kept(1))[1](replica.part(0)) is None
+    assert replica.do(B, Verb.START) == [OK]
+    replica.do(B, Verb.SEND, sends=[(0, b"b0")])
+    assert replica.stored(0) == [b"a0"]
+
+
+def test_too_few_replicas_change_nothing(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert replica.do(A, *WORK, sends=[(0, b"a0")]) == [OK] * 3
+    prepared(replica, B, (0, b"b0"))
+
+    def too_few(partition: Partition, promised_bytes: int) -> None:
+        raise NotEnoughReplicas("the journal", 1, 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "admit", too_few)
+        for xid, verb in ((A, Verb.PREPARE), (A, Verb.COMMIT_ONE_PHASE), (B, Verb.COMMIT)):
+            assert isinstance(error_of(replica, replica.ask(xid, verb)), TryLater)
+        assert replica.states() == {A: "idle", B: "prepared"}
+    assert replica.do(A, Verb.COMMIT_ONE_PHASE) == [OK]
+    assert replica.do(B, Verb.COMMIT) == [OK]
+    assert replica.stored(0) == [b"a0", b"b0"]
+
+
+def test_a_journal_that_was_cut_at_its_end_is_read_anew(replica: Replica) -> None:
+    """At a slave: what was read may have been taken back."""
+    follower = Follower()
+    committed(replica, A, (0, b"a0"))
+    assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == [2]
+    replica.journal.cut(0)
+    assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == []
