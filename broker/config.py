@@ -50,6 +50,8 @@ class BrokerConfig:
     """How long a stop waits for requests under way."""
     branch_grace_ms: int = 10_000
     """A transaction over several brokers that its client does not end is left to it for so long; then they end it."""
+    transactions_min_insync: int = 1
+    """Replicas that must be in sync for transactions to be prepared and committed."""
     connections_max: int = 10_000
     """Further connections are closed at once; also bounded by what the process's limit on open files leaves."""
     request_memory_bytes: int = 256 * MEBIBYTE
@@ -64,6 +66,7 @@ class BrokerConfig:
             "insync_lag_ms": (100, 600_000),
             "far_behind_bytes": (0, 1 << 50),
             "replication_bytes_per_s": (0, 1 << 50),
+            "transactions_min_insync": (1, 16),
             "port": (0, 65535),
             "http_port": (-1, 65535),
             "session_timeout_ms": (1000, 600_000),

@@ -73,7 +73,8 @@ class Housekeeping:
     def check_disk(self) -> None:
         """Refuses writes below the reserve, accepts them again above it."""
         free_bytes = self._folder.free_bytes()
-        reserve_bytes = self._config.disk_reserve_bytes
+        # What was promised fits on the disk beside the reserve, whatever else is written.
+        reserve_bytes = self._config.disk_reserve_bytes + self._processors.transactions.figures.promised_bytes
         full = free_bytes < reserve_bytes
         if full and self._processors.disk_full is None:
             self._processors.disk_full = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)

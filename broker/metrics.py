@@ -50,6 +50,14 @@ _PER_SLAVE = {
     "sent_bytes": ("metamq_replication_sent_bytes", "At the master: bytes of logs sent to a slave, over its link"),
 }
 _UNITS = {"lag_ms": 1000}
+_TRANSACTIONS = {
+    "open": ("metamq_transactions_open", "At the master: branches that are begun and not prepared"),
+    "prepared": ("metamq_transactions_prepared", "At the master: branches that are prepared and not finished"),
+    "heuristic": ("metamq_transactions_heuristic", "At the master: branches that an operator has decided about"),
+    "promised_bytes": ("metamq_transactions_promised_bytes", "At the master: what prepared branches are to bring"),
+    "journal_bytes": ("metamq_transactions_journal_bytes", "At the master: size of the journal of transactions"),
+}
+_OLDEST = "At the master: how long the oldest prepared branch has been so; 0 when there is none"
 _LINKED = "At a slave: 1 when it is linked to its master"
 _RECEIVED = "At a slave: bytes of logs that came from masters"
 _IN_SYNC = "At the master: replicas in sync, itself included"
@@ -73,6 +81,7 @@ class BrokerCollector(Collector):
         for name, (metric, text) in _TOTALS.items():
             yield CounterMetricFamily(metric, text, value=counters[name])
         yield from _replication(statistics["replication"])
+        yield from _transactions(statistics["transactions"], statistics["time_ms"])
         flushes = statistics["flushes"]
         yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
         yield self._fsyncs()
@@ -93,6 +102,14 @@ class BrokerCollector(Collector):
         buckets = list(zip(bounds, accumulate(found.counts), strict=True))
         text = "How long fsyncs took, those of files that are not logs included"
         return HistogramMetricFamily("metamq_disk_fsync_seconds", text, buckets=buckets, sum_value=found.sum_s)
+
+
+def _transactions(figures: dict[str, int], now_ms: int) -> Iterator[Metric]:
+    for name, (metric, text) in _TRANSACTIONS.items():
+        yield GaugeMetricFamily(metric, text, value=figures[name])
+    oldest_us = figures["oldest_prepared_us"]
+    age_s = max(now_ms / 1000 - oldest_us / 1_000_000, 0) if oldest_us else 0
+    yield GaugeMetricFamily("metamq_transactions_oldest_prepared_seconds", _OLDEST, value=age_s)
 
 
 def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:

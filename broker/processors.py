@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 SINGLE_MESSAGE_OVERHEAD = 64  # offsets and padding of a batch of one message with all columns
+ROOM_ASKED_BYTES = 1024 * 1024
+"""A branch that is prepared with more asks whether the disk has room for it."""
 
 
 class Processors:
@@ -238,6 +240,12 @@ class Processors:
             raise self.not_master.with_traceback(None)
         if promised_bytes and self.disk_full is not None:
             raise self.disk_full.with_traceback(None)
+        if (
+            promised_bytes > ROOM_ASKED_BYTES
+        ):  # what is smaller fits into the reserve, until the disk is looked at again
+            free_bytes = self._folder.free_bytes()
+            if free_bytes < promised_bytes + self.transactions.figures.promised_bytes:
+                raise DiskFull(str(self._folder.path), free_bytes, promised_bytes)
         self.transfer.admit(self._topics.config(partition.topic))
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
@@ -327,6 +335,7 @@ class Processors:
             "time_ms": time.time_ns() // 1_000_000,
             "writes_refused": str(self.refuse_writes) if self.refuse_writes else None,
             "replication": self.keeper.statistics() if self.keeper is not None else {},
+            "transactions": self.transactions.figures._asdict(),
             "partitions": [_partition_statistics(one) for one in partitions if not one.topic.startswith(OWN)],
         }
 

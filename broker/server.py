@@ -303,7 +303,7 @@ class Broker:
                 continue
             if config is not None and config.partitions.get(self.config.id):
                 configs[topic] = config
-        configs[JOURNAL] = journal_config(self.config.id)
+        configs[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
         await self._topics.apply(configs, unreadable)

@@ -32,7 +32,7 @@ from metamq.broker.transactions.journal import (
     Written,
     read_journal,
 )
-from metamq.broker.transactions.term import Connection, Term, Work
+from metamq.broker.transactions.term import Connection, Figures, Term, Work
 from metamq.broker.transactions.upkeep import Upkeep, guards_of
 from metamq.errors import (
     CorruptData,
@@ -66,6 +66,7 @@ SESSION_CHARS_MAX = 64
 VERBS_MAX = 8
 GRACE_S = 5.0
 """So long a session whose connection is lost may come back, before what it works in is given up."""
+FOLLOWERS_MAX = 2000
 PAGE = 1000
 """Branches in one answer."""
 READ_SLICE_S = 0.02
@@ -77,6 +78,19 @@ PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 
 Check = Callable[[PutEntry, memoryview], Place]
+
+
+def check_ids(header: Tx) -> None:
+    """Whose decision a branch follows, or who follows its own: numbers, in their order. Raises ProtocolError."""
+    numbers = [*header.follows, *header.followers]
+    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+        raise ProtocolError("a branch follows, and is followed by, what numbers tell")
+    if len(header.follows) not in (0, 3) or len(header.followers) % 2 or len(numbers) > FOLLOWERS_MAX:
+        raise ProtocolError(
+            f"{len(header.follows)} numbers for whose decision it follows, {len(header.followers)} for who follows it"
+        )
+    if not (0 <= header.timeout_ms < 1 << 53 and header.first >= 0 and header.messages >= -1):
+        raise ProtocolError("a TX with a number below zero, or a time-out of ages")
 
 
 class TransactionalCommandProcessor:
@@ -104,6 +118,8 @@ class TransactionalCommandProcessor:
         self._failed = failed
         self._term: Term | None = None
         self._follower = Follower()
+        self.figures = Figures()
+        """As of the last tick. Any thread."""
         self._not_ready: MetamqError = Fenced(f"broker {broker_id}", "it is starting")
 
     # -- terms --------------------------------------------------------------------------------------------------------
@@ -173,6 +189,7 @@ class TransactionalCommandProcessor:
             raise ProtocolError(f"a TX has 1 to {VERBS_MAX} verbs, and a session of {SESSION_CHARS_MAX} characters")
         if header.verbs.count(Verb.SEND) > 1 or bool(header.entries) != (Verb.SEND in header.verbs):
             raise ProtocolError("a TX has one SEND with batches, or neither")
+        check_ids(header)
         self._take_bodies(work)
         term.sessions[header.session] = connection
         queue = term.queues.setdefault(work.xid, deque())
@@ -429,9 +446,21 @@ class TransactionalCommandProcessor:
 
     def tick(self, now_s: float) -> None:
         """Lets time pass."""
-        if self._term is not None:
-            for branch in self._term.store.expire(now_s):
-                log.info("branch %s of %s is rolled back: %s", branch.xid, branch.owner, branch.rolled_back_reason)
+        if self._term is None:
+            self.figures = Figures()
+            return
+        for branch in self._term.store.expire(now_s):
+            log.info("branch %s of %s is rolled back: %s", branch.xid, branch.owner, branch.rolled_back_reason)
+        known = self._term.store.branches.values()
+        prepared = [branch for branch in known if branch.state is State.PREPARED]
+        self.figures = Figures(
+            open=sum(branch.state in (State.ACTIVE, State.IDLE) for branch in known),
+            prepared=len(prepared),
+            heuristic=sum(branch.state is State.HEURISTIC for branch in known),
+            oldest_prepared_us=min((branch.prepared_us for branch in prepared), default=0),
+            promised_bytes=sum(branch.bytes for branch in prepared),
+            journal_bytes=self._term.journal.size_bytes,
+        )
 
     def connection_lost(self, connection: Connection) -> None:
         """Gives its sessions a while to come back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from metamq.broker.transactions.commits import Commits
 from metamq.broker.transactions.journal import JournalStore
@@ -23,6 +23,21 @@ class Connection(Protocol):
 
     def answer_error(self, request: Request, error: MetamqError) -> None:
         """Answers a request with an error."""
+
+
+class Figures(NamedTuple):
+    """How many branches there are, for metrics and for the disk's reserve."""
+
+    open: int = 0
+    """Begun, and not prepared."""
+    prepared: int = 0
+    heuristic: int = 0
+    """Decided by an operator, and not forgotten."""
+    oldest_prepared_us: int = 0
+    """When the oldest of the prepared ones was prepared, microseconds since 1970; 0: there is none."""
+    promised_bytes: int = 0
+    """What the prepared ones are going to bring into partitions, if they are committed."""
+    journal_bytes: int = 0
 
 
 class Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import pytest
 from metamq.broker.partition import Partition
 from metamq.broker.transactions.journal import Follower
 from metamq.broker.transactions.processor import BODY_BYTES_MAX
+from metamq.broker.transactions.term import Figures
 from metamq.errors import (
     CorruptData,
     MessageTooLarge,
@@ -263,3 +265,20 @@ def test_a_journal_that_was_cut_at_its_end_is_read_anew(replica: Replica) -> Non
     assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == [2]
     replica.journal.cut(0)
     assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == []
+
+
+def test_how_many_branches_there_are_and_what_room_is_promised(replica: Replica) -> None:
+    assert replica.do(A, *WORK, sends=[(0, b"a0")]) == [OK] * 3
+    prepared(replica, B, (0, b"b0" * 500))
+    replica.transactions.tick(0)
+    figures = replica.transactions.figures
+    assert (figures.open, figures.prepared, figures.heuristic) == (1, 1, 0)
+    assert 1000 < figures.promised_bytes < 1200
+    assert abs(time.time() * 1e6 - figures.oldest_prepared_us) < 60e6
+    assert replica.do(B, Verb.HEURISTIC_COMMIT) == [OK]
+    replica.transactions.tick(0)
+    assert (replica.transactions.figures.prepared, replica.transactions.figures.heuristic) == (0, 1)
+    assert replica.transactions.figures.promised_bytes == 0
+    replica.end_term()
+    replica.transactions.tick(0)
+    assert replica.transactions.figures == Figures(), "a slave has none"
