@@ -16,6 +16,7 @@ from metamq.client.admin_model import (
     GroupExplanation,
     GroupSummary,
     OffsetReset,
+    OpenBranches,
     PromotionPlan,
     ResetTo,
     TopicDescription,
@@ -25,6 +26,7 @@ from metamq.client.background import background
 from metamq.client.checks import not_picklable
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import ClosedError, ForkedError
+from metamq.wire.xa import Xid
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
 
@@ -188,6 +190,34 @@ class Admin:
         slave, ConnectError, Timeout.
         """
         return self._run(self._core.promote(broker_id, replica, accept_loss))
+
+    # Transactions
+
+    def transactions(self) -> OpenBranches:
+        """The branches of transactions that are open at every broker, in whatever state, and who began them.
+
+        Brokers that do not answer are named with the reason: what is open there is not known.
+        """
+        return self._run(self._core.transactions())
+
+    def commit_branch(self, xid: Xid, broker_id: int) -> None:
+        """Commits a prepared branch in the place of its transaction manager, which is told so when it asks.
+
+        Its messages are seen from then on. What was decided is kept until the manager, or forget_branch(), forgets it.
+        Raises BranchNotKnown, BranchMisuse when it is not prepared, HeuristicOutcome when somebody has decided before.
+        """
+        self._run(self._core.commit_branch(xid, broker_id))
+
+    def rollback_branch(self, xid: Xid, broker_id: int) -> None:
+        """Rolls back a branch in the place of its transaction manager, as commit_branch() commits one.
+
+        Also one that is not prepared; of that nothing is kept. Raises as commit_branch().
+        """
+        self._run(self._core.rollback_branch(xid, broker_id))
+
+    def forget_branch(self, xid: Xid, broker_id: int) -> None:
+        """Drops what is kept of a decision. Raises BranchNotKnown when there is none of this branch."""
+        self._run(self._core.forget_branch(xid, broker_id))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if isinstance(self._core.closed_by, ForkedError):  # the loop is the parent's: nothing would ever run there

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from metamq.client import admin_brokers, admin_groups, admin_replicas, admin_topics
+from metamq.client import admin_brokers, admin_groups, admin_replicas, admin_topics, admin_transactions
 from metamq.client.admin_model import (
     BrokerDescription,
     BrokerReplicas,
@@ -16,6 +16,7 @@ from metamq.client.admin_model import (
     GroupExplanation,
     GroupSummary,
     OffsetReset,
+    OpenBranches,
     PromotionPlan,
     ResetTo,
     TopicDescription,
@@ -25,6 +26,7 @@ from metamq.client.cluster import Cluster
 from metamq.client.first_contact import open_client_session
 from metamq.client.forks import tell_of_forks
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
+from metamq.wire.xa import Xid
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
 
@@ -131,3 +133,15 @@ class AdminCore:
 
     async def promote(self, broker_id: int, replica: int, accept_loss: bool) -> int:
         return await admin_replicas.promote(await self._cluster(), broker_id, replica, accept_loss)
+
+    async def transactions(self) -> OpenBranches:
+        return await admin_transactions.open_branches(await self._cluster())
+
+    async def commit_branch(self, xid: Xid, broker_id: int) -> None:
+        await admin_transactions.commit_branch(await self._cluster(), xid, broker_id)
+
+    async def rollback_branch(self, xid: Xid, broker_id: int) -> None:
+        await admin_transactions.rollback_branch(await self._cluster(), xid, broker_id)
+
+    async def forget_branch(self, xid: Xid, broker_id: int) -> None:
+        await admin_transactions.forget_branch(await self._cluster(), xid, broker_id)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypedDict
 
+from metamq.client.branches import BranchDescription
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import Flush, TopicConfig
 
@@ -26,6 +27,14 @@ class TopicSettings(TypedDict, total=False):
     max_message_bytes: int
     min_insync: int
     replication: Literal["async", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBranches:
+    """Branches of transactions that are not finished; `problems` says of broker ids why they could not be asked."""
+
+    branches: tuple[BranchDescription, ...]
+    problems: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)

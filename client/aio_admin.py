@@ -16,12 +16,14 @@ from metamq.client.admin_model import (
     GroupExplanation,
     GroupSummary,
     OffsetReset,
+    OpenBranches,
     PromotionPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
 )
 from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.wire.xa import Xid
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
 
@@ -127,6 +129,22 @@ class Admin:
     async def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """See metamq.Admin.promote."""
         return await self._core.promote(broker_id, replica, accept_loss)
+
+    async def transactions(self) -> OpenBranches:
+        """See metamq.Admin.transactions."""
+        return await self._core.transactions()
+
+    async def commit_branch(self, xid: Xid, broker_id: int) -> None:
+        """See metamq.Admin.commit_branch."""
+        await self._core.commit_branch(xid, broker_id)
+
+    async def rollback_branch(self, xid: Xid, broker_id: int) -> None:
+        """See metamq.Admin.rollback_branch."""
+        await self._core.rollback_branch(xid, broker_id)
+
+    async def forget_branch(self, xid: Xid, broker_id: int) -> None:
+        """See metamq.Admin.forget_branch."""
+        await self._core.forget_branch(xid, broker_id)
 
     async def close(self) -> None:
         """Disconnects; further calls do nothing."""

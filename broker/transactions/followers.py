@@ -24,11 +24,11 @@ import time
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.client.branches import Branch, TxClient, new_session
 from metamq.client.cluster import Cluster
-from metamq.errors import BranchNotKnown, MetamqError
+from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError
 from metamq.tx.store.branch import BranchState
 from metamq.tx.store.records import Branch as BranchKey
 from metamq.tx.store.table import State
-from metamq.wire.xa import Verb, Xid
+from metamq.wire.xa import Verb, XACode, Xid
 from metamq.zk.session import Session
 
 log = logging.getLogger("metamq.broker")
@@ -103,7 +103,13 @@ class Followers:
     async def _tell(self, client: TxClient, branch: BranchState) -> None:
         """Tells those that follow a decided branch."""
         for broker_id, epoch in zip(branch.followers[::2], branch.followers[1::2], strict=True):
-            await client.ask(self._branch(branch.xid, broker_id, epoch), [Verb.COMMIT], timeout_s=ASK_S)
+            follower = self._branch(branch.xid, broker_id, epoch)
+            try:
+                await client.ask(follower, [Verb.COMMIT], timeout_s=ASK_S)
+            except HeuristicOutcome as error:
+                if error.code != XACode.HEURCOM:
+                    raise
+                await client.ask(follower, [Verb.FORGET], timeout_s=ASK_S)  # an operator was faster
         await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), [Verb.FORGET], timeout_s=ASK_S)
 
     def _branch(self, xid: Xid, broker_id: int, epoch: int) -> Branch:

@@ -1,0 +1,213 @@
+"""`metamq tx`, on branches in every state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from metamq import Admin, aio
+from metamq.cli.app import run
+from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, HeuristicOutcome
+from metamq.testing import Cluster, cluster
+from metamq.tx import XAResource, Xid
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster(brokers=2) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _here(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+
+
+@pytest.fixture(scope="module")
+def topic(running: Cluster) -> str:
+    running.create_topic("orders", partitions=2)
+    return "orders"
+
+
+@pytest.fixture
+def mq(running: Cluster) -> Iterator[XAResource]:
+    with XAResource(0, running.zookeeper) as made:
+        yield made
+
+
+def branch(mq: XAResource, topic: str, *, prepared: bool = True, gtrid: bytes | None = None) -> Xid:
+    xid = Xid(7, gtrid) if gtrid is not None else Xid.random(b"order-")
+    mq.start(xid)
+    mq.send(topic, b"value")
+    mq.end(xid)
+    if prepared:
+        mq.prepare(xid)
+    return xid
+
+
+def seen(running: Cluster) -> int:
+    with running.consumer(topics=["orders"], idle_timeout_s=0.3) as consumer:
+        return len(list(consumer))
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = run(["tx", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_list_and_show(running: Cluster, mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared, idle = branch(mq, topic), branch(mq, topic, prepared=False)
+    status, out, _err = command(capsys, "list")
+    assert status == 0
+    assert out.splitlines()[0].split() == ["XID", "BROKER", "STATE", "AGE", "MESSAGES", "BYTES", "OWNER"]
+    (line,) = [line for line in out.splitlines() if str(prepared) in line]
+    assert " prepared " in line
+    status, out, _err = command(capsys, "list", "-o", "json")
+    found = {one["xid"]: one for one in json.loads(out)}
+    assert found[str(prepared)]["messages"] == 1
+    assert found[str(prepared)]["age_s"] < 60
+    assert found[str(prepared)]["bytes"] > 0
+    assert ":" in found[str(prepared)]["owner"]
+    assert (found[str(idle)]["state"], found[str(idle)]["age_s"]) == ("idle", None)
+    _status, out, _err = command(capsys, "list", "--state", "prepared", "-o", "json")
+    assert {one["state"] for one in json.loads(out)} == {"prepared"}
+    status, out, err = command(capsys, "show", str(prepared)[:-3])
+    assert status == 0
+    assert "prepared, for" in out
+    assert "its transaction manager" in out
+    assert "metamq tx commit" in err
+    status, out, err = command(capsys, "show", str(idle))
+    assert "after its time" in err
+    _status, out, _err = command(capsys, "show", str(idle), "-o", "json")
+    assert [one["xid"] for one in json.loads(out)] == [str(idle)]
+    for xid in (prepared, idle):
+        mq.rollback(xid)
+
+
+@pytest.mark.parametrize(
+    ("gtrid", "who", "step"),
+    [
+        (b"db:0123456789abcdef:x", "outcome table is 0123456789abcdef", "Recoverer"),
+        (b"co-0123456789ab-x", "whose log is 0123456789ab", "Coordinator"),
+    ],
+)
+def test_show_says_who_is_to_decide(
+    mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str], gtrid: bytes, who: str, step: str
+) -> None:
+    xid = branch(mq, topic, gtrid=gtrid)
+    _status, out, err = command(capsys, "show", str(xid))
+    assert who in out
+    assert step in err
+    mq.rollback(xid)
+
+
+@pytest.mark.parametrize("what", ["commit", "rollback"])
+def test_an_operator_decides(
+    running: Cluster, mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    xid, before = branch(mq, topic), seen(running)
+    status, _out, err = command(capsys, what, str(xid))
+    assert status == 1
+    assert "torn apart" in err
+    assert "Give --yes" in err
+    status, out, err = command(capsys, what, str(xid), "--yes", "-o", "json")
+    assert status == 0
+    done = "committed" if what == "commit" else "rolled back"
+    assert json.loads(out) == [{"xid": str(xid), "broker_id": 0, "outcome": done}]
+    assert seen(running) == before + (what == "commit")
+    with pytest.raises(HeuristicOutcome):
+        mq.commit(xid)
+    status, _out, err = command(capsys, what, str(xid), "--yes")
+    assert status == 1
+    assert "heuristically completed at broker 0" in err
+    _status, _out, err = command(capsys, "show", str(xid))
+    assert "metamq tx forget" in err
+    assert command(capsys, "forget", str(xid), "--yes")[0] == 0
+    status, _out, err = command(capsys, "forget", str(xid), "--yes")
+    assert status == 1
+    assert "`metamq tx list` shows what is open" in err
+
+
+def test_what_is_not_prepared_is_rolled_back_and_never_committed(
+    mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xid = branch(mq, topic, prepared=False)
+    status, _out, err = command(capsys, "commit", str(xid), "--yes")
+    assert status == 1
+    assert "idle at broker 0" in err
+    assert command(capsys, "rollback", str(xid), "--yes")[0] == 0
+    with pytest.raises(BranchNotKnown):
+        mq.prepare(xid)
+    active = Xid.random()
+    mq.start(active)
+    assert command(capsys, "rollback", str(active), "--yes")[0] == 0
+
+
+def test_ids_that_are_none_or_not_the_only_ones(mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = branch(mq, topic), branch(mq, topic)
+    status, _out, err = command(capsys, "show", "19793_")
+    assert status == 1
+    assert "transactions begin with" in err
+    status, _out, err = command(capsys, "rollback", str(Xid.random()), "--yes")
+    assert status == 1
+    assert "not open at any broker" in err
+    status, _out, err = command(capsys, "rollback", str(first), "--yes", "--broker", "1")
+    assert "not open at broker 1" in err
+    for xid in (first, second):
+        assert command(capsys, "rollback", str(xid), "--yes", "--broker", "0")[0] == 0
+        mq.forget(xid)
+
+
+def test_a_broker_that_does_not_answer_is_named(
+    running: Cluster, mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xid = branch(mq, topic)
+    running.brokers[1].stop()
+    try:
+        status, out, err = command(capsys, "list")
+        assert status == 1
+        assert str(xid) in out
+        assert "what is open at broker 1" in err
+        assert command(capsys, "show", str(xid))[0] == 0
+        status, _out, err = command(capsys, "show", str(Xid.random()))
+        assert status == 3
+        assert "it may have" in err
+    finally:
+        running.brokers[1].start()
+    mq.rollback(xid)
+
+
+def test_admin(running: Cluster, mq: XAResource, topic: str) -> None:
+    xid, other = branch(mq, topic), branch(mq, topic)
+    with running.admin() as admin:
+        found = admin.transactions()
+        assert found.problems == {}
+        assert {(one.xid, one.state, one.broker_id) for one in found.branches} == {
+            (xid, "prepared", 0), (other, "prepared", 0),
+        }  # fmt: skip
+        admin.commit_branch(xid, 0)
+        with pytest.raises(BranchMisuse, match="heuristically completed"):
+            admin.commit_branch(xid, 0)
+        with pytest.raises(HeuristicOutcome):
+            admin.rollback_branch(xid, 0)
+        admin.forget_branch(xid, 0)
+        with pytest.raises(BranchNotKnown):
+            admin.forget_branch(xid, 0)
+        with pytest.raises(ConfigError, match="no broker 9"):
+            admin.rollback_branch(xid, 9)
+    assert isinstance(admin, Admin)
+
+    async def main() -> None:
+        async with aio.Admin(running.zookeeper) as admin:
+            await admin.rollback_branch(other, 0)
+            assert [one.state for one in (await admin.transactions()).branches] == ["heuristically completed"]
+            with pytest.raises(BranchMisuse):
+                await admin.commit_branch(other, 0)
+            await admin.forget_branch(other, 0)
+            assert (await admin.transactions()).branches == ()
+
+    asyncio.run(main())
