@@ -3,6 +3,7 @@
 336,776 flights go through a real master, its slave and a real ZooKeeper to three consumers of one group. Half way the
 master is killed with -9, and the slave is promoted; then, when half of the flights are counted, so is a consumer, and
 its partitions move to the others. Flights and mean delays per carrier must come out as the CSV itself gives them.
+Then some of them are booked: into a database and a topic, in one transaction each (metamq.cli.demo_transactions).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from metamq import DatabaseOffsets
 from metamq.cli import demo_worker
 from metamq.cli.demo_failover import FailOver
 from metamq.cli.demo_flights import Tally, encode, flights, tally
+from metamq.cli.demo_transactions import Transactions
 from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
 from metamq.errors import MetamqError
 from metamq.testing import Cluster, cluster
@@ -80,9 +82,10 @@ class Demo:
             try:
                 self._start_workers(running, database)
                 self._send_and_count(running, database, rows, fail_over)
-                return self._report(database, expected, len(rows))
             finally:
                 self._stop_workers()
+            transactions = Transactions(running, Path(folder), self.say, self._signals.check)
+            return self._report(database, expected, len(rows)) and transactions.run(rows)
 
     def _prepare(self, running: Cluster, database: str, fail_over: FailOver) -> None:
         self._signals.check()

@@ -146,9 +146,9 @@ def flights(tmp_path: Path) -> Path:
     return place
 
 
-def until(condition: Callable[[], Any], what: str = "it") -> None:
+def until(condition: Callable[[], Any], what: str = "it", limit_s: float = LIMIT_S) -> None:
     """Waits for a condition, for a limited time."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true in time"
         time.sleep(0.02)

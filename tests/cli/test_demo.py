@@ -13,9 +13,13 @@ import pytest
 
 from tests.cli.conftest import FLIGHTS
 
+ANOTHER_FLIGHT = "UPDATE booked SET flight = x'00' WHERE id = (SELECT min(id) FROM booked)"
 ONE_MINUTE_MORE = """
 UPDATE flights SET dep_delay = dep_delay + 1 WHERE id = (SELECT min(id) FROM flights WHERE carrier = 'C3')
 """
+
+LIMIT_S = 280
+pytestmark = pytest.mark.timeout(300)
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
@@ -28,8 +32,21 @@ def demo(process: Start, flights: Path, temporary: Path) -> subprocess.Popen[byt
 
 
 def talk_of(demo: subprocess.Popen[bytes]) -> str:
-    talk, _ = demo.communicate(timeout=100)
+    talk, _ = demo.communicate(timeout=LIMIT_S)
     return talk.decode()
+
+
+def doctored(temporary: Path, name: str, change: str) -> bool:
+    """Whether there was a row in the demo's database to be changed, and it was."""
+    path = next(temporary.glob(f"metamq-demo-*/{name}.sqlite3"), None)
+    if path is None:
+        return False
+    with closing(sqlite3.connect(path, timeout=30)) as connection, connection:
+        try:
+            changed = connection.execute(change)
+        except sqlite3.OperationalError:  # there is no table yet
+            return False
+        return changed.rowcount == 1
 
 
 def test_the_story_in_its_order_and_every_flight_counted_once(demo: subprocess.Popen[bytes], temporary: Path) -> None:
@@ -46,6 +63,11 @@ def test_the_story_in_its_order_and_every_flight_counted_once(demo: subprocess.P
         rf"all {FLIGHTS:,} flights are counted",
         r"the former master was started again, and is in sync: a slave",
         rf"equal: each of the {FLIGHTS:,} flights was counted once",
+        rf"now transactions: {FLIGHTS:,} of the flights, 8 in each",
+        *(rf"kill -9 the application, {number} of 20: [1-9]" for number in range(1, 21)),
+        rf"all {FLIGHTS:,} are booked in .* s, the kills included",
+        r"recovery has finished [1-9]\d* transactions? that a kill had cut off",
+        rf"equal: {FLIGHTS:,} rows and {FLIGHTS:,} messages, each flight once",
     )
     lines = iter(said)
     for chapter in story:
@@ -60,21 +82,7 @@ def test_the_story_in_its_order_and_every_flight_counted_once(demo: subprocess.P
 def test_a_single_wrong_figure_ends_it_with_status_1_and_names_the_carrier(
     demo: subprocess.Popen[bytes], temporary: Path, until: Until
 ) -> None:
-    def database() -> Path | None:
-        return next(temporary.glob("metamq-demo-*/results.sqlite3"), None)
-
-    def doctored() -> bool:
-        path = database()
-        if path is None:
-            return False
-        with closing(sqlite3.connect(path, timeout=30)) as connection, connection:
-            try:
-                changed = connection.execute(ONE_MINUTE_MORE)
-            except sqlite3.OperationalError:  # there is no table yet
-                return False
-            return changed.rowcount == 1
-
-    until(doctored, "a counted flight of C3")
+    until(lambda: doctored(temporary, "results", ONE_MINUTE_MORE), "a counted flight of C3")
     talk = talk_of(demo)
     assert demo.returncode == 1, talk
     wrong = [line for line in talk.splitlines() if "DIFFERENT" in line]
@@ -83,3 +91,16 @@ def test_a_single_wrong_figure_ends_it_with_status_1_and_names_the_carrier(
     late = [int(minutes.replace(",", "")) for minutes in re.findall(r"([\d,]+) minutes late", wrong[0])]
     assert late[0] == late[1] + 1
     assert "equal: " not in talk
+
+
+def test_a_row_that_is_not_its_message_ends_it_with_status_1(
+    demo: subprocess.Popen[bytes], temporary: Path, until: Until
+) -> None:
+    until(lambda: doctored(temporary, "bookings", ANOTHER_FLIGHT), "a booked flight", LIMIT_S)
+    talk = talk_of(demo)
+    assert demo.returncode == 1, talk
+    wrong = [line[10:] for line in talk.splitlines() if "DIFFERENT" in line]
+    assert wrong == [
+        f"DIFFERENT: {FLIGHTS:,} flights, {FLIGHTS:,} rows, {FLIGHTS:,} messages; 1 row without its message, "
+        "1 message without its row"
+    ]

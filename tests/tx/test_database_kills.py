@@ -37,7 +37,7 @@ def seed() -> int:
         pytest.param(500, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
-def test_rows_are_messages_whoever_dies(
+def test_scenario_24_rows_are_messages_whoever_dies(
     shop: Shop, seed: int, tmp_path: Path, rounds: int, report_figures: Callable[[str], None]
 ) -> None:
     began = time.monotonic()
