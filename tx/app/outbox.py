@@ -23,6 +23,8 @@ from metamq.tx.app.staging import Message
 from metamq.tx.app.work import Work
 from metamq.wire.xa import XACode
 
+TOGETHER = 500
+"""Messages that go into batches in one turn of the loop."""
 WAIT_HINT = "Look at it behind the transaction's end: only then is it known."
 
 
@@ -59,23 +61,26 @@ class Outbox:
 
     def add(self, topic: str, message: Message) -> Delivery:
         """Takes a message. Raises what failed the transaction; BufferFull."""
+        self._put(topic, [message])
+        return _TransactionDelivery(self, self._owner, self._placeholder(topic), message.timestamp_us or -1)
+
+    def add_many(self, topic: str, messages: list[Message]) -> ManyDelivery:
+        """Takes messages: all of them, or none. Raises as add()."""
+        self._put(topic, messages)
+        return _TransactionManyDelivery(self, self._owner, self._placeholder(topic), len(messages))
+
+    def _put(self, topic: str, messages: list[Message]) -> None:
+        """The bound may be exceeded by one call."""
         self.check()
         if self.is_full:
             raise BufferFull(self._limit_bytes)
         with self._lock:
-            self._queue.append((topic, message))
-            self._added += 1
-            self._bytes += size_of(message.value, message.key, message.headers)
-            idle = len(self._queue) == 1
+            idle = not self._queue
+            self._queue.extend((topic, message) for message in messages)
+            self._added += len(messages)
+            self._bytes += sum(size_of(message.value, message.key, message.headers) for message in messages)
         if idle or self.is_full:
             self._owner.in_loop(self._begin)
-        return _TransactionDelivery(self, self._owner, self._placeholder(topic), message.timestamp_us or -1)
-
-    def add_many(self, topic: str, messages: list[Message]) -> ManyDelivery:
-        """Takes messages."""
-        for message in messages:
-            self.add(topic, message)
-        return _TransactionManyDelivery(self, self._owner, self._placeholder(topic), len(messages))
 
     def check(self) -> None:
         """Raises what failed the transaction."""
@@ -117,7 +122,7 @@ class Outbox:
     async def _run(self) -> None:
         try:
             while self.failed is None and (item := self._next()) is not None:
-                await self._work.send(*item)
+                await self._work.send_many(*item)
         except MetamqError as error:
             self.failed = error
         except Exception as error:
@@ -126,14 +131,20 @@ class Outbox:
         finally:
             self._pump = None
 
-    def _next(self) -> tuple[str, Message] | None:
+    def _next(self) -> tuple[str, list[Message]] | None:
+        """Some messages to one topic, as many as may go."""
         with self._lock:
-            done = self._added - len(self._queue)
-            if not self._queue or (self._kept_from is not None and done >= self._kept_from):
+            queue, taken = self._queue, list[Message]()
+            done = self._added - len(queue)
+            room = TOGETHER if self._kept_from is None else min(TOGETHER, self._kept_from - done)
+            if not queue or room <= 0:
                 return None
-            topic, message = self._queue.popleft()
-            self._bytes -= size_of(message.value, message.key, message.headers)
-            return topic, message
+            topic = queue[0][0]
+            while queue and len(taken) < room and queue[0][0] == topic:
+                message = queue.popleft()[1]
+                self._bytes -= size_of(message.value, message.key, message.headers)
+                taken.append(message)
+            return topic, taken
 
     async def until_half(self) -> None:
         """Waits until there is room. Raises what failed the transaction; BufferFull when a savepoint keeps all."""
