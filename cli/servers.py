@@ -80,6 +80,9 @@ IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "dr
     type=DURATION,
     help="Brokers end a transaction over several of them that its client leaves for so long.  [10s]",
 )
+@click.option(
+    "--transactions-min-insync", type=int, help="A promise of a transaction needs so many in-sync replicas.  [1]"
+)
 @click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
 @click.option(
     "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"

@@ -6,13 +6,16 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from metamq.testing import Cluster, cluster
+from tests.postgres import running_postgres
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -39,8 +42,8 @@ def snippets(document: str) -> list[str]:
     return SNIPPET.findall((ROOT / document).read_text())
 
 
-def run(snippet: str, running: Cluster, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper, "PYTHONWARNINGS": "error"}
+def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper, "PYTHONWARNINGS": "error", **variables}
     return subprocess.run(
         [sys.executable, "-c", snippet], env=environment, cwd=folder, capture_output=True, text=True, timeout=60
     )
@@ -56,6 +59,31 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
         ended = pool.map(lambda snippet: run(snippet, running, tmp_path), found)
     for number, (snippet, done) in enumerate(zip(found, ended, strict=True), 1):
         assert done.returncode == 0, f"{document}, snippet {number}:\n{snippet}\n{done.stderr}"
+
+
+def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path: Path) -> None:
+    fill_orders(running)
+    with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
+        before = Counter(message.value for message in consumer)
+    with running_postgres("-c max_prepared_transactions=10") as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            for name in ("orders", "stock"):
+                connection.execute(f"CREATE DATABASE {name}")
+        for name, column in (("orders", "id TEXT"), ("stock", "amount INT")):
+            with psycopg.connect(server.dsn.replace("dbname=postgres", f"dbname={name}")) as connection:
+                connection.execute(f"CREATE TABLE {name} ({column})")
+        where = dict(part.split("=") for part in server.dsn.split())
+        postgres = {"PGHOST": where["host"], "PGUSER": where["user"]}
+        found = snippets("docs/transactions.md")
+        assert len(found) >= 7
+        for number, snippet in enumerate(found, 1):
+            done = run(snippet, running, tmp_path, **postgres)
+            assert done.returncode == 0, f"docs/transactions.md, snippet {number}:\n{snippet}\n{done.stderr}"
+        with psycopg.connect(server.dsn.replace("dbname=postgres", "dbname=orders")) as connection:
+            assert connection.execute("SELECT id FROM orders").fetchall() == [("20",)]
+    with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
+        sent = Counter(message.value for message in consumer) - before
+    assert sent == {b"17": 2, **{b"%d" % number: 1 for number in range(18, 25)}}
 
 
 def test_the_readme_prints_what_it_sent(running: Cluster, tmp_path: Path) -> None:

@@ -49,16 +49,22 @@ class DataManager:
     ) -> None:
         self.transaction_manager = manager
         self._producer = producer
-        self._connection = connection
+        self._get_connection = connection
         self._connect = connect
         self._outcomes = outcomes
         core = producer._core
-        gtrid = outcomes.identity(connection()) + secrets.token_bytes(16)
+        gtrid = outcomes.identity(self._connection()) + secrets.token_bytes(16)
         self._work = Work(
             core.cluster, staging_of(core), gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S
         )  # fmt: skip
         self._outbox = Outbox(core, core.loop, self._work, core.options.buffer_bytes)
         self._prepared = False
+
+    def _connection(self) -> Connection:
+        """The driver's own, also where SQLAlchemy gives a wrapper of it."""
+        given = self._get_connection()
+        driver: Connection | None = getattr(given, "driver_connection", None)
+        return given if driver is None else driver
 
     def send(
         self,
