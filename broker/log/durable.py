@@ -83,6 +83,8 @@ class DurableLog:
         self._slot_unsynced = False
         self._unsynced: set[str] = set()
         """Snapshots, the epochs, and the folder, that the next flush is to make durable."""
+        if not recovered.report.clean:  # a process that was killed may have begun a segment, and never synced its name
+            self._unsynced.add(folder)
         self._ticket: FlushTicket | None = None
         self._refusal: MetamqError | None = None
         self._take_point(recovered.point)

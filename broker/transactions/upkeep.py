@@ -96,7 +96,7 @@ class Upkeep:
             return
         log = journal.partition.log
         middle = (log.start_offset + log.end_offset) // 2
-        memory_lsn = journal.end_lsn
+        memory_lsn = min(term.in_flight, default=journal.end_lsn)  # a COMMIT under way is not remembered yet
         outcomes = list(state.memory.items())
         for start in range(0, len(outcomes), REMEMBERED_IN_ENTRY):
             self._append(term, [Remembered(outcomes[start : start + REMEMBERED_IN_ENTRY])], [])

@@ -282,3 +282,16 @@ def test_how_many_branches_there_are_and_what_room_is_promised(replica: Replica)
     replica.end_term()
     replica.transactions.tick(0)
     assert replica.transactions.figures == Figures(), "a slave has none"
+
+
+def test_a_commit_that_is_under_way_while_the_journal_is_shortened_is_remembered(replica: Replica) -> None:
+    prepared(replica, A, (0, b"a0"))
+    for number in range(20):
+        committed(replica, Xid(2, b"%d" % number), (1, b"x"))
+    opaque = replica.ask(A, Verb.COMMIT)
+    replica.shorten()
+    replica.mark()
+    replica.retain()
+    assert replica.connection.codes(opaque) == [OK]
+    assert replica.journal.log.start_offset > 10
+    assert killed(replica).do(A, Verb.COMMIT) == [OK]
