@@ -25,6 +25,7 @@ TOPIC = "~transactions"
 TOPIC_ID = "0" * 16
 SEGMENT_BYTES = 64 * 1024 * 1024
 READ_BYTES = 4 * 1024 * 1024
+RECENT_BYTES, RECENT_ENTRIES = 32 * 1024, 128
 
 
 def journal_config(broker_id: int, min_insync: int = 1) -> TopicConfig:
@@ -66,6 +67,8 @@ class JournalStore:
         self._ids = ids
         self._appender = appender
         self._last_read: tuple[int, list[memoryview]] = -1, []
+        self._recent: dict[int, list[bytes]] = {}
+        """Bodies of small entries by position, oldest first: most are committed at once, and need not be read."""
 
     @property
     def end_lsn(self) -> int:
@@ -92,6 +95,10 @@ class JournalStore:
         batch = memoryview(encode(values, base_timestamp_us=time.time_ns() // 1000))  # type: ignore[arg-type]
         lsn, position = log.end_offset, log.end_position
         end_offset = self._appender.append(self.partition, batch, read_header(batch), None)
+        if bodies and len(batch) <= RECENT_BYTES:
+            self._recent[position] = [bytes(body) for body in bodies]
+            if len(self._recent) > RECENT_ENTRIES:
+                del self._recent[next(iter(self._recent))]
         return Written(Entry(lsn, position, records, [len(body) for body in bodies]), end_offset)
 
     def when_durable(self, written: Written, done: Done) -> None:
@@ -100,6 +107,8 @@ class JournalStore:
 
     def body(self, body: Body) -> bytearray:
         """A copy of a batch that was sent. Raises CorruptData, StorageError."""
+        if (recent := self._recent.get(body.position)) is not None:
+            return bytearray(recent[body.number - 1])  # an entry begins with its records
         position, values = self._last_read
         if position != body.position:
             run = self.partition.log.read_position(body.position, HEADER_BYTES)
