@@ -134,6 +134,29 @@ def _replication(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _transactions(results: dict[str, Any]) -> list[str]:
+    commits, branch, recovery, beside = (results[part] for part in ("commits", "open_branch", "recovery", "beside"))
+    return [
+        "",
+        "## Transactions",
+        "",
+        "Ten messages of 1 KiB in each; nothing is acknowledged before it is on the disk, which makes "
+        f"{commits['fsyncs_per_s']:,.0f} fsyncs/s of 160 KiB, and takes {commits['fsync_p50_ms']:.2f} ms for one of "
+        "10 KiB at the median:",
+        "",
+        f"* 16 clients commit {commits['one_phase_per_s']:,.0f}/s in one phase, {commits['per_fsync']:.1f} "
+        f"with each fsync of the broker, and {commits['two_phase_per_s']:,.0f}/s in two: "
+        f"{commits['two_to_one']:.2f} of it;",
+        f"* a single client's commit takes {commits['single_p50_ms']:.2f} ms at the median: "
+        f"{commits['over_two_fsyncs_ms']:.2f} ms more than two fsyncs;",
+        f"* a branch with {branch['messages']:,} messages takes up to {branch['mb']:.1f} MB in the broker;",
+        f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal, "
+        f"{recovery['branches']:,.0f} prepared branches, serves again after {recovery['s']:.2f} s;",
+        f"* `send_many` of 1 KiB without a transaction makes {beside['with'] / 1e6:.2f} M/s while 1,000 branches are "
+        f"open, and {beside['without'] / 1e6:.2f} M/s while none is: {beside['ratio']:.2f} of it.",
+    ]
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Against what was promised", ""]
     lines += ["Targets in messages per second are for a loopback of 2 GB/s, and scaled by what it is here.", ""]
@@ -191,6 +214,7 @@ def main() -> None:
         ("lifecycle", _lifecycle),
         ("rebalance", _rebalance),
         ("replication", _replication),
+        ("transactions", _transactions),
     ):
         if part in results:
             lines += write(results[part])

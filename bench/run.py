@@ -2,7 +2,7 @@
 
     ./dev bench                 all of it, about ten minutes
     ./dev bench --quick         one round, for a look
-    ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance, replication
+    ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance, replication, transactions
 
 Writes bench/results/latest.json, of which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds; the raw limits are measured in every round, so that both see the same machine.
@@ -33,12 +33,15 @@ import lifecycle
 import raw
 import replication
 import throughput
+import transactions
 from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication")
+PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured right before it."""
+ENOUGH_FSYNCS = 1250
+"""A second: four transactions of 5,000 share each."""
 SHAPES = ((100, 1), (100, 4), (100, 1000), (1024, 1), (1024, 4), (1024, 1000))
 
 
@@ -116,6 +119,11 @@ def run_replication(rounds: int) -> dict[str, Any]:
     return replication.measure(rounds, say)
 
 
+def run_transactions(rounds: int) -> dict[str, Any]:
+    """Commits, memory, recovery."""
+    return transactions.measure(rounds, say)
+
+
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """(what, figure, target, reached) for the ratios that the project promises itself."""
     found: list[tuple[str, float, float, bool]] = []
@@ -159,6 +167,17 @@ def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
         at_least("catching up / raw copy", measured["catching_up"]["ratio"], 0.50)
         for fate in ("living", "dead"):
             at_most(f"promotion, {fate} master, s", measured["promotion"][f"{fate}_s"], 1.0)
+    if "transactions" in results:
+        measured = results["transactions"]
+        commits = measured["commits"]
+        target = 5000 * min(commits["fsyncs_per_s"] / ENOUGH_FSYNCS, 1)
+        at_least("one-phase commits, 16 clients, per s", commits["one_phase_per_s"], target)
+        at_least("transactions per fsync", commits["per_fsync"], 4.0)
+        at_least("two-phase / one-phase", commits["two_to_one"], 0.50)
+        at_most("a commit over two fsyncs p50, ms", commits["over_two_fsyncs_ms"], 1.0)
+        at_most("an open branch with a million messages, MB", measured["open_branch"]["mb"], 50)
+        at_most("recovery of a journal of 1 GB, s", measured["recovery"]["s"], 10)
+        at_least("send_many with / without open branches", measured["beside"]["ratio"], 0.95)
     return found
 
 
@@ -195,6 +214,7 @@ def main() -> int:
         "lifecycle": run_lifecycle,
         "rebalance": run_rebalance,
         "replication": run_replication,
+        "transactions": run_transactions,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds

@@ -1,0 +1,247 @@
+"""What transactions cost: commits per second, their latency beside the disk's own, memory, recovery.
+
+A transaction here is ten messages of 1 KiB to one partition of four. Clients are producers with connections of their
+own, in one process beside the broker's: two processes share the cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+from settle import settle
+
+from metamq import aio
+from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.tx import XAResource, Xid
+
+Say = Callable[[str], None]
+
+TOPIC, PARTITIONS = "booked", 4
+CLIENTS = 16
+VALUES = [os.urandom(1024)] * 10
+SECONDS = 5.0
+SINGLE = 500
+"""Commits of a single client."""
+FSYNCS_S = 1.0
+MILLION = 1_000_000
+JOURNAL_BYTES, BRANCH_BYTES = 1024**3, 16 * 1024**2
+OPEN_BRANCHES = 1000
+SENT_BYTES = 512 * 1024**2
+
+
+def fsyncs(folder: str, size: int) -> list[float]:
+    """Seconds of each: `size` bytes are appended to a file, and flushed, one after the other."""
+    samples = []
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
+        piece = os.urandom(size)
+        until = time.perf_counter() + FSYNCS_S
+        while (began := time.perf_counter()) < until:
+            file.write(piece)
+            os.fdatasync(file.fileno())
+            samples.append(time.perf_counter() - began)
+    return samples
+
+
+def _flushes(broker: BrokerProcess) -> float:
+    """How many fsyncs the broker has made since its start."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{broker.http_port}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("metamq_disk_fsync_seconds_count"))
+
+
+async def one_phase(producer: aio.Producer[bytes], number: int) -> None:
+    """One transaction, committed at once."""
+    async with producer.transaction():
+        producer.send_many(TOPIC, VALUES)
+
+
+async def two_phase(producer: aio.Producer[bytes], number: int) -> None:
+    """One that is prepared first, as with a coordinator."""
+    await producer.tpc_begin(producer.xid(1, b"%d-%d" % (number, time.perf_counter_ns())))
+    producer.send_many(TOPIC, VALUES)
+    await producer.tpc_prepare()
+    await producer.tpc_commit()
+
+
+Way = Callable[[aio.Producer[bytes], int], Coroutine[Any, Any, None]]
+
+
+async def _rate(running: Cluster, way: Way) -> tuple[float, float]:
+    """(transactions per second, transactions per fsync) of all clients together."""
+    done = 0
+    async with AsyncExitStack() as stack:
+        producers = [await stack.enter_async_context(aio.Producer[bytes](running.zookeeper)) for _ in range(CLIENTS)]
+
+        async def client(number: int, until: float) -> None:
+            nonlocal done
+            while time.perf_counter() < until:
+                await way(producers[number], number)
+                done += 1
+
+        async def clients(seconds: float) -> float:
+            began = time.perf_counter()
+            await asyncio.gather(*(client(number, began + seconds) for number in range(CLIENTS)))
+            return time.perf_counter() - began
+
+        await clients(0.5)
+        done, before = 0, _flushes(running.broker)
+        took_s = await clients(SECONDS)
+        return done / took_s, done / max(_flushes(running.broker) - before, 1)
+
+
+async def _latency(running: Cluster) -> list[float]:
+    """Seconds of each commit of a single client."""
+    samples = []
+    async with aio.Producer[bytes](running.zookeeper) as producer:
+        for _ in range(SINGLE):
+            began = time.perf_counter()
+            await one_phase(producer, 0)
+            samples.append(time.perf_counter() - began)
+    return samples[20:]
+
+
+def commits(rounds: int, say: Say) -> dict[str, float]:
+    """Rates and latency, each right behind the disk's own figures."""
+    found: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder)) as running:
+        running.create_topic(TOPIC, partitions=PARTITIONS)
+        for _ in range(rounds):
+            settle(256 * 1024**2)
+            small, group = fsyncs(folder, 10 * 1024), fsyncs(folder, CLIENTS * 10 * 1024)
+            one, one_grouped = _run(_rate(running, one_phase))
+            two, _two_grouped = _run(_rate(running, two_phase))
+            waits = _run(_latency(running))
+            found.append({
+                "fsyncs_per_s": len(group) / sum(group),
+                "fsync_p50_ms": statistics.median(small) * 1000,
+                "one_phase_per_s": one,
+                "per_fsync": one_grouped,
+                "two_phase_per_s": two,
+                "two_to_one": two / one,
+                "single_p50_ms": statistics.median(waits) * 1000,
+                "over_two_fsyncs_ms": (statistics.median(waits) - 2 * statistics.median(small)) * 1000,
+            })  # fmt: skip
+            say(", ".join(f"{name} {value:,.2f}" for name, value in found[-1].items()))
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+
+
+def _run(work: Awaitable[Any]) -> Any:
+    async def awaited() -> Any:
+        return await work
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(awaited())
+
+
+def _own_mb(broker: BrokerProcess) -> float:
+    """What the process has for itself, in MB: not what it shares, nor files."""
+    return float(psutil.Process(broker.pid).memory_full_info().uss) / 1e6
+
+
+def open_branch(say: Say) -> dict[str, float]:
+    """Megabytes that a branch with a million messages takes in the broker, at most, until it is prepared."""
+    with cluster() as running:
+        running.create_topic(TOPIC, partitions=PARTITIONS)
+        with running.producer() as producer:
+            with producer.transaction():  # what is loaded at the first one is not the branch's
+                producer.send_many(TOPIC, [bytes(100)] * 10_000)
+            before_mb = _own_mb(running.broker)
+            producer.tpc_begin(producer.xid(1, b"large"))
+            most_mb = 0.0
+            for _ in range(MILLION // 10_000):
+                producer.send_many(TOPIC, [bytes(100)] * 10_000)
+                most_mb = max(most_mb, _own_mb(running.broker))
+            producer.tpc_prepare()
+            most_mb = max(most_mb, _own_mb(running.broker))
+            producer.tpc_commit()
+    say(f"a branch with a million messages takes up to {most_mb - before_mb:.1f} MB in the broker")
+    return {"messages": MILLION, "mb": most_mb - before_mb}
+
+
+def recovery(say: Say) -> dict[str, float]:
+    """Seconds from exec until a broker serves that was killed with a journal of 1 GB, all of it prepared."""
+    with cluster() as running:
+        running.create_topic(TOPIC, partitions=PARTITIONS)
+        count = JOURNAL_BYTES // BRANCH_BYTES
+        with XAResource(0, running.zookeeper) as mq:
+            for _ in range(count):
+                xid = Xid.random()
+                mq.start(xid)
+                for _ in range(BRANCH_BYTES // (64 * 1024)):
+                    mq.send(TOPIC, bytes(64 * 1024))
+                mq.end(xid)
+                mq.prepare(xid)
+        running.broker.kill()
+        began = time.perf_counter()
+        running.broker.start()
+        with XAResource(0, running.zookeeper) as mq:
+            assert len(mq.recover()) == count
+        took_s = time.perf_counter() - began
+    say(f"a journal of {JOURNAL_BYTES / 1e9:.2f} GB is recovered in {took_s:.2f} s")
+    return {"journal_bytes": float(JOURNAL_BYTES), "branches": float(count), "s": took_s}
+
+
+@contextmanager
+def _branches_open(running: Cluster) -> Iterator[None]:
+    with XAResource(0, running.zookeeper) as mq:
+        xids = [Xid.random() for _ in range(OPEN_BRANCHES)]
+        for xid in xids:
+            mq.start(xid, timeout_s=3600)
+            mq.send(TOPIC, VALUES[0])
+            mq.end(xid)
+        yield
+        for xid in xids:
+            mq.rollback(xid)
+
+
+def beside(rounds: int, say: Say) -> dict[str, float]:
+    """`send_many` of 1 KiB without transactions, with and without 1,000 open branches; each pair in one minute."""
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    with cluster() as running:
+        running.create_topic(TOPIC, partitions=PARTITIONS)
+
+        def rate() -> float:
+            topic = f"plain-{time.monotonic_ns()}"
+            running.create_topic(topic, partitions=PARTITIONS)
+            values = [VALUES[0]] * (SENT_BYTES // 1024)
+            with running.producer() as producer:
+                producer.send(topic, b"warm").result()
+                settle(2 * SENT_BYTES)
+                began = time.perf_counter()
+                producer.send_many(topic, values).result()
+                took_s = time.perf_counter() - began
+            with running.admin() as admin:
+                admin.delete(topic)
+            return len(values) / took_s
+
+        for _ in range(max(rounds, 3)):
+            found["without"].append(rate())
+            with _branches_open(running):
+                found["with"].append(rate())
+            say(", ".join(f"{name} open branches {rates[-1]:,.0f}/s" for name, rates in found.items()))
+    ratio = statistics.median(w / wo for w, wo in zip(found["with"], found["without"], strict=True))
+    return {**{name: statistics.median(rates) for name, rates in found.items()}, "ratio": ratio}
+
+
+def measure(rounds: int, say: Say) -> dict[str, Any]:
+    """All of it."""
+    return {
+        "commits": commits(rounds, say),
+        "open_branch": open_branch(say),
+        "recovery": recovery(say),
+        "beside": beside(rounds, say),
+    }
+
+
+if __name__ == "__main__":
+    measure(1, print)
