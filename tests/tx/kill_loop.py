@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from metamq.testing import BrokerProcess
 from tests.parts import wait_until
+from tests.postgres import Postgres
 from tests.tx.shop import Program, Shop
 
 TIMEOUT_S = 0.6
@@ -24,7 +26,7 @@ PAUSE_S = 1.2
 APPLICATIONS, RECOVERERS = 2, 2
 WEIGHTS = {
     "application killed": 40, "broker killed": 15, "database crashed": 15, "application paused": 14,
-    "recoverer killed": 6, "broker paused": 5, "recoverer paused": 5,
+    "recoverer killed": 5, "broker paused": 4, "recoverer paused": 4, "database paused": 3,
 }  # fmt: skip
 
 
@@ -76,25 +78,26 @@ class KillLoop:
         if programs is not None:
             number = self._choice.randrange(len(programs))
             if how == "paused":
-                self._pause(programs[number].signal)
+                program = programs[number]
+                self._pause(lambda: program.signal(signal.SIGSTOP), lambda: program.signal(signal.SIGCONT))
                 return
             self._end(programs[number])
             programs[number] = self._application() if who == "application" else self._recoverer()
-        elif who == "database":
-            self._shop.postgres.crash()
-            self._shop.postgres.start()
-        elif how == "killed":
-            self._shop.cluster.broker.kill()
-            self._shop.cluster.broker.start()
+            return
+        server: Postgres | BrokerProcess = self._shop.postgres if who == "database" else self._shop.cluster.broker
+        if how == "paused":
+            self._pause(server.freeze, server.thaw)
+            return
+        if isinstance(server, Postgres):
+            server.crash()
         else:
-            self._shop.cluster.broker.freeze()
-            time.sleep(PAUSE_S)
-            self._shop.cluster.broker.thaw()
+            server.kill()
+        server.start()
 
-    def _pause(self, send: Callable[[signal.Signals], None]) -> None:
-        send(signal.SIGSTOP)
+    def _pause(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
+        freeze()
         time.sleep(PAUSE_S)
-        send(signal.SIGCONT)
+        thaw()
 
     def _end(self, program: Program) -> None:
         program.kill()
