@@ -1,0 +1,103 @@
+"""docs/journal-format.md: its examples are the bytes that a broker writes, and reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from metamq.broker.log import FileCache, LogConfig, PartitionLog
+from metamq.broker.partition import Partition
+from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, read_journal
+from metamq.tx.store.fold import JournalState
+from metamq.tx.store.records import (
+    _KINDS,
+    Add,
+    Branch,
+    Commit,
+    Mark,
+    Place,
+    Prepare,
+    Record,
+    Remembered,
+    pack,
+    unpack,
+)
+from metamq.wire.batch import make_batch_id, read_header, stamp
+from metamq.wire.columns import decode, encode
+from metamq.wire.xa import Xid
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "journal-format.md"
+LINE = re.compile(r" *(\d+)  ((?:[0-9a-f]{2} ?)+)  +\S.*")
+SENT_US = 1357034400000000
+BRANCH = Branch(Xid(0x4D51, b"order-17", b"mq"), (3 << 32) + 1)
+PLACE = Place("orders", "0123456789abcdef", 0, 1)
+RECORDS: dict[str, Record] = {
+    "prepare": Prepare(BRANCH, 1, SENT_US + 300_000, ()),
+    "commit": Commit(BRANCH, make_batch_id(3, 3), SENT_US + 400_000),
+    "remembered": Remembered([(BRANCH, SENT_US + 400_000)]),
+    "mark": Mark(5, 4, 1, [("orders", "0123456789abcdef", 0, 104)]),
+}
+
+
+def example(name: str) -> bytes:
+    """The bytes of an example; each line must begin where the one before ends."""
+    block = re.search(rf"^```hexdump {name}\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    data = b""
+    for line in block[1].splitlines():
+        match = LINE.fullmatch(line)
+        assert match is not None, line
+        assert int(match[1]) == len(data), line
+        data += bytes.fromhex(match[2])
+    return data
+
+
+def entry_of(values: list[bytes], lsn: int) -> bytes:
+    entry = encode(values, base_timestamp_us=SENT_US)
+    stamp(
+        memoryview(entry), 0, epoch=3, base_offset=lsn, batch_id=make_batch_id(3, 1 + lsn),
+        append_time_us=SENT_US + 250_000, unflushed_bytes=0,
+    )  # fmt: skip
+    return bytes(entry)
+
+
+def test_a_whole_entry() -> None:
+    body = bytes(encode([b"UA 1545"], base_timestamp_us=SENT_US))
+    written = entry_of([pack([Add(BRANCH, 0, [PLACE], "shop")]), body], 0)
+    assert written.hex(" ") == example("add").hex(" ")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records(name: str) -> None:
+    assert pack([RECORDS[name]]).hex(" ") == example(name).hex(" ")
+    assert unpack(example(name), 0) == [RECORDS[name]]
+
+
+def test_the_examples_make_a_journal(tmp_path: Path) -> None:
+    log = PartitionLog.open(tmp_path / "0", TOPIC, LogConfig(), FileCache(3), now_us=0)
+    log.append_replicated(memoryview(example("add")), 0)
+    for name in RECORDS:
+        log.append_replicated(memoryview(entry_of([example(name)], log.end_offset)), log.end_position)
+    entries = list(read_journal(Partition(TOPIC, TOPIC_ID, 0, log)))
+    assert [entry.lsn for entry in entries] == [0, 2, 3, 4, 5]
+    assert entries[0].sizes == [104]
+    state = JournalState()
+    for entry in entries[:3]:
+        state.apply(entry)
+    (committed,) = state.unmarked.values()
+    batch = decode(memoryview(example("add")), read_header(example("add"))).values.tolist()[committed.bodies[0].number]
+    assert decode(memoryview(batch), read_header(batch)).values.tolist() == [b"UA 1545"]
+    for entry in entries[3:]:
+        state.apply(entry)
+    assert (state.branches, state.unmarked, state.mark) == ({}, {}, RECORDS["mark"])
+    assert list(state.memory.items()) == [(BRANCH, SENT_US + 400_000)]
+    log.close()
+
+
+def test_the_table_of_records() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([A-Z]+) \| ([^|]*) \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert {int(kind): name for kind, name, _ in rows} == {kind: of.__name__.upper() for kind, of in _KINDS.items()}
+    for kind, _, fields in rows:
+        assert len(fields.split(", ")) == len(_KINDS[int(kind)]._fields), fields
