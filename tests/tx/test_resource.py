@@ -104,6 +104,19 @@ def test_suspended_work_is_resumed_and_other_work_done_meanwhile(running: Cluste
     assert seen(running, topic) == [b"a1", b"a2"]
 
 
+def test_who_has_ended_may_join_again_and_goes_on_counting(running: Cluster, topic: str, opened: Open) -> None:
+    mq, xid = opened(), Xid.random()
+    mq.start(xid)
+    for value in (b"1", b"2", b"3"):
+        mq.send(topic, value)
+        mq.end(xid)
+        mq.start(xid, TM.JOIN)
+    mq.end(xid)
+    assert mq.prepare(xid) is Vote.OK
+    mq.commit(xid)
+    assert seen(running, topic) == [b"1", b"2", b"3"]
+
+
 def test_suspended_work_may_be_ended_without_resuming_it(running: Cluster, topic: str, opened: Open) -> None:
     mq, kept, given_up = opened(), Xid.random(), Xid.random()
     for xid, flags in ((kept, TM.SUCCESS), (given_up, TM.FAIL)):

@@ -45,6 +45,8 @@ class BranchState:
     first_lsn: int = -1
     """Where its oldest record stands in the journal; -1 while it has none."""
     sessions: dict[str, Association] = field(default_factory=dict)
+    batches_of: dict[str, int] = field(default_factory=dict)
+    """What each session has sent, also before it ended its work and joined again: it counts on."""
     messages_of: dict[str, int] = field(default_factory=dict)
     """What came from each session."""
     timeout_s: float = 0.0

@@ -190,7 +190,7 @@ class JournalTransactionStore:
         elif association is not None:
             return _refuse(asked, BranchMisuse, XACode.PROTO, "this session works in it already")
         else:
-            branch.sessions[asked.session] = Association()
+            branch.sessions[asked.session] = Association(sent=branch.batches_of.get(asked.session, 0))
         branch.state = State.ACTIVE
         return _ok(branch)
 
@@ -244,6 +244,7 @@ class JournalTransactionStore:
         if messages > self.limits.messages:
             return _refuse(asked, TryLater, XACode.RMERR, f"it would have {messages:,} messages: too many")
         association.sent += len(asked.places)
+        branch.batches_of[asked.session] = association.sent
         branch.messages_of[asked.session] = branch.messages_of.get(asked.session, 0) + messages - branch.messages
         return Step(
             Answer(XACode.OK, branch.epoch), record=Add(branch.key, len(branch.bodies), [*asked.places], branch.owner)
