@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 import time
@@ -157,6 +158,30 @@ def test_a_connection_without_transactions_is_refused(connect: Connect, producer
     with pytest.raises(ConfigError, match="autocommit"), dbtx(database, producer):
         pass
     database.close()
+
+
+def test_a_connection_for_asyncio_is_refused(postgres: str, producer: Producer[bytes]) -> None:
+    async def scenario() -> None:
+        async with await psycopg.AsyncConnection.connect(postgres) as database:
+            with pytest.raises(ConfigError, match="one for asyncio"):
+                dbtx(database, producer).__enter__()  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+
+
+def test_one_within_another_would_commit_half_of_it_and_is_refused(
+    running: Cluster, topic: str, producer: Producer[bytes], database: Any
+) -> None:
+    with dbtx(database, producer) as outer:
+        insert(database, b"1")
+        outer.send(topic, b"1")
+        with pytest.raises(BranchMisuse, match="not nested"), dbtx(database, producer):
+            pass
+        with pytest.raises(BranchMisuse, match="not nested"), outer:
+            pass
+    with dbtx(database, producer):
+        pass
+    assert rows(database) == messages(running, topic) == [b"1"]
 
 
 def test_a_transaction_that_was_begun_by_hand_will_do(

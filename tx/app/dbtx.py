@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 from metamq.client.branches import ANSWER_S
 from metamq.client.dbapi import Connection
@@ -77,15 +78,20 @@ class dbtx:
         self._work: Work | None = None
 
     def __enter__(self) -> Self:
-        """Begins. Raises ConfigError without the table, or with autocommit, and what the database raises."""
+        """Begins. Raises ConfigError without the table, or with autocommit; BranchMisuse within another dbtx of the
+        connection; and what the database raises."""
         producer = self._producer
         producer._check_usable()
         check_transactional(self._connection)
+        other = _last.get(id(self._connection))
+        if other is not None and other._work is not None:
+            raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already: they are not nested")
         try:
             identity = self._outcomes.identity(self._connection)
         except ConfigError:
             self._connection.rollback()  # so that the table can be made on this connection
             raise
+        _last[id(self._connection)] = self
         self._work = Work(
             producer._core.cluster, staging_of(producer), identity + secrets.token_bytes(16),
             branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
@@ -185,6 +191,10 @@ class dbtx:
     def _told(self, failures: list[MetamqError]) -> None:
         for failure in failures:
             log.warning("messages that are decided to be committed wait for a recoverer: %s", failure)
+
+
+_last: WeakValueDictionary[int, dbtx] = WeakValueDictionary()
+"""Of each connection, by its id. One within another would commit half of that."""
 
 
 def create_outcome_table(connection: Connection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None) -> None:

@@ -13,6 +13,7 @@ Every gtrid begins with the table's id, so that the recoverer of one database le
 
 from __future__ import annotations
 
+import inspect
 import secrets
 import sqlite3
 import time
@@ -138,8 +139,10 @@ def _is_about_the_table(error: Exception) -> bool:
 
 
 def check_transactional(connection: Connection) -> None:
-    """Raises ConfigError where each statement would be committed by itself."""
+    """Raises ConfigError where each statement would be committed by itself, or commit() would have to be awaited."""
     known: Any = connection
+    if inspect.iscoroutinefunction(getattr(known, "commit", None)):
+        raise ConfigError("the connection is one for asyncio", hint="Take a blocking one, in a thread of its own.")
     autocommit = getattr(known, "autocommit", False) is True
     if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
         autocommit = bool(known.get_autocommit())
