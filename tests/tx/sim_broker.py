@@ -58,13 +58,13 @@ class Connection:
 class Logs:
     """The open logs of one replica, in the place of metamq.broker.topics.Topics."""
 
-    def __init__(self, own: DiskOs, machine: str, journal_log: LogConfig, topic_log: LogConfig) -> None:
+    def __init__(self, own: DiskOs, machine: str, journal_log: LogConfig, topic_log: LogConfig, parts: int) -> None:
         self.files = FileCache(64, write=own.pwrite, sync=lambda fd: own.sync_of_caches(fd))
         self.open: dict[Key, Partition] = {}
         self.broken: dict[Key, CorruptData] = {}
         self.losses: list[str] = []
         places: list[tuple[Key, LogConfig]] = [((JOURNAL, JOURNAL_ID, 0), journal_log)]
-        places += [((TOPIC, TOPIC_ID, index), topic_log) for index in range(PARTS)]
+        places += [((TOPIC, TOPIC_ID, index), topic_log) for index in range(parts)]
         for (topic, topic_id, index), config in places:
             folder = f"/{machine}/{topic.strip('~')}{index}"
             try:
@@ -122,10 +122,11 @@ class Replica:
         *,
         journal_log: LogConfig = JOURNAL_LOG,
         topic_log: LogConfig = TOPIC_LOG,
+        parts: int = PARTS,
     ) -> None:
         self.own = own
         self.machine = machine
-        self.logs = Logs(own, machine, journal_log, topic_log)
+        self.logs = Logs(own, machine, journal_log, topic_log, parts)
         self.ids = BatchIds(0)
         self.failures: list[MetamqError] = []
         self.appended: Callable[[Partition, bytes, int], None] = lambda partition, batch, position: None

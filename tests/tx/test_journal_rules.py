@@ -195,7 +195,7 @@ def test_what_was_given_up_does_not_keep_the_journal_from_being_cut(replica: Rep
     assert 0 < replica.journal.log.start_offset <= needed_lsn
 
 
-def test_a_branch_that_is_prepared_for_a_thousand_marks(replica: Replica) -> None:
+def test_scenario_22_a_branch_that_is_prepared_for_a_thousand_marks(replica: Replica) -> None:
     prepared(replica, A, (0, b"a0"), (1, b"a1" * 50))
     sizes = []
     for number in range(1000):
