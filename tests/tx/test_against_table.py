@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from metamq.client.branches import Branch
 from metamq.testing import Cluster, cluster
@@ -307,8 +314,11 @@ class Table(RuleBasedStateMachine):
         assert [value for value in self.broker.values() if value.startswith(prefix)] == self.model.visible
 
 
-TestTable = Table.TestCase
-TestTable.settings = settings(
+SETTINGS = settings(
     max_examples=12, stateful_step_count=25, deadline=None, phases=[Phase.generate],  # to shrink takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )  # fmt: skip
+
+
+def test_any_verbs_in_any_order() -> None:
+    run_state_machine_as_test(Table, settings=SETTINGS)

@@ -25,8 +25,12 @@ from metamq.errors import (
     OutcomeUnknown,
     RolledBack,
     TopicNotFound,
+    TryLater,
 )
+from metamq.testing import cluster
+from metamq.tx import XAResource, Xid
 from metamq.wire.xa import Verb
+from tests.parts import wait_until
 
 if TYPE_CHECKING:
     from tests.tx.conftest import Shop
@@ -339,3 +343,53 @@ def test_an_id_that_follows_is_no_coordinators_to_decide(shop: Shop, topic: str)
     assert [one for one in found if one.gtrid.startswith(b"local:")] == []
     assert "prepared" in states
     shop.until_ended()
+
+
+def test_who_follows_a_broker_that_may_have_lost_its_decision_waits_for_a_person(shop: Shop, topic: str) -> None:
+    """Another generation than when the branch was prepared: that the decider knows nothing of it proves nothing."""
+    with XAResource(1, shop.cluster.zookeeper) as mq:
+        xid = Xid.random(b"local:")
+        mq.start(xid)
+        mq.send(topic, b"1", partition="1-0")
+        mq.end(xid)
+        core = mq._core
+        mq._background.run(core._client.ask(core._branch_of(xid), [Verb.PREPARE], follows=[0, 7, 1]))
+        other = Xid.random(b"local:")
+        mq.start(other)
+        mq.send(topic, b"1", partition="1-0")
+        mq.end(other)
+        mq._background.run(core._client.ask(core._branch_of(other), [Verb.PREPARE], follows=[0, 1, 1]))
+    deadline = time.monotonic() + 30
+    while {one.xid for one in shop.branches(1)} != {xid}:  # the other one is asked about behind it, and ended
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with Producer(shop.cluster.zookeeper) as producer, pytest.raises(TryLater):
+        producer.tpc_rollback(xid)
+    assert "has lost acknowledged data since" in shop.cluster.brokers[1].log_path.read_text()
+    with shop.cluster.admin() as admin:
+        admin.rollback_branch(xid, 1)
+        admin.forget_branch(xid, 1)
+    assert shop.seen(topic) == []
+
+
+@pytest.mark.parametrize("promoted", [0, 1])
+@pytest.mark.parametrize("step", ["PREPARE", "DECIDE"])
+def test_the_client_and_a_master_are_gone_and_its_slave_is_promoted(step: str, promoted: int) -> None:
+    """Of the broker that decides (0), or of one that follows."""
+    with cluster(brokers=2, branch_grace_ms=700) as running:
+        running.create_topic("orders", partitions=4)
+        running.add_slave(promoted)
+        with running.admin() as admin:
+            wait_until(lambda: sum(one.in_sync for one in admin.replicas()[promoted].replicas) == 2, what="a slave")
+            command = [sys.executable, "-c", CLIENT, running.zookeeper, "orders", step]
+            assert subprocess.run(command, env=os.environ, timeout=60).returncode == -signal.SIGKILL
+            running.brokers[promoted].kill()
+            admin.promote(promoted, 1)
+
+            def ended() -> bool:
+                found = admin.transactions()
+                return not found.problems and not [one for one in found.branches if one.state != "rollback-only"]
+
+            wait_until(ended, what="the end of every branch")
+        with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
+            assert len(list(consumer)) == (4 if step == "DECIDE" else 0)
