@@ -149,7 +149,8 @@ def _transactions(results: dict[str, Any]) -> list[str]:
         f"{commits['two_to_one']:.2f} of it;",
         f"* a single client's commit takes {commits['single_p50_ms']:.2f} ms at the median: "
         f"{commits['over_two_fsyncs_ms']:.2f} ms more than two fsyncs;",
-        f"* a branch with {branch['messages']:,} messages takes up to {branch['mb']:.1f} MB in the broker;",
+        f"* a branch with {branch['messages']:,} messages in batches of about 100 takes up to "
+        f"{branch['mb']:.1f} MB in the broker;",
         f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal, "
         f"{recovery['branches']:,.0f} prepared branches, serves again after {recovery['s']:.2f} s;",
         f"* `send_many` of 1 KiB without a transaction makes {beside['with'] / 1e6:.2f} M/s while 1,000 branches are "
