@@ -47,7 +47,7 @@ def list_branches(state: str | None, output: str) -> int:
 
     \b
     metamq tx list
-    metamq tx list --state prepared -o json | jq -r '.[] | select(.age_s > 600) | .xid'
+    metamq tx list --state prepared -o json | jq '.[] | select(.age_s > 600)'
     """
     current().log()
     with current().admin() as admin:
