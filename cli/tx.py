@@ -272,6 +272,12 @@ def _plan(found: Sequence[BranchDescription], what: str) -> list[str]:
         amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
         lines.append(f"Broker {one.broker_id}: {one.state}{age}; {amount}; begun by {one.owner}.")
     if what == "forget":
+        for one in found:
+            if one.followers:
+                where = listed([str(number) for number in one.followers])
+                lines.append(
+                    f"See first that it is committed at broker {where}: what is not will be rolled back one day."
+                )
         return [*lines, "What was decided is dropped: nobody is told of it any more."]
     lines.append("Its messages are seen by everybody." if what == "commit" else "Its messages are never seen.")
     if any(one.state == PREPARED for one in found):

@@ -13,6 +13,7 @@ from metamq.cli.app import run
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, HeuristicOutcome
 from metamq.testing import Cluster, cluster
 from metamq.tx import XAResource, Xid
+from metamq.wire.xa import Verb
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +212,21 @@ def test_admin(running: Cluster, mq: XAResource, topic: str) -> None:
             assert (await admin.transactions()).branches == ()
 
     asyncio.run(main())
+
+
+def test_a_decision_that_others_follow_is_not_dropped_without_a_word(
+    running: Cluster, mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xid = branch(mq, topic, prepared=False)
+    core = mq._core
+    mq._background.run(core._client.ask(core._branch_of(xid), [Verb.DECIDE], followers=[1, 7]))
+    _status, out, err = command(capsys, "show", str(xid))
+    assert "broker 1 follows" in out
+    assert "Nothing is to be done" in err
+    status, _out, err = command(capsys, "forget", str(xid))
+    assert status == 1
+    assert "committed at broker 1" in err
+    status, _out, err = command(capsys, "rollback", str(xid), "--yes")
+    assert status == 1
+    assert "decided at broker 0" in err
+    assert command(capsys, "forget", str(xid), "--yes")[0] == 0
