@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tx.kill_loop import WEIGHTS, KillLoop
-from tests.tx.shop import Shop, open_shop
+from metamq.tx.app.recoverer import SESSION_TIMEOUT_MS
+from tests.parts import wait_until
+from tests.tx.kill_loop import EVERY_S, GRACE_S, TIMEOUT_S, WEIGHTS, KillLoop
+from tests.tx.shop import Program, Shop, open_shop
 
 SEED = "METAMQ_SEED"
 EACH_AT_LEAST_ONCE = list(WEIGHTS)
@@ -56,6 +59,30 @@ def test_scenario_24_rows_are_messages_whoever_dies(
         f"{rounds} rounds in {time.monotonic() - began:.0f} s, seed {seed}: {loop.figures()}; {rows} rows, "
         "as many messages, nothing in doubt"
     )
+
+
+@pytest.mark.long
+def test_a_pause_that_zookeepers_session_does_not_outlive(shop: Shop, tmp_path: Path) -> None:
+    """The application and the recoverer wake up as strangers to ZooKeeper, and go on."""
+    one = Program(tmp_path, **shop.order(name="application", timeout_s=TIMEOUT_S, dawdles=True))
+    other = Program(tmp_path, **shop.order(name="recoverer", recovers=True, grace_s=GRACE_S, every_s=EVERY_S))
+    try:
+        wait_until(lambda: one.done() > 3, 60, "the application at work")
+        for program in (one, other):
+            program.signal(signal.SIGSTOP)
+        time.sleep(SESSION_TIMEOUT_MS / 1000 * 1.4)
+        before = one.done()
+        for program in (one, other):
+            program.signal(signal.SIGCONT)
+        wait_until(lambda: one.done() > before + 5, 60, "the application at work again")
+        one.kill()
+        shop.wait_settled()
+        assert other.running
+    finally:
+        for program in (one, other):
+            if program.running:
+                program.kill()
+    assert shop.differences() == []
 
 
 FAULTS = {
