@@ -70,6 +70,7 @@ FOLLOWERS_MAX = 2000
 PAGE = 1000
 """Branches in one answer."""
 READ_SLICE_S = 0.02
+FIGURES_S = 1.0
 ENTRY_BYTES = 8 * 1024 * 1024
 """Of bodies, in one entry of the journal; a single one may be larger."""
 BODY_BYTES_MAX = BATCH_BYTES_MAX - 64 * 1024
@@ -119,7 +120,8 @@ class TransactionalCommandProcessor:
         self._term: Term | None = None
         self._follower = Follower()
         self.figures = Figures()
-        """As of the last tick. Any thread."""
+        """As of a moment ago. Any thread."""
+        self._figures_due_s = 0.0
         self._not_ready: MetamqError = Fenced(f"broker {broker_id}", "it is starting")
 
     # -- terms --------------------------------------------------------------------------------------------------------
@@ -447,10 +449,13 @@ class TransactionalCommandProcessor:
     def tick(self, now_s: float) -> None:
         """Lets time pass."""
         if self._term is None:
-            self.figures = Figures()
+            self.figures, self._figures_due_s = Figures(), 0.0
             return
         for branch in self._term.store.expire(now_s):
             log.info("branch %s of %s is rolled back: %s", branch.xid, branch.owner, branch.rolled_back_reason)
+        if now_s < self._figures_due_s:
+            return
+        self._figures_due_s = now_s + FIGURES_S
         known = self._term.store.branches.values()
         prepared = [branch for branch in known if branch.state is State.PREPARED]
         self.figures = Figures(

@@ -276,7 +276,7 @@ def test_how_many_branches_there_are_and_what_room_is_promised(replica: Replica)
     assert 1000 < figures.promised_bytes < 1200
     assert abs(time.time() * 1e6 - figures.oldest_prepared_us) < 60e6
     assert replica.do(B, Verb.HEURISTIC_COMMIT) == [OK]
-    replica.transactions.tick(0)
+    replica.transactions.tick(5)
     assert (replica.transactions.figures.prepared, replica.transactions.figures.heuristic) == (0, 1)
     assert replica.transactions.figures.promised_bytes == 0
     replica.end_term()
