@@ -77,7 +77,11 @@ class Commits:
     def retry(self, state: JournalState) -> Iterator[int]:
         """Brings what was stuck, as far as its partitions are served again; yields after each commit."""
         stuck, self.stuck = self.stuck, {}
-        yield from self._redo(state, list(stuck.values()))
+        try:
+            yield from self._redo(state, list(stuck.values()))
+        except BaseException:
+            self.stuck = stuck | self.stuck
+            raise
 
     def _redo(self, state: JournalState, commits: list[Committed]) -> Iterator[int]:
         ends = {(topic, topic_id, index): position for topic, topic_id, index, position in state.mark.ends}

@@ -161,6 +161,50 @@ def test_after_an_accepted_loss_the_history_is_another_one(group: Group, mq: XAR
     assert group.read(topic) == [b"both"]
 
 
+def damage_journal(broker: BrokerProcess) -> None:
+    """Changes a byte of its first entry."""
+    path = min((broker.data / "topics").glob("~*/0/*.log"))
+    data = bytearray(path.read_bytes())
+    data[100] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_damaged_journal_of_a_master_is_replaced_by_its_slaves(group: Group, mq: XAResource) -> None:
+    topic = a_topic(group)
+    xid = prepared(mq, topic, b"1")
+    master = group.cluster.broker
+    master.kill()
+    damage_journal(master)
+    master.start()
+    with group.cluster.producer() as producer:
+        producer.send(topic, b"plain").result(20)  # which needs no journal
+    with XAResource(0, group.cluster.zookeeper, request_timeout_s=3) as impatient, pytest.raises(MetamqError):
+        impatient.recover()
+    group.wait_insync(0, 1)
+    group.promote(1)
+    assert list(in_doubt(mq)) == [xid]
+    mq.commit(xid)
+    assert sorted(group.read(topic)) == [b"1", b"plain"]
+    group.wait_insync(0, 1, master=1)
+    wait_same_journals(group)
+
+
+def test_a_damaged_journal_of_a_slave_is_copied_anew(group: Group, mq: XAResource) -> None:
+    topic = a_topic(group)
+    xid = prepared(mq, topic, b"1")
+    slave = group.replicas[1]
+    slave.kill()
+    damage_journal(slave)
+    slave.start()
+    wait_until(lambda: list((slave.data / "topics").glob("~*/0.damaged-*")), what="the journal aside")
+    group.wait_insync(0, 1)
+    wait_same_journals(group)
+    group.cluster.broker.kill()
+    group.promote(1)
+    mq.commit(xid)
+    assert group.read(topic) == [b"1"]
+
+
 class Client(threading.Thread):
     """Prepares and commits, one after the other, and notes what it was told."""
 
