@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from metamq.broker.log import FlushTicket, LogConfig, PartitionLog
+from metamq.broker.log.durable import UNBOUND
 from metamq.broker.log.producers import Duplicate
 from metamq.errors import MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
@@ -68,6 +69,7 @@ class Partition:
         "index",
         "log",
         "name",
+        "needed_offset",
         "published_position",
         "readers",
         "stable_listener",
@@ -103,6 +105,8 @@ class Partition:
         self.closed_by: MetamqError | None = None
         self.cuts = 0
         """How often something was given up here."""
+        self.needed_offset = UNBOUND
+        """At a master: a slave's copy begins there at the latest, since what follows does not stand by itself."""
 
     def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
         """Stores a batch, or finds the one it repeats. It gets the next id, unless it was given one before.

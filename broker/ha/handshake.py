@@ -109,6 +109,18 @@ def refuse_between_batches(slave: Side, verdict: Verdict) -> Verdict:
     return Verdict(Decision.REFUSE, *slave.end, reason, logging.ERROR)
 
 
+def begin_where_needed(needed_offset: int, slave: Side, verdict: Verdict, start: Place) -> Verdict:
+    """The verdict to go on, or to begin anew where the slave lacks what its master's log still needs: the slave has cut
+    it off by the word of something that was given up since."""
+    if slave.start.offset <= needed_offset:
+        return verdict
+    reason = (
+        f"it begins anew at offset {start.offset:,}: it begins at {slave.start.offset:,}, and what lies from "
+        f"{needed_offset:,} on is needed"
+    )
+    return Verdict(Decision.RESET, *start, reason, logging.WARNING)
+
+
 def _wait(reason: str) -> Verdict:
     return Verdict(Decision.WAIT, 0, 0, reason, logging.DEBUG)
 

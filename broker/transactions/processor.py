@@ -147,6 +147,7 @@ class TransactionalCommandProcessor:
         state = store.journal
         await self._in_slices(read_journal(partition), state.apply)
         dropped = state.drop_unprepared()
+        partition.needed_offset = state.mark.needed_lsn
         commits = Commits(journal, self._topics, self._appender)
         if state.mark.generation != generation:  # positions may mean something else now
             state.mark = state.mark._replace(ends=[])
@@ -436,7 +437,7 @@ class TransactionalCommandProcessor:
                 raise partition.closed_by.with_traceback(None)
             if self._term is not None:
                 state = self._term.store.journal
-                return state.mark.needed_lsn, guards_of(state.mark, state.unmarked, self._term.generation)
+                return self._term.needed_lsn, guards_of(state.mark, state.unmarked, self._term.generation)
             retained = await self._follower.catch_up(partition)
             return retained.mark.needed_lsn, guards_of(retained.mark, retained.unmarked, generation)
         except StorageError:

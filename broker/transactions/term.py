@@ -74,5 +74,8 @@ class Term:
         """Where each session that works in something was heard of last."""
         self.xids_of: dict[str, set[Xid]] = {}
         """What it works in, or has begun and not prepared yet."""
+        self.needed_lsn = journal.partition.log.start_offset
+        """What lies before it may be removed: a MARK of this term says so, and every in-sync replica has that. One of
+        an earlier term may yet be cut, and with it what was written down once more."""
         self.memory_lsn = store.journal.mark.needed_lsn
         """From there on the journal has all that is remembered."""

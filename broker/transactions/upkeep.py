@@ -63,6 +63,7 @@ class Upkeep:
         needed_lsn = state.first_needed_lsn(lsn, memory_lsn)
         await self._write(term, Mark(lsn, needed_lsn, term.generation, flushed))
         term.memory_lsn = memory_lsn
+        term.needed_lsn = term.journal.partition.needed_offset = needed_lsn
 
     def _reached_by(self, state: JournalState) -> list[Partition]:
         found = []

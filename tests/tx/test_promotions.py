@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, TransactionError
+from metamq.errors import BranchMisuse, BranchNotKnown, ConnectError, MetamqError, TransactionError
 from metamq.testing import BrokerProcess
 from metamq.tx import BranchDescription, XAResource, Xid
 from tests.broker.ha.test_replication import Group, metrics, replica_group
@@ -53,8 +53,15 @@ def prepared(mq: XAResource, topic: str, *values: bytes) -> Xid:
     return xid
 
 
-def in_doubt(mq: XAResource) -> dict[Xid, BranchDescription]:
-    return {branch.xid: branch for branch in mq.recover()}
+def in_doubt(mq: XAResource, limit_s: float = 20.0) -> dict[Xid, BranchDescription]:
+    """As soon as the client knows who is the master."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return {branch.xid: branch for branch in mq.recover()}
+        except ConnectError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def journal(broker: BrokerProcess) -> bytes:

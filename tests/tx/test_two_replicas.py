@@ -5,16 +5,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from metamq.broker.partition import Done
+from metamq.broker.partition import Done, Partition
 from metamq.broker.transactions import commits, upkeep
 from metamq.broker.transactions.journal import JournalStore, Written
+from metamq.broker.transactions.term import Term
 from metamq.errors import MetamqError
+from metamq.tx.store.verbs import JournalTransactionStore
+from metamq.wire.xa import Verb
 from tests.tx.crash_history import Violation
+from tests.tx.sim_broker import LOOP
 from tests.tx.sim_disk import modelled_disk
-from tests.tx.two_replicas import Pair, random_life
+from tests.tx.two_replicas import JOURNAL_KEY, Pair, random_life
 
 STEPS = 120
 
@@ -64,8 +69,19 @@ def a_promoted_slave_that_redoes_blindly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(commits, "_ids_from", lambda log, position: iter(()))
 
 
+def a_journal_that_is_cut_by_a_mark_which_may_be_given_up(patch: pytest.MonkeyPatch) -> None:
+    """What was written down once more before the MARK is given up with it."""
+    begin = Term.__init__
+
+    def trusting(self: Term, store: JournalTransactionStore, *others: Any) -> None:
+        begin(self, store, *others)
+        self.needed_lsn = store.journal.mark.needed_lsn
+
+    patch.setattr(Term, "__init__", trusting)
+    patch.setattr(Partition, "needed_offset", property(lambda self: 1 << 63, lambda self, value: None))
+
+
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
-    marks_that_do_not_wait_for_the_slave,
     answers_that_do_not_wait_for_the_slave,
     a_promoted_slave_that_does_not_look_into_the_journal,
     a_promoted_slave_that_redoes_blindly,
@@ -80,3 +96,59 @@ def test_two_replicas_find(fault: Callable[[pytest.MonkeyPatch], None], monkeypa
     with pytest.raises((Violation, MetamqError)) as found:
         lives(random.Random(seed), 100, 20_000)
     print(found.value)
+
+
+def mark_given_up() -> None:
+    """A master writes down once more what it has, and a MARK, and dies before its slave has them. It comes back, may
+    look after its journal as a master, dies again, and is the slave that follows, and then is promoted itself."""
+    with modelled_disk() as own:
+        pair = Pair(own, random.Random(1))
+        for _ in range(12):
+            pair.new_branch()
+        pair.settle()
+        first, *others = pair.branches
+        first.asked[Verb.PREPARE] = pair.at_master.ask(first.xid, Verb.PREPARE)
+        for branch in others:
+            branch.asked[Verb.COMMIT_ONE_PHASE] = pair.at_master.ask(branch.xid, Verb.COMMIT_ONE_PHASE)
+        pair.settle()
+        assert first.promised
+        assert all(branch.done for branch in others)
+        LOOP.run_until_complete(pair.shorten_and_flush_here())
+        pair.restart(pair.master, power=False)
+        pair.begin("a")
+        pair.retain("a")
+        pair.fail_over()
+        pair.attach()
+        pair.settle()
+        pair.fail_over()
+        pair.attach()
+        pair.finish()
+
+
+def test_a_mark_that_is_given_up_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_given_up()
+    a_journal_that_is_cut_by_a_mark_which_may_be_given_up(monkeypatch)
+    with pytest.raises(Violation, match="forgotten"):
+        mark_given_up()
+
+
+def mark_before_the_slave_has_it() -> None:
+    """The slave has the journal, and not yet what was committed: it is sent copies of logs, one after the other."""
+    with modelled_disk() as own:
+        pair = Pair(own, random.Random(1))
+        pair.new_branch()
+        (branch,) = pair.branches
+        branch.asked[Verb.COMMIT_ONE_PHASE] = pair.at_master.ask(branch.xid, Verb.COMMIT_ONE_PHASE)
+        pair.settle(JOURNAL_KEY)
+        assert branch.done
+        LOOP.run_until_complete(pair.mark_with_the_journal_alone())
+        pair.fail_over()
+        pair.attach()
+        pair.finish()
+
+
+def test_a_mark_waits_until_the_slave_has_what_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_before_the_slave_has_it()
+    marks_that_do_not_wait_for_the_slave(monkeypatch)
+    with pytest.raises(Violation, match="lost"):
+        mark_before_the_slave_has_it()

@@ -22,6 +22,7 @@ from tests.tx.crash_history import Violation
 from tests.tx.sim_broker import LOOP, PARTS, Key, Replica, flush, new_replica
 from tests.tx.sim_disk import DiskOs, power_cuts
 
+JOURNAL_KEY = JOURNAL, JOURNAL_ID, 0
 WORK = (Verb.START, Verb.SEND, Verb.END)
 
 
@@ -48,6 +49,8 @@ class Pair:
         self.chance = chance
         self.epoch = 0
         self.generation = 1
+        self.followed = dict.fromkeys("ab", 1)
+        """The generation that each has followed last."""
         self.replicas = {name: new_replica(own, name) for name in "ab"}
         self.master = "a"
         self.in_sync = False
@@ -77,6 +80,7 @@ class Pair:
         """A term of this replica begins. The other one counts only once it is attached, or still if it is in sync."""
         self.master, self.attached = name, False
         self.epoch += 1
+        self.followed[name] = self.generation
         self.link.clear()
         replica = self.at_master
         replica.appended = lambda partition, batch, position: None
@@ -93,14 +97,16 @@ class Pair:
         for key, partition in self.at_slave.logs.open.items():
             self._catch_up(partition, self.at_master.logs.open[key])
             flush(partition)
+        self.followed[self.slave] = self.generation
         self.link.clear()
         self.at_master.appended = self._appended
         self.attached = self.in_sync = True
         self.acknowledge()
 
     def _catch_up(self, partition: Partition, source: Partition) -> None:
-        position = _agreement(partition, source)
-        if position is None:
+        is_masters = self.followed[self.slave] == self.generation
+        position = _agreement(partition, source, is_masters)
+        if position is None or partition.log.start_offset > source.needed_offset:
             for path in partition.reset_to(source.log.start_offset, source.log.start_position):
                 self.own.unlink(path)
         elif position < partition.log.end_position:
@@ -157,7 +163,8 @@ class Pair:
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    def _restart(self, name: str, *, power: bool) -> None:
+    def restart(self, name: str, *, power: bool) -> None:
+        """The process dies, and with `power` what its disk had not made durable; a new one opens the logs."""
         if power:
             image = self.own.disks[name].image()
             self.own.disks[name] = self.chance.choice(list(power_cuts(image, self.chance, 12)))
@@ -167,7 +174,7 @@ class Pair:
 
     def master_is_killed(self) -> None:
         """It comes back before anybody is promoted."""
-        self._restart(self.master, power=False)
+        self.restart(self.master, power=False)
         self.begin(self.master)
         if self.in_sync:
             self.attach()
@@ -177,7 +184,7 @@ class Pair:
         if not self.in_sync:
             return
         former = self.master
-        self._restart(former, power=self.chance.random() < 0.7)
+        self.restart(former, power=self.chance.random() < 0.7)
         self.in_sync = False
         self.begin(self.slave)
 
@@ -189,12 +196,12 @@ class Pair:
             branch.is_lost = True
         self.generation += 1
         former = self.master
-        self._restart(former, power=True)
+        self.restart(former, power=True)
         self.begin(self.slave)
 
     def slave_loses_power(self) -> None:
         """It comes back as another incarnation, and is let go."""
-        self._restart(self.slave, power=True)
+        self.restart(self.slave, power=True)
         self.let_go()
 
     # -- transactions --------------------------------------------------------------------------------------------------
@@ -247,11 +254,50 @@ class Pair:
         work = self.chance.choice([self.at_master.transactions.upkeep.mark, self.at_master.transactions.upkeep.shorten])
         LOOP.run_until_complete(self._upkeep(work(self.at_master.term)))
 
+    def upkeep_broken_off(self) -> None:
+        """The process is killed before what it wrote last is everywhere."""
+        LOOP.run_until_complete(self._broken_off(self.at_master.transactions.upkeep.shorten(self.at_master.term)))
+        if self.chance.random() < 0.5:
+            self.restart(self.master, power=False)  # and is the master again, before its slave is linked
+            self.begin(self.master)
+            self.retain(self.master)
+        self.fail_over()
+
+    async def shorten_and_flush_here(self) -> None:
+        """Nothing of it reaches the slave, before the process is killed."""
+        task = asyncio.ensure_future(self.at_master.transactions.upkeep.shorten(self.at_master.term))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        flush(self.at_master.journal)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def mark_with_the_journal_alone(self) -> None:
+        """Nothing but the journal reaches the slave; then the process is about to be killed."""
+        task = asyncio.ensure_future(self.at_master.transactions.upkeep.mark(self.at_master.term))
+        for _ in range(20):
+            await asyncio.sleep(0)
+            self.settle(JOURNAL_KEY)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _broken_off(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        for _ in range(self.chance.randrange(12)):
+            await asyncio.sleep(0)
+            if self.chance.random() < 0.3:
+                self.settle()
+        flush(self.at_master.journal)
+        if self.attached:
+            self.deliver(self.chance.randrange(4))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
     async def _upkeep(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         while not task.done():
             await asyncio.sleep(0)
-            self.settle(self.chance.choice([None, (JOURNAL, JOURNAL_ID, 0)]))
+            self.settle(self.chance.choice([None, JOURNAL_KEY]))
         task.result()
 
     def retain(self, name: str) -> None:
@@ -301,10 +347,13 @@ class Pair:
         return self.at_master.connection.codes(opaque) or []
 
 
-def _agreement(partition: Partition, source: Partition) -> int | None:
-    """Up to which byte two logs are the same; None: nothing says that they are."""
+def _agreement(partition: Partition, source: Partition, is_masters: bool) -> int | None:
+    """Up to which byte two logs are the same; None: nothing says that they are. `is_masters`: what the first one had
+    removed was the other's, too."""
     log, other = partition.log, source.log
     begin = position = max(log.start_position, other.start_position)
+    if position > min(log.end_position, other.end_position):
+        return None
     while position < min(log.end_position, other.end_position):
         try:
             mine, theirs = log.read_position(position, 1), other.read_position(position, 1)
@@ -314,7 +363,7 @@ def _agreement(partition: Partition, source: Partition) -> int | None:
         if bytes(mine.data[: header.size]) != bytes(theirs.data[: header.size]):
             break
         position += header.size
-    return position if position > begin or not begin else None
+    return position if position > begin or not begin or is_masters else None
 
 
 def random_life(pair: Pair, steps: int) -> None:
@@ -323,8 +372,8 @@ def random_life(pair: Pair, steps: int) -> None:
     for _ in range(steps):
         step = chance.choices(
             ["branch", "go on", "put", "deliver", "flush", "acknowledge", "settle", "upkeep", "retain", "flush others",
-             "kill", "fail over", "slave", "let go", "attach", "loss"],
-            [8, 16, 4, 10, 10, 8, 4, 4, 4, 2, 1, 2, 1, 1, 4, 0.3],
+             "kill", "fail over", "slave", "let go", "attach", "loss", "broken off"],
+            [8, 16, 4, 10, 10, 8, 4, 4, 4, 2, 1, 2, 1, 1, 4, 0.3, 3],
         )[0]  # fmt: skip
         pair.what.append(step)
         if step == "branch":
@@ -360,6 +409,8 @@ def random_life(pair: Pair, steps: int) -> None:
             pair.let_go()
         elif step == "attach" and not pair.attached:
             pair.attach()
+        elif step == "broken off":
+            pair.upkeep_broken_off()
         elif step == "loss":
             pair.fail_over_with_loss()
     pair.finish()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from metamq.broker.ha.handshake import Decision, Place, Side, decide
+from metamq.broker.ha.handshake import Decision, Place, Side, Verdict, begin_where_needed, decide
 
 BYTES = 10
 """Of one message, in these logs."""
@@ -347,3 +347,11 @@ def test_rocketmqs_samples_of_the_consistent_point() -> None:
     assert decide(side(master, 700), side(master, 600)).offset == 600
     assert decide(side({5: 10, 6: 310}, 700, start=10), side({1: 0, 2: 300}, 700, stable=0)).decision is Decision.RESET
     assert decide(side(master, 700), side({**master, 4: 700}, 800, stable=700)).offset == 700
+
+
+@pytest.mark.parametrize(("needed", "begins_anew"), [(1 << 63, False), (50, False), (49, True)])
+def test_a_slave_that_lacks_what_its_masters_log_needs_begins_anew(needed: int, begins_anew: bool) -> None:
+    slave = Side("t", Place(50, 500), Place(80, 800), 80, [(1, 50, 500)], 0)
+    goes_on = Verdict(Decision.FROM, 80, 800, "", logging.DEBUG)
+    found = begin_where_needed(needed, slave, goes_on, Place(10, 100))
+    assert found[:3] == ((Decision.RESET, 10, 100) if begins_anew else goes_on[:3])
