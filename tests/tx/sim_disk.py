@@ -325,8 +325,10 @@ class _File:
         self._own.close(self._fd)
 
     def write(self, data: bytes) -> None:
-        self._own.pwrite(self._fd, data, self._at)
-        self._at += len(data)
+        """All of it, or an error: as a buffered file does, it goes on after a short write."""
+        end = self._at + len(data)
+        while self._at < end:
+            self._at += self._own.pwrite(self._fd, data[self._at - end :], self._at)
 
     def flush(self) -> None:
         """Nothing is kept back."""
