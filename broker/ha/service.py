@@ -246,8 +246,8 @@ class HAService:
             verdict = decide(master, slave)
             if partition is not None and verdict.decision is sync.Decision.FROM:
                 verdict = self._checked(partition, slave, verdict)
-            if partition is not None and verdict.decision is sync.Decision.FROM:
-                verdict = begin_where_needed(partition.needed_offset, slave, verdict, self._side(partition).start)
+            if partition is not None and master is not None and verdict.decision is sync.Decision.FROM:
+                verdict = begin_where_needed(partition.needed_offset, slave, verdict, master.start)
             name = f"{asked.topic}/{asked.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
             results.append(
