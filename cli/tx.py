@@ -16,6 +16,8 @@ from metamq.client.branches import BranchDescription
 from metamq.errors import BranchNotKnown, ConfigError, ConnectError
 from metamq.wire.xa import XACode, Xid
 
+STATES = ("active", "idle", "prepared", "rollback-only", "decided", "heuristically completed")
+
 if TYPE_CHECKING:
     from metamq import Admin
 
@@ -37,7 +39,7 @@ def tx() -> None:
 
 
 @tx.command("list")
-@click.option("--state", help="Those in this state only, as prepared.")
+@click.option("--state", type=click.Choice(STATES, case_sensitive=False), help="Those in this state only.")
 @TABLE_OR_JSON
 def list_branches(state: str | None, output: str) -> int:
     """List the branches that are open, the oldest promise first.

@@ -71,6 +71,43 @@ def test_one_phase_without_prepare(shop: Shop, producer: Producer[bytes], topic:
     shop.until_ended()
 
 
+@pytest.mark.parametrize("how", ["prepare", "one phase", "close"])
+def test_an_id_that_is_in_use_leaves_whose_it_is_alone(
+    shop: Shop, producer: Producer[bytes], topic: str, how: str
+) -> None:
+    """As when an application chooses it again after a crash."""
+    gone = Producer[bytes](shop.cluster.zookeeper)
+    xid = begun(gone, topic)
+    gone.tpc_prepare()
+    gone.close()
+    again = Producer[bytes](shop.cluster.zookeeper)
+    again.tpc_begin(xid)
+    again.send(topic, b"again", partition="0-0")
+    with pytest.raises(BranchMisuse, match="the id is in use"):
+        again.tpc_commit() if how == "one phase" else again.tpc_prepare()
+    if how == "prepare":
+        again.tpc_rollback()
+    again.close()
+    assert xid in producer.tpc_recover()
+    producer.tpc_commit(xid)
+    assert shop.seen(topic) == [b"0-0", b"1-0"]
+
+
+def test_what_is_prepared_outlives_its_producer_and_what_was_forgotten_is_told(
+    shop: Shop, producer: Producer[bytes], topic: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Producer[bytes](shop.cluster.zookeeper) as closed:
+        xid = begun(closed, topic)
+        closed.tpc_prepare()
+    assert f"{xid} is prepared, and stays so" in caplog.text
+    with Producer[bytes](shop.cluster.zookeeper) as forgetful:
+        forgotten = begun(forgetful, topic)
+    assert f"{forgotten} was not committed, and is rolled back" in caplog.text
+    assert xid in producer.tpc_recover()
+    producer.tpc_commit(xid)
+    assert shop.seen(topic) == [b"0-0", b"1-0"]
+
+
 def test_an_empty_one_has_nothing_to_commit(shop: Shop, producer: Producer[bytes]) -> None:
     producer.tpc_begin(new_xid(producer))
     assert producer.tpc_prepare() is False
@@ -87,7 +124,6 @@ def test_another_process_finds_what_is_prepared_and_ends_it(
     gone = Producer(shop.cluster.zookeeper)
     xid = begun(gone, topic)
     gone.tpc_prepare()
-    gone._left()
     gone.close()
     (found,) = [one for one in producer.tpc_recover() if one == xid]
     assert isinstance(found, RecoveredXid)
@@ -120,22 +156,22 @@ def test_what_is_not_allowed_when(producer: Producer[bytes], topic: str) -> None
         assert isinstance(raised.value, producer.ProgrammingError)
         assert isinstance(raised.value, producer.Error)
 
-    refused(producer.tpc_prepare, "within a two-phase transaction")
-    refused(producer.tpc_commit, "without an id is called within")
-    refused(producer.tpc_rollback, "without an id is called within")
+    refused(producer.tpc_prepare, "needs a tpc_begin")
+    refused(producer.tpc_commit, "without an id needs a tpc_begin")
+    refused(producer.tpc_rollback, "without an id needs a tpc_begin")
     xid = begun(producer, topic)
     refused(lambda: producer.tpc_begin(new_xid(producer)), "is under way")
     refused(lambda: producer.transaction().__enter__(), "is under way")
-    refused(lambda: producer.tpc_commit(xid), "with an id is called outside")
-    refused(lambda: producer.tpc_rollback(xid), "with an id is called outside")
-    refused(producer.tpc_recover, "outside of a transaction")
+    refused(lambda: producer.tpc_commit(xid), "with an id is not allowed in a transaction")
+    refused(lambda: producer.tpc_rollback(xid), "with an id is not allowed in a transaction")
+    refused(producer.tpc_recover, "not allowed in a transaction")
     producer.tpc_prepare()
     refused(producer.tpc_prepare, "was called before")
     producer.tpc_rollback()
     with producer.transaction():
         refused(lambda: producer.tpc_begin(xid), "is under way")
-        refused(producer.tpc_prepare, "within a two-phase transaction")
-        refused(producer.tpc_commit, "without an id is called within")
+        refused(producer.tpc_prepare, "needs a tpc_begin")
+        refused(producer.tpc_commit, "without an id needs a tpc_begin")
 
 
 def test_a_prepared_one_takes_no_more(producer: Producer[bytes], topic: str) -> None:

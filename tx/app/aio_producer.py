@@ -121,13 +121,17 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
         """See metamq.Producer.tpc_recover."""
         self._check_usable()
         if self._transactions.of(self._owner()) is not None:
-            raise misuse("(any)", "tpc_recover() is called outside of a transaction")
+            raise misuse("(any)", "tpc_recover() is not allowed in a transaction: end it first")
         return await self._transactions.recover()
 
     async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Flushes and closes; further calls do nothing. Open transactions are rolled back. Raises as `flush`."""
+        """Flushes and closes; further calls do nothing. Open transactions are rolled back, prepared ones stay.
+
+        Raises as `flush`.
+        """
         if self._opened and not self._closed and "_known_transactions" in self.__dict__:
             for one in self._all_left():
                 with contextlib.suppress(Exception):
-                    await self._roll_back(one)
+                    if self._ends_with_the_producer(one):
+                        await self._roll_back(one)
         await super().close(timeout)

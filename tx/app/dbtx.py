@@ -26,7 +26,7 @@ from metamq.client.dbapi import Connection
 from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.errors import BranchMisuse, ConfigError, MetamqError
+from metamq.errors import BranchMisuse, ConfigError, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, check_transactional
 from metamq.tx.app.staging import Message, Staging
 from metamq.tx.app.work import Work
@@ -149,7 +149,7 @@ class dbtx:
             if work.is_empty:
                 self._outcomes.check(self._connection)
             else:
-                run(work.prepare())
+                self._prepare(work)
                 self._outcomes.commit(self._connection, work.gtrid)
         except BaseException:
             self._roll_back(work)
@@ -161,6 +161,15 @@ class dbtx:
             raise
         if not work.is_empty:
             self._told(run(work.commit()))
+
+    def _prepare(self, work: Work) -> None:
+        """Raises what makes it impossible; no answer does, too: without the database's commit nothing counts."""
+        try:
+            self._producer._background.run(work.prepare())
+        except OutcomeUnknown as error:
+            raise RolledBack(
+                error.xid, XACode.RBTRANSIENT, f"its messages were not prepared: {error.reason}"
+            ) from error
 
     def _roll_back(self, work: Work) -> None:
         """Rolls back both; what fails is no worse than that this process had died."""

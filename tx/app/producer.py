@@ -143,13 +143,17 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         """
         self._check_usable()
         if self._transactions.of(self._owner()) is not None:
-            raise misuse("(any)", "tpc_recover() is called outside of a transaction")
+            raise misuse("(any)", "tpc_recover() is not allowed in a transaction: end it first")
         return self._background.run(self._transactions.recover())
 
     def close(self, timeout: float | None = producer.FLUSH_TIMEOUT_S) -> None:
-        """Flushes and closes; further calls do nothing. Open transactions are rolled back. Raises as `flush` does."""
+        """Flushes and closes; further calls do nothing. Open transactions are rolled back, prepared ones stay.
+
+        Raises as `flush` does.
+        """
         if not self._closed and "_known_transactions" in self.__dict__:
             for one in self._all_left():
                 with contextlib.suppress(Exception):
-                    self._roll_back(one)
+                    if self._ends_with_the_producer(one):
+                        self._roll_back(one)
         super().close(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -17,6 +18,8 @@ from metamq.tx.app.transactions import Open, Transactions, misuse
 from metamq.wire.xa import Xid
 from metamq.words import count
 from metamq.zk.names import parse_partition
+
+log = logging.getLogger("metamq.tx")
 
 
 class TransactionalFace(ProducerFace[T]):
@@ -66,6 +69,14 @@ class TransactionalFace(ProducerFace[T]):
         found = self._transactions.leave_all()
         self._switch_back()
         return found
+
+    def _ends_with_the_producer(self, one: Open) -> bool:
+        """What is prepared stays, as PEP 249 has it of connections; what was forgotten is said."""
+        if one.prepared:
+            log.warning("transaction %s is prepared, and stays so: tpc_recover() finds it", one.xid)
+        elif one.prepared is None:
+            log.warning("transaction %s was not committed, and is rolled back with its producer", one.xid)
+        return not one.prepared
 
     def _send_in(
         self,
@@ -128,7 +139,7 @@ class TransactionalFace(ProducerFace[T]):
         self._check_usable()
         one = self._tpc()
         if one is None:
-            raise misuse("(none)", "tpc_prepare() is called within a two-phase transaction")
+            raise misuse("(none)", "tpc_prepare() needs a tpc_begin() in this thread or task before")
         if one.prepared is not None:
             raise misuse(one.xid, "tpc_prepare() was called before")
         return one
@@ -142,7 +153,7 @@ class TransactionalFace(ProducerFace[T]):
         self._check_usable()
         one = self._tpc()
         if one is None:
-            raise misuse("(none)", f"{call} without an id is called within a two-phase transaction")
+            raise misuse("(none)", f"{call} without an id needs a tpc_begin() in this thread or task before")
         return one
 
     def _outside(self, call: str, xid: Xid | str) -> Xid:
@@ -150,7 +161,7 @@ class TransactionalFace(ProducerFace[T]):
         self._check_usable()
         known = self._transactions.of(self._owner())
         if known is not None:
-            raise misuse(known.xid, f"{call} with an id is called outside of a transaction")
+            raise misuse(known.xid, f"{call} with an id is not allowed in a transaction: end it first")
         return self._xid_of(xid)
 
 

@@ -70,10 +70,15 @@ class Work:
         if branch is None:
             branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
             verbs = [Verb.START, *verbs]
-        return await self._client.ask(
-            branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=self._branch_timeout_s,
-            messages=self._staging.taken[broker_id], follows=follows, followers=followers,
-        )  # fmt: skip
+        try:
+            return await self._client.ask(
+                branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=self._branch_timeout_s,
+                messages=self._staging.taken[broker_id], follows=follows, followers=followers,
+            )  # fmt: skip
+        except BranchMisuse as error:
+            if error.code is XACode.DUPID:  # what goes by the id is somebody else's: nothing of it may be rolled back
+                del self.branches[broker_id]
+            raise
 
     async def _finish(
         self, broker_id: int, last: Verb, follows: Sequence[int] = (), followers: Sequence[int] = ()
@@ -118,6 +123,8 @@ class Work:
         await self._client.ask(branch, [Verb.COMMIT], timeout_s=self._answer_s)
 
     async def _rollback_one(self, branch: Branch) -> None:
+        if not branch.epoch and await self._is_somebody_elses(branch):
+            return
         try:
             await self._client.ask(branch, [Verb.RESOLVE], timeout_s=self._answer_s)
         except BranchNotKnown:
@@ -126,6 +133,11 @@ class Work:
             await self._client.ask(branch, [Verb.ROLLBACK], timeout_s=self._answer_s)
             return
         raise TransactionError(branch.xid, XACode.RMERR, "it is committed, and was to be rolled back")
+
+    async def _is_somebody_elses(self, branch: Branch) -> bool:
+        """Where no answer to START came: an application may have chosen an id that is in use. Raises as branches()."""
+        known = await self._client.branches(branch.broker_id, all_of_them=True)
+        return any(one.xid == branch.xid and one.owner != branch.session for one in known)
 
     async def _each(self, branches: Iterable[Branch], end: Callable[[Branch], Awaitable[None]]) -> list[MetamqError]:
         found = await asyncio.gather(*(end(branch) for branch in list(branches)), return_exceptions=True)
