@@ -15,7 +15,7 @@ from metamq.errors import MetamqError, OutcomeUnknown
 from metamq.testing import BrokerProcess
 from metamq.tx import Recovered, Recoverer, dbtx
 from metamq.wire.xa import Verb
-from metamq.zk.embedded import free_port
+from metamq.zk.ports import free_port
 from tests.parts import Line, wait_until
 from tests.tx.shop import Shop, open_shop
 
