@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from metamq.client.checks import wrong_type
 from metamq.errors import ConfigError
 
 _TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
@@ -26,6 +27,12 @@ class Connection(Protocol):
     def commit(self) -> None: ...
     def rollback(self) -> None: ...
     def close(self) -> None: ...
+
+
+def check_connection(connection: object) -> None:
+    """Raises WrongType where it is none."""
+    if not all(hasattr(connection, name) for name in ("cursor", "commit", "rollback")):
+        raise wrong_type("`connection`", "a DB-API connection", connection)
 
 
 def check_table(table: str) -> str:

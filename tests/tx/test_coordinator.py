@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -287,3 +288,14 @@ def test_misuse(resources: Resources, topic: str, tmp_path: Path) -> None:
     coordinator.close()
     with pytest.raises(ClosedError), coordinator.begin():
         pass
+
+
+def test_what_cannot_be_prepared_is_named(tmp_path: Path) -> None:
+    wrong: Any = [lambda: None]
+    with pytest.raises(WrongType, match="`resources` must be a mapping"):
+        Coordinator(tmp_path / "none", wrong)
+    connect: Any = lambda: sqlite3.connect(":memory:")  # noqa: E731
+    coordinator = Coordinator(tmp_path / "decisions", {"orders": connect})
+    with pytest.raises(ConfigError, match=r"resource 'orders' has no tpc_begin\(\)"), coordinator.begin() as tx:
+        tx["orders"]
+    coordinator.close()

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, MetamqError, TopicNotFound
+from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster, cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from metamq.tx.app.outcomes import OutcomeTable
@@ -443,3 +443,17 @@ def test_a_database_that_goes_away_ends_no_recoverer(
         recoverer.run(every_s=0.01)
     assert asked == 4
     assert len([record for record in caplog.records if "tried again" in record.message]) == 2
+
+
+def test_what_is_no_connection_no_producer_and_no_function_is_named(producer: Producer[bytes]) -> None:
+    connection: Any = sqlite3.connect(":memory:")
+    swapped: Any = producer
+    path: Any = "shop.db"
+    for wrong, words in (
+        (lambda: dbtx(swapped, connection), "`connection` must be a DB-API connection"),
+        (lambda: dbtx(connection, connection), "`producer` must be a blocking metamq.Producer"),
+        (lambda: Recoverer(path), "`connect` must be a function"),
+    ):
+        with pytest.raises(WrongType, match=words):
+            wrong()
+    connection.close()

@@ -119,6 +119,8 @@ class Coordinator:
         recover_every_s: float = RECOVER_EVERY_S,
     ) -> None:
         check_seconds("recover_every_s", recover_every_s, optional=False)
+        if not isinstance(resources, Mapping):
+            raise wrong_type("`resources`", "a mapping of names to functions and Producers", resources)
         for name, resource in resources.items():
             if not isinstance(name, str) or not 0 < len(name) <= 64 or not name.isascii():
                 raise ConfigError(f"the resource name {name!r} is not 1 to 64 ASCII characters")
@@ -186,8 +188,15 @@ class Coordinator:
         return part
 
     def _connection(self, name: str) -> tuple[Any, bool]:
+        """And whether it is this transaction's own. Raises ConfigError for one without two phases."""
         resource: Any = self._resources[name]
-        return (resource, False) if hasattr(resource, "tpc_begin") else (resource(), True)
+        if hasattr(resource, "tpc_begin"):
+            return resource, False
+        connection = resource()
+        if not hasattr(connection, "tpc_begin"):
+            problem = f"a {type(connection).__name__} of resource {name!r} has no tpc_begin(): it cannot be prepared"
+            raise ConfigError(problem, hint="With a single database, dbtx needs none.")
+        return connection, True
 
     def _commit(self, tx: CoordinatedTransaction) -> None:
         parts = list(tx._parts.values())

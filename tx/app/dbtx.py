@@ -22,7 +22,8 @@ from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from metamq.client.branches import ANSWER_S
-from metamq.client.dbapi import Connection
+from metamq.client.checks import wrong_type
+from metamq.client.dbapi import Connection, check_connection
 from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
@@ -71,6 +72,9 @@ class dbtx:
         paramstyle: str | None = None,
         timeout_s: float = 0.0,
     ) -> None:
+        check_connection(connection)
+        if not isinstance(producer, Producer):
+            raise wrong_type("`producer`", "a blocking metamq.Producer", producer)
         self._connection = connection
         self._producer = producer
         self._outcomes = OutcomeTable(table, paramstyle)

@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 from metamq.client.background import background
 from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
+from metamq.client.checks import wrong_type
 from metamq.client.cluster import Cluster
 from metamq.client.dbapi import Connection
 from metamq.client.first_contact import open_client_session
@@ -68,6 +69,8 @@ class Recoverer:
         config: str | None = None,
         root: str | None = None,
     ) -> None:
+        if not callable(connect):
+            raise wrong_type("`connect`", "a function that opens a connection", connect)
         self._connect = connect
         self._outcomes = OutcomeTable(table, paramstyle)
         self._grace_s = grace_s
