@@ -88,7 +88,10 @@ def whole_after_a_restart(front: Front) -> None:
     assert sum(found.values()) % (2 * len(VALUES)) == 0
     front.cluster.broker.kill()
     front.cluster.broker.start()
-    assert stored(front) == found
+    again = stored(front)  # what was on its way when its client had gone may have been committed since
+    assert again.keys() == found.keys()
+    assert all(again[partition] >= found[partition] for partition in found)
+    assert len(set(again.values())) == 1
     with XAResource(0, front.cluster.zookeeper) as resource:
         for branch in resource.recover():
             assert branch.messages in (len(VALUES), 2 * len(VALUES))
