@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from metamq.errors import BranchMisuse, BranchNotKnown, RolledBack
+from metamq.errors import BranchMisuse, BranchNotKnown, ConnectError, RolledBack
 from metamq.testing import Cluster, cluster
 from metamq.tx import TM, BranchDescription, Vote, XACode, XAResource, Xid
+from tests.parts import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,14 @@ def test_a_prepared_branch_outlives_the_broker(running: Cluster, mq: XAResource,
     mq.prepare(prepared)
     getattr(running.broker, how)()
     running.broker.start()
-    found = {branch.xid: branch for branch in mq.recover()}
+    found: dict[Xid, BranchDescription] = {}
+
+    def answers() -> bool:
+        with contextlib.suppress(ConnectError):  # until the client has seen in ZooKeeper that its broker is back
+            found.update({branch.xid: branch for branch in mq.recover()})
+        return bool(found)
+
+    wait_until(answers, what="the broker is back")
     assert found[prepared].messages == 2
     assert idle not in found
     mq.commit(prepared)
