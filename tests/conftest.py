@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
+settings.load_profile("untimed")
 
 FIGURES = "figures"
 LEFT_OUT = "not containers"

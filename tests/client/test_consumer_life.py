@@ -28,7 +28,7 @@ from metamq.errors import ClosedError, ConfigError, ForkedError
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
 
-INTERRUPT_LIMIT_S = 0.2
+INTERRUPT_LIMIT_S = 2.0
 SLACK_S = 0.3
 """For a machine that is busy with other things: starting to handle a signal, and ending an interpreter."""
 
