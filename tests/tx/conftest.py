@@ -10,6 +10,7 @@ import pytest
 from metamq.client.branches import BranchDescription
 from metamq.testing import Cluster, cluster
 from metamq.tx import XAResource
+from tests.parts import wait_until
 
 
 class Shop:
@@ -43,10 +44,7 @@ class Shop:
 
     def until_ended(self, limit_s: float = 60.0) -> None:
         """Waits until no branch is open at any broker, but those of which only the reason is kept."""
-        deadline = time.monotonic() + limit_s
-        while left := [one for one in self.open_branches() if one[1] != "rollback-only"]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        wait_until(lambda: all(one[1] == "rollback-only" for one in self.open_branches()), limit_s, "no branch open")
 
     def close(self) -> None:
         for watcher in self._watchers.values():

@@ -135,10 +135,7 @@ def test_a_branch_past_its_time_is_rolled_back_and_a_prepared_one_never(
     mq.set_timeout(0.3)
     idle, prepared = work(mq, topic, b"idle"), work(mq, topic, b"prepared")
     mq.prepare(prepared)
-    deadline = time.monotonic() + 30
-    while any(branch.xid == idle and branch.state == "idle" for branch in _all(mq)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: (idle, "idle") not in _states(mq), 30, "the time-out")
     with pytest.raises(RolledBack) as over:
         mq.prepare(idle)
     assert over.value.code == XACode.RBTIMEOUT
@@ -146,8 +143,9 @@ def test_a_branch_past_its_time_is_rolled_back_and_a_prepared_one_never(
     assert seen(running, topic) == [b"prepared"]
 
 
-def _all(mq: XAResource) -> list[BranchDescription]:
-    return mq._background.run(mq._core._client.branches(0, all_of_them=True))
+def _states(mq: XAResource) -> set[tuple[Xid, str]]:
+    known = mq._background.run(mq._core._client.branches(0, all_of_them=True))
+    return {(branch.xid, branch.state) for branch in known}
 
 
 def test_a_prepared_branch_takes_no_more(mq: XAResource, topic: str) -> None:
@@ -232,10 +230,7 @@ def test_what_nobody_is_behind_any_more_is_rolled_back(running: Cluster, mq: XAR
         gone.start(active)
         gone.send(topic, b"active")
         gone.prepare(prepared)
-    deadline = time.monotonic() + 30
-    while any(branch.xid in (idle, active) and branch.state in ("idle", "active") for branch in _all(mq)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not {(idle, "idle"), (active, "active")} & _states(mq), 30, "its branches given up")
     with pytest.raises(RolledBack) as lost:
         mq.prepare(idle)
     assert lost.value.code == XACode.RBCOMMFAIL

@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import pytest
 from metamq import Producer
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, OutcomeUnknown, RolledBack, StorageError, WrongType
 from metamq.tx import Coordinator, Settled
+from tests.parts import wait_until
 from tests.postgres import Postgres, running_postgres
 
 if TYPE_CHECKING:
@@ -177,10 +177,10 @@ def test_killed_at(
     assert done.returncode == -signal.SIGKILL, done.stderr
     with Coordinator(tmp_path, resources()) as coordinator:
         assert coordinator.recover() == Settled(0, 0)  # it was all done when it was opened
-        deadline = time.monotonic() + 30
-        while databases.prepared() or [one for one in shop.open_branches() if one[1] == "prepared"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(
+            lambda: not databases.prepared() and all(one[1] != "prepared" for one in shop.open_branches()),
+            30, "nothing in doubt",
+        )  # fmt: skip
         holds(shop, databases, topic, ["1"] if point in DECIDED else [])
 
 
@@ -217,10 +217,7 @@ def test_a_resource_that_is_down_is_told_later(
         databases.server.start()
         assert "queue" in coordinator.recover().left
         down.start()
-        deadline = time.monotonic() + 30
-        while coordinator._log.open:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not coordinator._log.open, 30, "all told")
         with coordinator.begin() as tx:
             work(tx, topic, "2")
     holds(shop, databases, topic, ["1", "2"])

@@ -76,8 +76,10 @@ class _Part:
     def close(self) -> None:
         """Of a connection that was opened for it."""
         if self.is_own:
-            with contextlib.suppress(Exception):
+            try:
                 self.connection.close()
+            except Exception as error:  # it is over, whatever became of its transaction
+                log.info("a connection of resource %r does not close: %s", self.name, error)
 
 
 class CoordinatedTransaction:

@@ -127,8 +127,11 @@ class DataManager:
             return
         outcome = None
         if self._connect is not None:
-            with contextlib.suppress(Exception), contextlib.closing(self._connect()) as connection:
-                outcome = self._outcomes.decide(connection, self._work.gtrid)
+            try:
+                with contextlib.closing(self._connect()) as connection:
+                    outcome = self._outcomes.decide(connection, self._work.gtrid)
+            except Exception as error:
+                log.warning("the database cannot be asked what it has decided: %s", error)
         if outcome == COMMIT:
             self.tpc_finish(transaction)
         elif outcome == ABORT:
@@ -137,8 +140,10 @@ class DataManager:
             log.info("transaction %s waits for a recoverer, which asks the database", self._work.gtrid.hex())
 
     def _roll_back(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             self._producer._background.run(self._outbox.give_up())
+        except Exception as error:  # its producer is closed: brokers roll back what they have
+            log.info("what was to be sent in %s is dropped: %s", self._work.gtrid.hex(), error)
         reason = BranchMisuse(self._work.gtrid.hex(), XACode.PROTO, "its transaction was aborted")
         self._end(self._work.rollback, reason)
 

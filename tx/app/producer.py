@@ -153,7 +153,9 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         """
         if not self._closed and "_known_transactions" in self.__dict__:
             for one in self._all_left():
-                with contextlib.suppress(Exception):
+                try:
                     if self._ends_with_the_producer(one):
                         self._roll_back(one)
+                except Exception as error:  # the rest is to be closed all the same
+                    log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
         super().close(timeout)
