@@ -28,13 +28,19 @@ from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import BranchMisuse, ConfigError, MetamqError, OutcomeUnknown, RolledBack
-from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, check_transactional
+from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded, check_transactional
 from metamq.tx.app.staging import Message, Staging
 from metamq.tx.app.work import Work
 from metamq.wire.compression import codec_named
 from metamq.wire.xa import XACode
 
 log = logging.getLogger("metamq.tx")
+
+_ENDED = "the connection was committed or rolled back in the block"
+_ENDED_HINT = (
+    "Rows that were committed so are there: see to them. Leave both to the block: no commit() or rollback() of the "
+    "connection in it, no `with connection:`, and with sqlite3 no executescript()."
+)
 
 
 def staging_of(producer: Producer[Any]) -> Staging:
@@ -53,13 +59,15 @@ class dbtx:
     """A transaction over a DB-API connection and any number of messages: both happen, or neither.
 
     connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Its
-                 transaction is committed, or rolled back, on leaving the block: do neither inside.
+                 transaction is committed, or rolled back, on leaving the block: do neither inside. With sqlite3 it also
+                 begins with the block.
     producer:    a blocking Producer; its settings hold for the messages, too.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
     timeout_s:   a broker rolls back what is not prepared after so long; 0 is the broker's own (30 s).
 
     Leaving raises what the database raises; RolledBack, ConnectError and so on when the messages could not be prepared:
-    then nothing has happened. Only where the connection is lost during the commit nobody can tell yet whether it has.
+    then nothing has happened; BranchMisuse where the connection was committed or rolled back in the block: no message
+    is sent, but what was committed so is. Only where the connection is lost during the commit nobody can tell yet.
     A Recoverer has to run somewhere, for what is left by processes that die in between.
     """
 
@@ -80,6 +88,7 @@ class dbtx:
         self._outcomes = OutcomeTable(table, paramstyle)
         self._timeout_s = timeout_s
         self._work: Work | None = None
+        self._mark = 0
 
     def __enter__(self) -> Self:
         """Begins. Raises ConfigError without the table, or with autocommit; BranchMisuse within another dbtx of the
@@ -91,7 +100,7 @@ class dbtx:
         if other is not None and other._work is not None:
             raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already: they are not nested")
         try:
-            identity = self._outcomes.identity(self._connection)
+            identity, self._mark = self._outcomes.begin(self._connection)
         except ConfigError:
             self._connection.rollback()  # so that the table can be made on this connection
             raise
@@ -146,15 +155,20 @@ class dbtx:
         work, self._work = self._work, None
         assert work is not None
         if error is not None:
+            self._warn_if_ended()
             self._roll_back(work)
             return
         run = self._producer._background.run
         try:
             if work.is_empty:
-                self._outcomes.check(self._connection)
+                self._outcomes.check(self._connection, self._mark)
             else:
                 self._prepare(work)
-                self._outcomes.commit(self._connection, work.gtrid)
+                self._outcomes.commit(self._connection, work.gtrid, self._mark)
+        except TransactionEnded:
+            self._roll_back(work)
+            problem = f"{_ENDED}: no message is sent"
+            raise BranchMisuse(work.gtrid.hex(), XACode.PROTO, problem, hint=_ENDED_HINT) from None
         except BaseException:
             self._roll_back(work)
             raise
@@ -165,6 +179,15 @@ class dbtx:
             raise
         if not work.is_empty:
             self._told(run(work.commit()))
+
+    def _warn_if_ended(self) -> None:
+        """The block raises, and what it had committed before stays."""
+        try:
+            self._outcomes.check(self._connection, self._mark)
+        except TransactionEnded:
+            log.warning("%s, which then failed: what was committed so stays. %s", _ENDED, _ENDED_HINT)
+        except Exception as error:  # PostgreSQL takes no more statements in a transaction that has failed
+            log.debug("whether the connection was committed in the block cannot be told: %s", error)
 
     def _prepare(self, work: Work) -> None:
         """Raises what makes it impossible; no answer does, too: without the database's commit nothing counts."""

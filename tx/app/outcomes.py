@@ -38,6 +38,14 @@ _SURE = (
     "true)"
 )
 """Where a commit may be answered before it is on the disk, this one is not: the messages follow it."""
+_BEGAN = "(extract(epoch FROM transaction_timestamp()) * 1000000)::bigint"
+"""The same throughout a transaction of PostgreSQL, and another one in the next."""
+_SAVEPOINT = "metamq_dbtx"
+"""In sqlite3's: it is gone once that transaction is."""
+
+
+class TransactionEnded(Exception):
+    """The connection's transaction is not the one that began with the block."""
 
 
 class OutcomeTable:
@@ -64,15 +72,33 @@ class OutcomeTable:
 
     def identity(self, connection: Connection) -> bytes:
         """What the gtrids of this database begin with. Raises ConfigError when there is no table."""
+        return self._identity(connection, "outcome")[0]
+
+    def begin(self, connection: Connection) -> tuple[bytes, int]:
+        """Marks the transaction that is under way, or begins one, so that its end is noticed. Returns the identity, and
+        the mark, which check() and commit() take. Of other databases than sqlite3 and PostgreSQL nothing is noticed.
+        Raises as identity()."""
+        if _is_postgresql(connection):
+            identity, began = self._identity(connection, f"outcome, {_BEGAN}")
+            return identity, int(began)
+        identity, _outcome = self._identity(connection, "outcome")
+        if isinstance(connection, sqlite3.Connection):
+            if not connection.in_transaction:  # the release of a savepoint alone would commit
+                connection.execute(f"BEGIN {connection.isolation_level or ''}")
+            connection.execute(f"SAVEPOINT {_SAVEPOINT}")
+        return identity, 0
+
+    def _identity(self, connection: Connection, columns: str) -> tuple[bytes, Any]:
+        """And what is in the last of the columns."""
         try:
-            identity = self._read(connection, ID_ROW)
+            row = self._row(connection, ID_ROW, columns)
         except Exception as error:
             if _is_about_the_table(error):
                 raise self._missing() from error
             raise
-        if identity is None:
+        if row is None:
             raise self._missing()
-        return f"db:{identity}:".encode()
+        return f"db:{row[0]}:".encode(), row[-1]
 
     def _missing(self) -> ConfigError:
         return ConfigError(
@@ -80,14 +106,33 @@ class OutcomeTable:
             hint="Make it once: `metamq.tx.create_outcome_table(connection)`.",
         )
 
-    def check(self, connection: Connection) -> None:
-        """Raises what the database raises where the connection's transaction has failed, and could not be committed."""
-        self._read(connection, ID_ROW)
+    def check(self, connection: Connection, mark: int) -> None:
+        """Raises TransactionEnded; and what the database raises where the transaction has failed, and could not be
+        committed. Once it was called, or commit(), sqlite3's is not marked any more."""
+        if isinstance(connection, sqlite3.Connection):
+            _release(connection)
+        elif _is_postgresql(connection):
+            with closing(execute(connection, f"SELECT {_BEGAN}")) as cursor:
+                if cursor.fetchone()[0] != mark:
+                    raise TransactionEnded
+        else:
+            self._read(connection, ID_ROW)
 
-    def commit(self, connection: Connection, gtrid: bytes) -> None:
-        """Writes the decision into the connection's transaction."""
-        sql = _SURE.format(table=self.name) if _is_postgresql(connection) else None
-        self._insert(connection, gtrid.hex(), COMMIT, sql)
+    def commit(self, connection: Connection, gtrid: bytes, mark: int | None = None) -> None:
+        """Writes the decision into the connection's transaction. Raises TransactionEnded where that is not the one with
+        the mark."""
+        if not _is_postgresql(connection):
+            if mark is not None and isinstance(connection, sqlite3.Connection):
+                _release(connection)
+            self._insert(connection, gtrid.hex(), COMMIT)
+            return
+        sql, values = _SURE.format(table=self.name), (gtrid.hex(), COMMIT, time.time_ns() // 1000)
+        if mark is None:
+            execute(connection, sql, values, self._paramstyle).close()
+            return
+        with closing(execute(connection, f"{sql} WHERE {_BEGAN} = {{}}", (*values, mark), self._paramstyle)) as cursor:
+            if cursor.rowcount == 0:
+                raise TransactionEnded
 
     def decide(self, connection: Connection, gtrid: bytes) -> str | None:
         """The outcome: `abort` from now on unless it was decided. None: it cannot be told at present. Commits."""
@@ -121,14 +166,26 @@ class OutcomeTable:
         connection.commit()
 
     def _read(self, connection: Connection, key: str) -> str | None:
-        sql = f"SELECT outcome FROM {self.name} WHERE gtrid = {{}}"
-        with closing(execute(connection, sql, (key,), self._paramstyle)) as cursor:
-            row = cursor.fetchone()
+        row = self._row(connection, key, "outcome")
         return row[0] if row is not None else None
 
-    def _insert(self, connection: Connection, key: str, outcome: str, sql: str | None = None) -> None:
-        sql = sql or f"INSERT INTO {self.name} (gtrid, outcome, at) VALUES ({{}}, {{}}, {{}})"
+    def _row(self, connection: Connection, key: str, columns: str) -> Any:
+        sql = f"SELECT {columns} FROM {self.name} WHERE gtrid = {{}}"
+        with closing(execute(connection, sql, (key,), self._paramstyle)) as cursor:
+            return cursor.fetchone()
+
+    def _insert(self, connection: Connection, key: str, outcome: str) -> None:
+        sql = f"INSERT INTO {self.name} (gtrid, outcome, at) VALUES ({{}}, {{}}, {{}})"
         execute(connection, sql, (key, outcome, time.time_ns() // 1000), self._paramstyle).close()
+
+
+def _release(connection: sqlite3.Connection) -> None:
+    try:
+        connection.execute(f"RELEASE {_SAVEPOINT}")
+    except sqlite3.OperationalError as error:
+        if "no such savepoint" in str(error):
+            raise TransactionEnded from None
+        raise
 
 
 def _is_about_the_table(error: Exception) -> bool:
