@@ -25,7 +25,7 @@ from metamq.cli.output import (
 from metamq.cli.replica_view import amiss, in_sync_and_down
 from metamq.cli.units import DURATION, show_bytes
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
-from metamq.errors import ConfigError, ConnectError, Timeout
+from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
 from metamq.zk.paths import Paths
 from metamq.zk.servers import parse_servers
 
@@ -115,7 +115,11 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     waiting = _Waiting()
     with _admin_of_a_cluster(deadline, waiting) as admin:
         while True:
-            found = admin.replicas()
+            try:
+                found = admin.replicas()
+            except ConnectError as error:  # ZooKeeper was there, and may be back in a moment
+                waiting.outlives(error, deadline)
+                continue
             asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
             lacking = [one for one in asked.values() if not _is_in_sync(one, wanted)]
             if asked and not lacking:
@@ -147,6 +151,13 @@ class _Waiting:
             self._told = why
             say(f"Waiting: {why}.")
 
+    def outlives(self, error: MetamqError, deadline: float) -> None:
+        """Waits a moment on account of an error. Raises it at the deadline."""
+        if time.monotonic() > deadline:
+            raise error
+        self.tell(error.problem)
+        time.sleep(WAIT_S)
+
 
 def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
     """Waits also for ZooKeeper, and for the first broker ever. Raises ConfigError, ConnectError at the deadline."""
@@ -156,10 +167,7 @@ def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
         try:
             return current().admin()
         except (ConfigError, ConnectError) as error:
-            if time.monotonic() > deadline:
-                raise
-            waiting.tell(error.problem)
-            time.sleep(WAIT_S)
+            waiting.outlives(error, deadline)
 
 
 def _who_lacks(broker: BrokerReplicas, wanted: int) -> str:

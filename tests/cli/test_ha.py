@@ -167,6 +167,22 @@ def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_p
         assert broker.stop() == 0
 
 
+def test_wait_outlives_an_outage_of_zookeeper(process: Start) -> None:
+    with cluster(session_timeout_ms=3000, insync_lag_ms=1000) as running:
+        waiting = process("ha", "wait", "--in-sync", 2, "--zookeeper", running.zookeeper)
+        assert waiting.stderr is not None
+        lines = iter(waiting.stderr.readline, b"")
+        assert any(b"broker 0 has 1 of 2 replicas in sync" in line for line in lines)
+        running.zookeeper_server.kill()
+        assert any(b"Waiting: " in line and b"ZooKeeper at" in line for line in lines)
+        running.zookeeper_server.restart()
+        slave = BrokerProcess(running.zookeeper, running.folder / "replica-1", 0, replica=1)
+        slave.start()
+        assert b"2 replicas of broker 0 in sync." in waiting.communicate(timeout=60)[1]
+        assert waiting.returncode == 0
+        slave.stop()
+
+
 SLOW_BYTES_S = 1000
 LARGE_BYTES = 200_000
 """As fast as the link may be, it has to pause for minutes after this."""

@@ -49,7 +49,8 @@ def test_a_plan_is_not_replaced_for_an_older_view(servers: str) -> None:
         async with await Session.open(servers) as session:
             await TopicStore(session).create(TopicConfig("t", {0: 4}))
             deaf: Any = HearsNothingOfMembers(session)
-            behind = GroupPlan(deaf, "etl", "one", "range", lambda: None)
+            news = asyncio.Event()
+            behind = GroupPlan(deaf, "etl", "one", "range", news.set)
             ahead = GroupPlan(session, "etl", "two", "range", lambda: None)
             await join_as(session, "one")
             first = await behind.agree(session.generation)
@@ -60,7 +61,8 @@ def test_a_plan_is_not_replaced_for_an_older_view(servers: str) -> None:
             # It hears of the new plan, but still remembers the members of before.
             async with asyncio.timeout(5):
                 while (plan := await behind.agree(session.generation)) == first:
-                    await asyncio.sleep(0.01)
+                    await news.wait()  # there may be news of its own plan first
+                    news.clear()
             assert plan == newest
 
     asyncio.run(scenario())

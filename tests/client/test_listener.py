@@ -256,14 +256,14 @@ def test_a_slow_handler_keeps_its_partitions(shop: Shop, group: str) -> None:
         assert go_on.wait(30)
         handled.append((message.partition, message.offset))
 
-    with shop.consumer(topic, group, consumer_id="a", session_timeout_ms=1_000, strategy="sticky") as consumer:
+    with shop.consumer(topic, group, consumer_id="a", session_timeout_ms=2_000, strategy="sticky") as consumer:
         thread = threading.Thread(target=consumer.run, args=(slow,))
         thread.start()
         assert busy.wait(10)
         start = time.monotonic()
-        with shop.consumer(topic, group, consumer_id="b", session_timeout_ms=1_000, strategy="sticky") as other:
+        with shop.consumer(topic, group, consumer_id="b", session_timeout_ms=2_000, strategy="sticky") as other:
             shop.until(lambda: len(other.assignment) == 1)
-            shop.until(lambda: time.monotonic() - start > 2.0)
+            shop.until(lambda: time.monotonic() - start > 4.0)
             assert tp(topic, 0) in {
                 each for member in shop.admin.describe_group(group).members
                 for each in member.partitions if member.consumer_id == "a"
