@@ -100,7 +100,8 @@ def _json(one: BranchDescription) -> dict[str, Any]:
 def show(xid: str, output: str) -> None:
     """Show the branches of a transaction, who is to decide about it, and what there is to do.
 
-    XID is what `metamq tx list` prints, or its beginning.
+    XID is what `metamq tx list` and errors print, or its beginning; or the global transaction alone, as text or in
+    hexadecimal, as it is in the outcome table of dbtx.
 
     \b
     metamq tx show 19793_b3JkZXItMTc=_MA==
@@ -113,15 +114,21 @@ def show(xid: str, output: str) -> None:
         print_json([_json(one) for one in found])
         return
     first = found[0]
-    click.echo(str(first.xid))
-    click.echo(f"  global transaction {_readable(first.xid.gtrid)}, branch {_readable(first.xid.bqual) or '-'}")
+    is_one = len({one.xid for one in found}) == 1
+    click.echo(str(first.xid) if is_one else first.xid.whole)
+    click.echo(f"  global transaction {_readable(first.xid.gtrid)}{_branch(first) if is_one else ''}")
     for one in found:
-        what = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
+        amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
         age = f", for {show_age(_age_ms(one))}" if one.prepared_us else ""
-        click.echo(f"  broker {one.broker_id}: {one.state}{age}; {what}; begun by {one.owner}")
+        which = "" if is_one else _branch(one)
+        click.echo(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
     click.echo(f"  decided by: {_who_decides(first)}")
     for line in _next_steps(first):
         say(line)
+
+
+def _branch(one: BranchDescription) -> str:
+    return f", branch {_readable(one.xid.bqual) or '-'}"
 
 
 def _readable(part: bytes) -> str:
@@ -170,14 +177,18 @@ _LAST = "Only if that is lost for good decide yourself: `metamq tx commit` or `m
 
 
 def _find(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
-    """The branches of one id. Raises BranchNotKnown, ConfigError when several begin so, ConnectError."""
+    """The branches of one id, or of one global transaction. Raises BranchNotKnown, ConfigError when several begin so,
+    ConnectError."""
     found = admin.transactions()
     matching = [one for one in found.branches if str(one.xid).startswith(text)]
     exact = [one for one in matching if str(one.xid) == text]
-    matching = [one for one in exact or matching if broker_id in (None, one.broker_id)]
-    xids = sorted({str(one.xid) for one in matching})
-    if len(xids) > 1:
-        raise ConfigError(f"{len(xids)} transactions begin with {text!r}", hint=f"They are: {listed(xids)}.")
+    of_gtrid = [
+        one for one in found.branches if text in (one.xid.gtrid.hex(), one.xid.gtrid.decode("ascii", "replace"))
+    ]
+    matching = [one for one in exact or of_gtrid or matching if broker_id in (None, one.broker_id)]
+    names = sorted({one.xid.whole for one in matching})
+    if len(names) > 1:
+        raise ConfigError(f"{len(names)} transactions begin with {text!r}", hint=f"They are: {listed(names)}.")
     if matching:
         return matching
     if found.problems:

@@ -50,6 +50,11 @@ class Xid(NamedTuple):
         parts = (base64.b64encode(part).decode() for part in (self.gtrid, self.bqual))
         return "_".join((str(self.format_id), *parts))
 
+    @property
+    def whole(self) -> str:
+        """Of the global transaction, as `metamq tx` takes it: what the ids of all its branches begin with."""
+        return str(Xid(self.format_id, self.gtrid))
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """From what str() gives. Raises ConfigError."""

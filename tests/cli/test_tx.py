@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -161,6 +162,34 @@ def test_ids_that_are_none_or_not_the_only_ones(mq: XAResource, topic: str, caps
     for xid in (first, second):
         assert command(capsys, "rollback", str(xid), "--yes", "--broker", "0")[0] == 0
         mq.forget(xid)
+
+
+@pytest.mark.parametrize("form", ["whole", "hex", "text", "beginning"])
+def test_a_transaction_over_two_brokers_is_one(
+    running: Cluster, mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """As errors name it, and as it is in a database's outcome table."""
+    gtrid = b"both-" + secrets.token_hex(8).encode()
+    with XAResource(1, running.zookeeper) as other:
+        for at, resource in enumerate((mq, other)):
+            xid = Xid(19793, gtrid, b"%d" % at)
+            resource.start(xid)
+            resource.send(topic, b"value", partition=f"{at}-0")
+            resource.end(xid)
+            resource.prepare(xid)
+    whole = Xid(19793, gtrid).whole
+    text = {"whole": whole, "hex": gtrid.hex(), "text": gtrid.decode(), "beginning": whole[:-2]}[form]
+    status, out, _err = command(capsys, "show", text)
+    assert status == 0
+    assert out.splitlines()[0] == whole
+    assert "broker 0, branch 0: prepared" in out
+    assert "broker 1, branch 1: prepared" in out
+    status, out, _err = command(capsys, "show", str(Xid(19793, gtrid, b"1")))
+    assert "broker 1: prepared" in out
+    assert "broker 0" not in out
+    status, out, _err = command(capsys, "rollback", text, "--yes", "-o", "json")
+    assert (status, [one["broker_id"] for one in json.loads(out)]) == (0, [0, 1])
+    assert command(capsys, "forget", text, "--yes")[0] == 0
 
 
 def test_a_broker_that_does_not_answer_is_named(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from metamq.client.checks import check_seconds, wrong_type
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.decision_log import DecisionLog
-from metamq.wire.xa import FORMAT_ID, XACode
+from metamq.wire.xa import FORMAT_ID, XACode, Xid
 
 log = logging.getLogger("metamq.tx")
 
@@ -178,7 +178,7 @@ class Coordinator:
         if resource is None:
             raise ConfigError(f"there is no resource {name!r}", hint=f"There are: {', '.join(self._resources)}.")
         if gtrid not in self._running:
-            raise BranchMisuse(gtrid, XACode.PROTO, "the block has ended")
+            raise BranchMisuse(_named(gtrid), XACode.PROTO, "the block has ended")
         connection, is_own = self._connection(name)
         xid = connection.xid(FORMAT_ID, gtrid, name)
         part = _Part(name, connection, is_own=is_own, xid=xid)
@@ -225,7 +225,7 @@ class Coordinator:
             if not isinstance(error, MetamqError):
                 raise
             raise OutcomeUnknown(
-                gtrid, XACode.RMFAIL, f"the decision could not be written down: {error.problem}",
+                _named(gtrid), XACode.RMFAIL, f"the decision could not be written down: {error.problem}",
                 hint="Begin again with a new Coordinator on the same folder: it finds out, and ends it.",
             ) from error  # fmt: skip
 
@@ -234,7 +234,7 @@ class Coordinator:
         status = getattr(getattr(part.connection, "info", None), "transaction_status", None)
         if status is not None and int(status) != INTRANS:
             self._roll_back(tx)
-            raise RolledBack(tx.gtrid, XACode.RBROLLBACK, f"the transaction of {part.name!r} has failed before")
+            raise RolledBack(_named(tx.gtrid), XACode.RBROLLBACK, f"the transaction of {part.name!r} has failed before")
         part.connection.tpc_commit()
 
     def _tell(self, gtrid: str, parts: list[_Part]) -> None:
@@ -244,7 +244,7 @@ class Coordinator:
                 part.connection.tpc_commit()
             except Exception as error:
                 done = False
-                log.warning("transaction %s is decided; %r is told later: %s", gtrid, part.name, error)
+                log.warning("transaction %s is decided; %r is told later: %s", _named(gtrid), part.name, error)
                 self._abandon(part)
         if done:
             self._log.ended(gtrid)
@@ -256,7 +256,7 @@ class Coordinator:
             try:
                 part.connection.tpc_rollback()
             except Exception as error:
-                log.info("transaction %s: %r is rolled back later: %s", tx.gtrid, part.name, error)
+                log.info("transaction %s: %r is rolled back later: %s", _named(tx.gtrid), part.name, error)
                 self._abandon(part)
                 self._left.set()
 
@@ -315,7 +315,7 @@ class Coordinator:
                 getattr(connection, "rollback", lambda: None)()  # psycopg's tpc_recover() leaves a transaction open
                 (connection.tpc_commit if commits else connection.tpc_rollback)(xid)
                 counts[not commits] += 1
-                log.info("transaction %s at %r: %s", gtrid, name, "committed" if commits else "rolled back")
+                log.info("transaction %s at %r: %s", _named(gtrid), name, "committed" if commits else "rolled back")
         finally:
             if is_own:
                 connection.close()
@@ -351,6 +351,11 @@ class Coordinator:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _named(gtrid: str) -> str:
+    """As `metamq tx show` takes it."""
+    return Xid(FORMAT_ID, gtrid.encode()).whole
 
 
 def _text(value: bytes | str | None) -> str:

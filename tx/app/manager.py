@@ -137,14 +137,14 @@ class DataManager:
         elif outcome == ABORT:
             self._roll_back()
         else:
-            log.info("transaction %s waits for a recoverer, which asks the database", self._work.gtrid.hex())
+            log.info("transaction %s waits for a recoverer, which asks the database", self._work.name)
 
     def _roll_back(self) -> None:
         try:
             self._producer._background.run(self._outbox.give_up())
         except Exception as error:  # its producer is closed: brokers roll back what they have
-            log.info("what was to be sent in %s is dropped: %s", self._work.gtrid.hex(), error)
-        reason = BranchMisuse(self._work.gtrid.hex(), XACode.PROTO, "its transaction was aborted")
+            log.info("what was to be sent in %s is dropped: %s", self._work.name, error)
+        reason = BranchMisuse(self._work.name, XACode.PROTO, "its transaction was aborted")
         self._end(self._work.rollback, reason)
 
     def _end(self, end: Callable[[], Any], error: MetamqError | None) -> None:
@@ -154,7 +154,7 @@ class DataManager:
         except Exception as raised:
             failures = [raised]
         for failure in failures:
-            log.warning("a branch of %s waits for a recoverer: %s", self._work.gtrid.hex(), failure)
+            log.warning("a branch of %s waits for a recoverer: %s", self._work.name, failure)
 
 
 class _Savepoint(NamedTuple):

@@ -88,7 +88,7 @@ class Outbox:
             raise self.failed.with_traceback(None)
         if self.ended or self.closed:
             raise BranchMisuse(
-                self._work.gtrid.hex(), XACode.PROTO, "the transaction takes no more: it is prepared, or has ended"
+                self._work.name, XACode.PROTO, "the transaction takes no more: it is prepared, or has ended"
             )
 
     def _placeholder(self, topic: str) -> OutgoingBatch:

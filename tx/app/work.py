@@ -40,6 +40,11 @@ class Work:
         return Xid(FORMAT_ID, self.gtrid, str(broker_id).encode())
 
     @property
+    def name(self) -> str:
+        """As errors and the log have it, and `metamq tx show` takes it."""
+        return self.xid_at(0).whole
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was sent."""
         return not self.branches and not self._staging.taken
