@@ -1,16 +1,24 @@
-"""Clusters and readers for tests of transactions."""
+"""Clusters, databases and readers for tests of transactions."""
 
 from __future__ import annotations
 
+import sqlite3
 import time
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
+from metamq import Producer
 from metamq.client.branches import BranchDescription
 from metamq.testing import Cluster, cluster
-from metamq.tx import XAResource
+from metamq.tx import XAResource, create_outcome_table
 from tests.parts import wait_until
+from tests.postgres import running_postgres
+from tests.tx.databases import Connect, is_postgres
 
 
 class Shop:
@@ -57,3 +65,54 @@ def shop() -> Iterator[Shop]:
         made = Shop(running)
         yield made
         made.close()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with running_postgres() as server:
+        yield server.dsn
+
+
+@pytest.fixture
+def topic(running: Cluster) -> str:
+    name = f"orders-{time.monotonic_ns()}"
+    running.create_topic(name, partitions=3)
+    return name
+
+
+@pytest.fixture
+def producer(running: Cluster) -> Iterator[Producer[bytes]]:
+    with running.producer() as made:
+        yield made
+
+
+@pytest.fixture(params=["sqlite3", "psycopg"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
+    """Connects to a database that only this test has."""
+    if request.param == "sqlite3":
+        opened: Connect = lambda: sqlite3.connect(tmp_path / "application.db", timeout=1)  # noqa: E731
+    else:
+        server, schema = request.getfixturevalue("postgres"), f"test_{uuid.uuid4().hex}"
+        with psycopg.connect(server) as connection:
+            connection.execute(f"CREATE SCHEMA {schema}")
+        opened = lambda: psycopg.connect(server, options=f"-c search_path={schema}")  # noqa: E731
+    connection = opened()
+    create_outcome_table(connection)
+    create_outcome_table(connection)  # may be repeated
+    connection.execute(f"CREATE TABLE orders (body {'BYTEA' if is_postgres(connection) else 'BLOB'})")
+    connection.commit()
+    connection.close()
+    return opened
+
+
+@pytest.fixture
+def database(connect: Connect) -> Iterator[Any]:
+    connection = connect()
+    yield connection
+    connection.close()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sqlite3
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -17,90 +13,12 @@ import pytest
 
 from metamq import Producer
 from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from metamq.tx.app.outcomes import OutcomeTable
-from tests.postgres import running_postgres
-
-Connect = Callable[[], Any]
+from tests.tx.databases import Connect, decisions, insert, is_postgres, messages, rows
 
 REFUSED = (sqlite3.IntegrityError, psycopg.IntegrityError)
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    with cluster() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    with running_postgres() as server:
-        yield server.dsn
-
-
-@pytest.fixture
-def topic(running: Cluster) -> str:
-    name = f"orders-{time.monotonic_ns()}"
-    running.create_topic(name, partitions=3)
-    return name
-
-
-@pytest.fixture
-def producer(running: Cluster) -> Iterator[Producer[bytes]]:
-    with running.producer() as made:
-        yield made
-
-
-@pytest.fixture(params=["sqlite3", "psycopg"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
-    """Connects to a database that only this test has."""
-    if request.param == "sqlite3":
-        opened: Connect = lambda: sqlite3.connect(tmp_path / "application.db", timeout=1)  # noqa: E731
-    else:
-        server, schema = request.getfixturevalue("postgres"), f"test_{uuid.uuid4().hex}"
-        with psycopg.connect(server) as connection:
-            connection.execute(f"CREATE SCHEMA {schema}")
-        opened = lambda: psycopg.connect(server, options=f"-c search_path={schema}")  # noqa: E731
-    connection = opened()
-    create_outcome_table(connection)
-    create_outcome_table(connection)  # may be repeated
-    connection.execute(f"CREATE TABLE orders (body {'BYTEA' if is_postgres(connection) else 'BLOB'})")
-    connection.commit()
-    connection.close()
-    return opened
-
-
-def is_postgres(connection: Any) -> bool:
-    return isinstance(connection, psycopg.Connection)
-
-
-@pytest.fixture
-def database(connect: Connect) -> Iterator[Any]:
-    connection = connect()
-    yield connection
-    connection.close()
-
-
-def rows(database: Any) -> list[bytes]:
-    found = sorted(bytes(body) for (body,) in database.execute("SELECT body FROM orders"))
-    database.rollback()
-    return found
-
-
-def messages(running: Cluster, topic: str) -> list[bytes]:
-    with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        return sorted(message.value for message in consumer)
-
-
-def decisions(database: Any) -> list[str]:
-    found = database.execute("SELECT outcome FROM metamq_outcomes WHERE gtrid <> '@id'").fetchall()
-    database.rollback()
-    return sorted(outcome for (outcome,) in found)
-
-
-def insert(database: Any, body: bytes) -> None:
-    database.execute(f"INSERT INTO orders VALUES ({'%s' if is_postgres(database) else '?'})", (body,))
 
 
 def test_both_happen(running: Cluster, topic: str, producer: Producer[bytes], database: Any) -> None:
@@ -220,107 +138,6 @@ def test_an_error_of_the_database_that_was_swallowed_in_the_block(
                 tx.send(topic, b"1")
             swallowed()
     assert rows(database) == messages(running, topic) == []
-
-
-def _ended_early(database: Any, how: str) -> None:
-    if how == "commit":
-        database.commit()
-    elif how == "rollback":
-        database.rollback()
-    elif how == "with connection":
-        with database if not is_postgres(database) else contextlib.nullcontext():
-            insert(database, b"in with")
-        database.commit()  # psycopg's `with connection` closes it, too
-    else:
-        database.execute(how)
-
-
-@pytest.mark.parametrize("how", ["commit", "rollback", "with connection", "COMMIT", "ROLLBACK"])
-@pytest.mark.parametrize(
-    ("before", "after", "sends"), [(True, True, True), (True, False, True), (False, False, True), (True, True, False)]
-)
-def test_a_transaction_that_is_ended_in_the_block_is_noticed_before_anything_is_decided(
-    running: Cluster,
-    topic: str,
-    producer: Producer[bytes],
-    database: Any,
-    how: str,
-    before: bool,
-    after: bool,
-    sends: bool,
-) -> None:
-    told = pytest.raises(BranchMisuse, match="was committed or rolled back in the block")
-    with told as raised, dbtx(database, producer) as tx:
-        if before:
-            insert(database, b"before")
-        if sends:
-            tx.send(topic, b"1")
-        _ended_early(database, how)
-        if after:
-            insert(database, b"after")
-    assert "with connection" in str(raised.value), "the next step is named"
-    kept = [b"before"] * (before and "rollback" not in how.lower()) + [b"in with"] * (how == "with connection")
-    assert rows(database) == kept, "what it committed itself, and nothing else"
-    assert messages(running, topic) == []
-    assert decisions(database) == []
-    with dbtx(database, producer) as tx:
-        insert(database, b"next")
-        tx.send(topic, b"next")
-    assert messages(running, topic) == [b"next"]
-
-
-def test_an_early_end_is_told_also_when_the_block_fails_later(
-    producer: Producer[bytes], database: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "metamq.tx"):
-        with pytest.raises(KeyError), dbtx(database, producer):  # noqa: PT012
-            insert(database, b"1")
-            raise KeyError
-        assert caplog.records == []
-        with pytest.raises(KeyError), dbtx(database, producer):  # noqa: PT012
-            insert(database, b"2")
-            database.commit()
-            raise KeyError
-    assert "was committed or rolled back in the block" in caplog.text
-    assert rows(database) == [b"2"]
-
-
-def test_savepoints_in_the_block_are_the_applications(
-    running: Cluster, topic: str, producer: Producer[bytes], database: Any
-) -> None:
-    with dbtx(database, producer) as tx:
-        insert(database, b"1")
-        database.execute("SAVEPOINT own")
-        insert(database, b"2")
-        database.execute("ROLLBACK TO SAVEPOINT own")
-        database.execute("RELEASE SAVEPOINT own")
-        if is_postgres(database):
-            database.execute("SET TIME ZONE 'Asia/Tokyo'")
-            with database.transaction():
-                insert(database, b"3")
-        tx.send(topic, b"1")
-    assert rows(database)[0] == b"1"
-    assert messages(running, topic) == [b"1"]
-
-
-@pytest.mark.parametrize("isolation_level", ["", "DEFERRED", "IMMEDIATE", "EXCLUSIVE"])
-def test_the_transaction_of_sqlite3_begins_with_the_block_as_its_isolation_level_says(
-    running: Cluster, topic: str, producer: Producer[bytes], tmp_path: Path, isolation_level: Any
-) -> None:
-    database = sqlite3.connect(tmp_path / "own.db", isolation_level=isolation_level)
-    other = sqlite3.connect(tmp_path / "own.db", timeout=0)
-    create_outcome_table(database)
-    with dbtx(database, producer) as tx:
-        tx.send(topic, b"1")
-        if isolation_level in ("", "DEFERRED"):
-            with other:
-                other.execute("CREATE TABLE others (id)")
-        else:
-            with pytest.raises(sqlite3.OperationalError, match="locked"):
-                other.execute("CREATE TABLE others (id)")
-    assert messages(running, topic) == [b"1"]
-    database.close()
-    other.close()
 
 
 def test_rows_without_messages_are_committed_and_the_other_way(

@@ -30,6 +30,7 @@ from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, ti
 from metamq.errors import BranchMisuse, ConfigError, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded, check_transactional
 from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.transactional import TransactionalFace
 from metamq.tx.app.work import Work
 from metamq.wire.compression import codec_named
 from metamq.wire.xa import XACode
@@ -61,7 +62,8 @@ class dbtx:
     connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Its
                  transaction is committed, or rolled back, on leaving the block: do neither inside. With sqlite3 it also
                  begins with the block.
-    producer:    a blocking Producer; its settings hold for the messages, too.
+    producer:    a blocking Producer; its settings hold for the messages, too. Its own `send` would send past the block,
+                 and is refused inside.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
     timeout_s:   a broker rolls back what is not prepared after so long; 0 is the broker's own (30 s).
 
@@ -109,7 +111,14 @@ class dbtx:
             producer._core.cluster, staging_of(producer), identity + secrets.token_bytes(16),
             branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
         )  # fmt: skip
+        if isinstance(producer, TransactionalFace):
+            producer._enter_block(self)
         return self
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the block is entered, and not left."""
+        return self._work is not None
 
     def _working(self) -> Work:
         if self._work is None:
@@ -154,6 +163,8 @@ class dbtx:
     ) -> None:
         work, self._work = self._work, None
         assert work is not None
+        if isinstance(self._producer, TransactionalFace):
+            self._producer._leave_block(self)
         if error is not None:
             self._warn_if_ended()
             self._roll_back(work)
@@ -168,7 +179,7 @@ class dbtx:
         except TransactionEnded:
             self._roll_back(work)
             problem = f"{_ENDED}: no message is sent"
-            raise BranchMisuse(work.gtrid.hex(), XACode.PROTO, problem, hint=_ENDED_HINT) from None
+            raise BranchMisuse(work.name, XACode.PROTO, problem, hint=_ENDED_HINT) from None
         except BaseException:
             self._roll_back(work)
             raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from metamq.client.checks import check_seconds, wrong_type
 from metamq.client.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
@@ -20,6 +22,17 @@ from metamq.words import count
 from metamq.zk.names import parse_partition
 
 log = logging.getLogger("metamq.tx")
+
+_working_in: ContextVar[tuple[weakref.ref[Block], ...]] = ContextVar("working_in", default=())
+"""Blocks that were entered in this context; it may have left them meanwhile. Unlike a thread, which a pool may give to
+somebody else between a block's beginning and its end, a context is its user's alone."""
+
+
+class Block(Protocol):
+    """What has a `send` of its own, so that the producer's is not to be called in it: a dbtx."""
+
+    @property
+    def is_active(self) -> bool: ...
 
 
 class TransactionalFace(ProducerFace[T]):
@@ -34,6 +47,7 @@ class TransactionalFace(ProducerFace[T]):
 
     _known_transactions: Transactions
     _switch: threading.Lock
+    _blocks: weakref.WeakSet[Block]
 
     def _owner(self) -> Any:
         raise AssertionError("a face knows who calls it")
@@ -42,12 +56,14 @@ class TransactionalFace(ProducerFace[T]):
     def _transactions(self) -> Transactions:
         if "_known_transactions" not in self.__dict__:
             self._switch = threading.Lock()
+            self._blocks = weakref.WeakSet()
             self._known_transactions = Transactions(self._core)
         return self._known_transactions
 
     def _begin(self, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
         check_seconds("timeout_s", timeout_s, optional=False)
         transactions = self._transactions
+        self._check_beside(xid)
         with self._switch:
             one = transactions.begin(self._owner(), xid, timeout_s, is_tpc=is_tpc)
             self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
@@ -60,9 +76,37 @@ class TransactionalFace(ProducerFace[T]):
 
     def _switch_back(self) -> None:
         with self._switch:
-            if not self._transactions.any:
+            if not self._transactions.any and not self._blocks:
                 self.__dict__.pop("send", None)
                 self.__dict__.pop("send_many", None)
+
+    def _enter_block(self, block: Block) -> None:
+        """Until _leave_block() this producer's own sends are refused in this context: what is sent so would go out at
+        once, whatever becomes of the block."""
+        _ = self._transactions
+        with self._switch:
+            self._blocks.add(block)
+            self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
+        left = (each for each in _working_in.get() if (known := each()) is not None and known.is_active)
+        _working_in.set((*left, weakref.ref(block)))
+
+    def _leave_block(self, block: Block) -> None:
+        with self._switch:
+            self._blocks.discard(block)
+        self._switch_back()
+
+    def _check_beside(self, xid: object = "(none)") -> None:
+        """Raises BranchMisuse in a block."""
+        if not self._blocks:
+            return
+        for block in [each() for each in _working_in.get()]:
+            if block is not None and block.is_active and block in self._blocks:
+                raise misuse(
+                    xid,
+                    "this is in a dbtx block of the producer, and would not be part of it",
+                    hint="`tx.send` sends with the block: `with dbtx(connection, producer) as tx`. For what is to go "
+                    "out whatever becomes of the block take another Producer, or send behind it.",
+                )
 
     def _all_left(self) -> list[Open]:
         """All transactions are over: those of every thread or task."""

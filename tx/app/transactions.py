@@ -192,9 +192,9 @@ def _is_gone(owner: Owner) -> bool:
     return not owner.is_alive() if isinstance(owner, threading.Thread) else owner.done()
 
 
-def misuse(xid: object, reason: str) -> BranchMisuse:
+def misuse(xid: object, reason: str, hint: str | None = None) -> BranchMisuse:
     """The error, to be raised."""
-    return BranchMisuse(xid, XACode.PROTO, reason)
+    return BranchMisuse(xid, XACode.PROTO, reason, hint=hint)
 
 
 def _recovered(xid: Xid, branches: list[BranchDescription]) -> RecoveredXid:
