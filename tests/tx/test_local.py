@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Producer, aio
+from metamq.client.branches import TxClient
 from metamq.errors import (
     BranchMisuse,
     BufferFull,
@@ -29,7 +30,7 @@ from metamq.errors import (
 )
 from metamq.testing import cluster
 from metamq.tx import XAResource, Xid
-from metamq.wire.xa import Verb
+from metamq.wire.xa import Verb, XACode
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
@@ -60,6 +61,60 @@ def test_all_of_it_is_seen_once_the_block_ends(
     assert xid.gtrid.startswith(b"local:")
     assert shop.seen(topic) == sorted(partition.encode() for partition in partitions)
     shop.until_ended()
+
+
+def test_its_time_counts_from_the_beginning_of_the_block(
+    shop: Shop, producer: Producer[bytes], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its brokers hear of it with the first batch only, and are told what is left of it then."""
+    told: list[float] = []
+    ask = TxClient.ask
+
+    async def noted(self: TxClient, branch: Any, verbs: Any, *rest: Any, **fields: Any) -> Any:
+        if Verb.START in verbs:
+            told.append(fields["branch_timeout_s"])
+        return await ask(self, branch, verbs, *rest, **fields)
+
+    monkeypatch.setattr(TxClient, "ask", noted)
+    began = time.monotonic()
+    with producer.transaction(timeout_s=60):
+        producer.send(topic, b"1", partition="0-0")
+        time.sleep(0.05)
+    assert 60 - (time.monotonic() - began) <= told.pop() <= 59.95
+    with pytest.raises(RolledBack, match=r"0\.05 s") as raised, producer.transaction(timeout_s=0.05):  # noqa: PT012
+        time.sleep(0.06)
+        producer.send(topic, b"2", partition="0-0")
+    assert raised.value.code == XACode.RBTIMEOUT
+    assert told == []
+    with producer.transaction():
+        producer.send(topic, b"3", partition="0-0")
+    assert told == [0], "the broker's own"
+    assert shop.seen(topic) == [b"1", b"3"]
+
+
+def test_a_transaction_that_is_never_entered_is_told_of(shop: Shop, producer: Producer[bytes], topic: str) -> None:
+    with pytest.warns(RuntimeWarning, match=r"transaction\(\) was never entered.*`with producer\.transaction\(\):`"):
+        producer.transaction()
+    with producer.transaction() as xid:
+        producer.send(topic, b"1")
+    again = producer.transaction()
+    with again as other:
+        assert other != xid
+    with pytest.raises(BranchMisuse, match="entered once"), again:
+        pass
+
+    async def scenario() -> None:
+        async with aio.Producer(shop.cluster.zookeeper) as one:
+            with pytest.warns(RuntimeWarning, match="`async with producer"):
+                one.transaction()
+            again = one.transaction()
+            async with again:
+                one.send(topic, b"2")
+            with pytest.raises(BranchMisuse, match="entered once"):
+                await again.__aenter__()
+
+    asyncio.run(scenario())
+    assert shop.seen(topic) == [b"1", b"2"]
 
 
 @pytest.mark.parametrize("partitions", [("0-0",), BOTH])

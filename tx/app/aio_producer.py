@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import TracebackType
 from typing import Any
 
 from metamq.client import aio_producer
@@ -14,7 +14,7 @@ from metamq.client.outgoing import Delivery, ManyDelivery
 from metamq.client.producer import FLUSH_TIMEOUT_S
 from metamq.client.producer_face import Key
 from metamq.client.typevars import T
-from metamq.tx.app.transactional import TransactionalFace, current_task
+from metamq.tx.app.transactional import TransactionalFace, Unentered, current_task
 from metamq.tx.app.transactions import Open, RecoveredXid, misuse
 from metamq.wire.xa import Verb, Xid
 
@@ -58,8 +58,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
             await one.outbox.until_half()
         await self._core.drain()
 
-    @contextlib.asynccontextmanager
-    async def transaction(self, *, timeout_s: float = 0.0) -> AsyncIterator[Xid]:
+    def transaction(self, *, timeout_s: float = 0.0) -> _Block:
         """What this task sends in the block is seen by everybody when that ends, or by nobody when it raises.
 
             async with producer.transaction():
@@ -68,17 +67,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
 
         See metamq.Producer.transaction. What other tasks send is not part of it, also when this one has made them.
         """
-        self._check_usable()
-        xid = self._new_xid()
-        one = self._begin(xid, timeout_s, is_tpc=False)
-        try:
-            yield xid
-        except BaseException:
-            self._left()
-            await asyncio.shield(self._roll_back(one))
-            raise
-        self._left()
-        await self._transactions.commit(one)
+        return _Block(self, timeout_s)
 
     async def _roll_back(self, one: Open) -> None:
         for failure in await self._transactions.rollback(one):
@@ -137,3 +126,30 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
                 except Exception as error:  # the rest is to be closed all the same
                     log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
         await super().close(timeout)
+
+
+class _Block(Unentered):
+    """What transaction() gives."""
+
+    _way = "async with"
+
+    def __init__(self, producer: Producer[Any], timeout_s: float) -> None:
+        self._producer = producer
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Xid:
+        producer = self._producer
+        xid = self._entering(producer._new_xid())
+        producer._check_usable()
+        self._one = producer._begin(xid, self._timeout_s, is_tpc=False)
+        return xid
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        producer, one = self._producer, self._one
+        producer._left()
+        if error is not None:
+            await asyncio.shield(producer._roll_back(one))
+            return
+        await producer._transactions.commit(one)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import TracebackType
+from typing import Any
 
 from metamq.client import producer
 from metamq.client.outgoing import Delivery, ManyDelivery
 from metamq.client.producer_face import Key
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
-from metamq.tx.app.transactional import TransactionalFace
+from metamq.tx.app.transactional import TransactionalFace, Unentered
 from metamq.tx.app.transactions import Open, RecoveredXid, misuse
 from metamq.wire.xa import Verb, Xid
 
@@ -59,8 +60,7 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         if one.outbox.is_full and self._core.wait_s != 0:
             self._background.run(one.outbox.until_half())
 
-    @contextlib.contextmanager
-    def transaction(self, *, timeout_s: float = 0.0) -> Iterator[Xid]:
+    def transaction(self, *, timeout_s: float = 0.0) -> _Block:
         """What this thread sends in the block is seen by everybody when that ends, or by nobody when it raises.
 
             with producer.transaction():
@@ -69,24 +69,13 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
 
         Over any number of topics, partitions and brokers; what other threads send meanwhile is not part of it. Leaving
         waits until it is committed, durably, whatever the topics' own settings are. `timeout_s`: brokers roll back what
-        is not committed after so long; 0 is their own (30 s). Gives the transaction's id, which logs and
-        `metamq tx list` show.
+        is not committed so long after the block has begun; 0 is their own (30 s, after its first batch). Gives the
+        transaction's id, which logs and `metamq tx list` show.
 
         Leaving raises RolledBack, ConnectError and so on: then nothing of it is ever seen; or OutcomeUnknown: all of it
         is, or nothing, and the brokers find out by themselves. Transactions are not nested: BranchMisuse.
         """
-        self._check_usable()
-        xid = self._new_xid()
-        one = self._begin(xid, timeout_s, is_tpc=False)
-        try:
-            yield xid
-        except BaseException:
-            self._left()
-            self._roll_back(one)
-            raise
-        self._left()
-        self._check_usable()
-        self._background.run(self._transactions.commit(one))
+        return _Block(self, timeout_s)
 
     def _roll_back(self, one: Open) -> None:
         if isinstance(self._core.accumulator.closed_by, ForkedError):  # a child that leaves its parent's block
@@ -161,3 +150,31 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
                 except Exception as error:  # the rest is to be closed all the same
                     log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
         super().close(timeout)
+
+
+class _Block(Unentered):
+    """What transaction() gives."""
+
+    _way = "with"
+
+    def __init__(self, producer: Producer[Any], timeout_s: float) -> None:
+        self._producer = producer
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> Xid:
+        producer = self._producer
+        xid = self._entering(producer._new_xid())
+        producer._check_usable()
+        self._one = producer._begin(xid, self._timeout_s, is_tpc=False)
+        return xid
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        producer, one = self._producer, self._one
+        producer._left()
+        if error is not None:
+            producer._roll_back(one)
+            return
+        producer._check_usable()
+        producer._background.run(producer._transactions.commit(one))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -207,6 +208,25 @@ class TransactionalFace(ProducerFace[T]):
         if known is not None:
             raise misuse(known.xid, f"{call} with an id is not allowed in a transaction: end it first")
         return self._xid_of(xid)
+
+
+class Unentered:
+    """A block that says so when it was never entered: what was meant to be in it went out at once."""
+
+    _way: str
+    _entered = False
+
+    def _entering(self, xid: Xid) -> Xid:
+        """`xid`. Raises BranchMisuse the second time."""
+        if self._entered:
+            raise misuse(xid, "what transaction() gives is entered once", hint="Call it for each block.")
+        self._entered = True
+        return xid
+
+    def __del__(self) -> None:
+        if not self._entered:
+            text = f"transaction() was never entered, and holds nothing together: `{self._way} producer.transaction():`"
+            warnings.warn(text, RuntimeWarning, stacklevel=2, source=self)
 
 
 def current_task() -> asyncio.Task[Any] | None:

@@ -7,11 +7,12 @@ prepare it, and one to commit it: START, SEND, END and PREPARE travel together.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from metamq.client.branches import Branch, Encoded, TxClient, new_session
 from metamq.client.cluster import Cluster
-from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
+from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
 from metamq.tx.app.staging import Message, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
@@ -22,7 +23,8 @@ class Work:
     def __init__(
         self, cluster: Cluster, staging: Staging, gtrid: bytes, *, branch_timeout_s: float, answer_s: float
     ) -> None:
-        """`branch_timeout_s`: brokers roll back what is not prepared after so long; 0 is their own."""
+        """`branch_timeout_s`: brokers roll back what is not prepared after so long, from now on; 0 is their own, from
+        when they hear of it."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}
         """By broker id: what was begun."""
@@ -33,6 +35,7 @@ class Work:
         self._staging = staging
         self._session = new_session()
         self._branch_timeout_s = branch_timeout_s
+        self._deadline = time.monotonic() + branch_timeout_s
         self._answer_s = answer_s
 
     def xid_at(self, broker_id: int) -> Xid:
@@ -72,18 +75,30 @@ class Work:
     ) -> XACode:
         batches = list(batches)
         branch = self.branches.get(broker_id)
+        left_s = 0.0
         if branch is None:
+            left_s = self._left_s(broker_id)
             branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
             verbs = [Verb.START, *verbs]
         try:
             return await self._client.ask(
-                branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=self._branch_timeout_s,
+                branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=left_s,
                 messages=self._staging.taken[broker_id], follows=follows, followers=followers,
             )  # fmt: skip
         except BranchMisuse as error:
             if error.code is XACode.DUPID:  # what goes by the id is somebody else's: nothing of it may be rolled back
                 del self.branches[broker_id]
             raise
+
+    def _left_s(self, broker_id: int) -> float:
+        """Of the time-out, for a broker that has not heard of it. Raises RolledBack."""
+        if not self._branch_timeout_s:
+            return 0.0
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            reason = f"it was not committed within {self._branch_timeout_s:g} s"
+            raise RolledBack(self.xid_at(broker_id), XACode.RBTIMEOUT, reason)
+        return max(left_s, 0.001)  # a broker takes 0 for its own
 
     async def _finish(
         self, broker_id: int, last: Verb, follows: Sequence[int] = (), followers: Sequence[int] = ()
