@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -39,6 +39,10 @@ from metamq.cli.units import (
 )
 from metamq.client.admin import WAIT_S
 from metamq.errors import ConfigError, CorruptData
+
+if TYPE_CHECKING:
+    from metamq import Admin
+    from metamq.zk.topics import TopicConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -112,11 +116,25 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, o
         config = admin.create_topic(
             name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
         )
+        _warn_of_too_few(admin, config)
     if output == "json":
         print_json(config_json(config))
         return
     places = ", ".join(f"{number} on broker {broker_id}" for broker_id, number in config.partitions.items())
     say(f"Topic {name} has {count(partitions, 'partition')} ({places}).")
+
+
+def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
+    """Slaves may come later; but until then nothing can be written, which nobody wants to learn from producers."""
+    if config.min_insync == 1:
+        return
+    for broker in admin.replicas().values():
+        there = len(broker.replicas)
+        if broker.broker_id in config.partitions and there < config.min_insync:
+            say(
+                f"Broker {broker.broker_id} has {count(there, 'replica')}, and --min-insync is {config.min_insync}: "
+                f"until {config.min_insync} are in sync it refuses what is sent to {config.topic}."
+            )
 
 
 @topic.command("list")
@@ -216,6 +234,8 @@ def alter(
             after = admin.alter(
                 name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings
             )
+        if "min_insync" in settings or partitions is not None:
+            _warn_of_too_few(admin, after)
     if output == "json":
         print_json(config_json(after))
     else:

@@ -246,7 +246,7 @@ class Admin:
         self.close()
 
     def __del__(self) -> None:
-        if self._closed or isinstance(self._core.closed_by, ForkedError | ClosedError):
+        if getattr(self, "_closed", True) or isinstance(self._core.closed_by, ForkedError | ClosedError):
             return
         warnings.warn("an Admin was not closed: use `with` or close()", ResourceWarning, source=self, stacklevel=2)
         core, loop = self._core, self._background.loop

@@ -76,7 +76,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             offsets=offsets,
             decode=decode,
         )
-        self._options = load(ConsumerOptions, "consumer", file=config, arguments=settings)
+        self._options = load(ConsumerOptions, "consumer", file=config, arguments=settings, others=type(self))
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
         self._filter = filter

@@ -36,7 +36,7 @@ class Producer(OpenedLater, ProducerFace[T]):
         **settings: Unpack[ProducerSettings],
     ) -> None:
         check_callables(encode=encode)
-        self._options = load(ProducerOptions, "producer", file=config, arguments=settings)
+        self._options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
         self._encode = encode

@@ -104,7 +104,7 @@ class Consumer(ConsumerFace[T]):
             offsets=offsets,
             decode=decode,
         )
-        options = load(ConsumerOptions, "consumer", file=config, arguments=settings)
+        options = load(ConsumerOptions, "consumer", file=config, arguments=settings, others=type(self))
         self._filter = filter
         self._hand: Hand | None = None
         self._slices: Iterator[Iterator[tuple[Any, ...]]] | None = None

@@ -64,12 +64,13 @@ def execute(connection: Connection, sql: str, values: Sequence[object] = (), par
 
 def _paramstyle_of(connection: Connection) -> str:
     """What the module that the connection's class comes from, or a package above it, says of itself."""
-    name = type(connection).__module__
-    while name:
-        paramstyle = getattr(sys.modules.get(name), "paramstyle", None)
-        if isinstance(paramstyle, str):
-            return check_paramstyle(paramstyle)
-        name = name.rpartition(".")[0]
+    for cls in type(connection).__mro__:  # an application may have derived its own
+        name = cls.__module__
+        while name:
+            paramstyle = getattr(sys.modules.get(name), "paramstyle", None)
+            if isinstance(paramstyle, str):
+                return check_paramstyle(paramstyle)
+            name = name.rpartition(".")[0]
     raise ConfigError(
         f"the module of {type(connection).__qualname__} does not tell its paramstyle", hint="Pass paramstyle=...."
     )

@@ -62,7 +62,7 @@ class Producer(ProducerFace[T]):
             raise ConfigError(f"`on_full` is {on_full!r}", hint="Choose 'block' or 'raise'.")
         check_callables(encode=encode)
         check_seconds("full_timeout_s", full_timeout_s)
-        options = load(ProducerOptions, "producer", file=config, arguments=settings)
+        options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
         self._encode = encode
         self._closed = True
         self._background = background()

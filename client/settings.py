@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import tomllib
 import types
@@ -45,10 +46,18 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
 
-def load(cls: type[T], section: str, *, file: str | Path | None = None, arguments: Mapping[str, Any]) -> T:
+def load(
+    cls: type[T],
+    section: str,
+    *,
+    file: str | Path | None = None,
+    arguments: Mapping[str, Any],
+    others: type | None = None,
+) -> T:
     """An instance of the dataclass `cls` from the file's `[section]`, the environment and the arguments.
 
-    Arguments that are None count as not given. Raises ConfigError, naming the source and the key.
+    Arguments that are None count as not given. `others`: the class that takes them takes more by name, and a wrong one
+    may be one of these misspelt. Raises ConfigError, naming the source and the key.
     """
     values: dict[str, Any] = {}
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
@@ -62,7 +71,7 @@ def load(cls: type[T], section: str, *, file: str | Path | None = None, argument
             values[field.name] = _convert(cls, field, os.environ[name], name)
     for key, value in arguments.items():
         if value is not None:
-            field = _field(cls, key, "the arguments")
+            field = _field(cls, key, "the arguments", others)
             _check_argument(cls, field, value)
             values[field.name] = value
     return cls(**values)
@@ -141,10 +150,11 @@ def unknown(key: str, known: list[str], where: str, prefix: str = "") -> ConfigE
     return ConfigError(f"unknown setting {key!r} in {where}", hint=hint)
 
 
-def _field(cls: type[Any], key: str, where: str) -> dataclasses.Field[Any]:
+def _field(cls: type[Any], key: str, where: str, others: type | None = None) -> dataclasses.Field[Any]:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     if key not in fields:
-        raise unknown(key, list(fields), where)
+        more = [] if others is None else inspect.signature(others).parameters.values()
+        raise unknown(key, [*fields, *(one.name for one in more if one.kind is not one.VAR_KEYWORD)], where)
     return fields[key]
 
 

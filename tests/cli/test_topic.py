@@ -56,6 +56,18 @@ def test_a_setting_that_is_refused_is_named_as_it_was_given(metamq: Metamq, topi
     assert "never-made" not in metamq("topic", "list").text
 
 
+def test_more_replicas_in_sync_than_there_are_are_warned_of(metamq: Metamq, topic: str) -> None:
+    created = metamq("topic", "create", "safe", "--broker", 0, "--min-insync", 3)
+    assert created.status == 0
+    warning = "Broker 0 has 1 replica, and --min-insync is {}: until {} are in sync it refuses what is sent to {}.\n"
+    assert created.talk == warning.format(3, 3, "safe") + "Topic safe has 4 partitions (4 on broker 0).\n"
+    altered = metamq("topic", "alter", topic, "--min-insync", 2)
+    assert altered.status == 0
+    assert warning.format(2, 2, topic) in altered.talk
+    assert "refuses" not in metamq("topic", "alter", topic, "--min-insync", 1).talk
+    assert metamq("topic", "delete", "safe", "--yes").status == 0
+
+
 def test_changes_as_json(metamq: Metamq) -> None:
     created = metamq("topic", "create", "parcels", "-p", 2, "-o", "json")
     assert (created.status, created.talk) == (0, "")

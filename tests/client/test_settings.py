@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from metamq.broker.config import BrokerConfig
 from metamq.client.settings import load, read_file, zookeeper_root, zookeeper_servers
 from metamq.errors import ConfigError
 from metamq.testing import Cluster
+from metamq.tx import XAResource
+from metamq.tx import aio as aio_tx
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,24 @@ def test_a_wrong_file_is_refused(file: Path, text: str, said: str) -> None:
 
     with pytest.raises(ConfigError, match=said):
         read_all()
+
+
+def test_a_misspelt_argument_is_named_with_its_like_be_it_a_setting_or_not() -> None:
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (Producer, {"linger": 3}, "linger_ms"),
+        (Producer, {"on_ful": "raise"}, "on_full"),
+        (Producer, {"zookeper": "x"}, "zookeeper"),
+        (aio.Producer, {"encod": bytes}, "encode"),
+        (Consumer, {"topics": "t", "grup": "g"}, "group"),
+        (aio.Consumer, {"topics": "t", "fetch_wait": 1}, "fetch_wait_ms"),
+        (XAResource, {"zookeper": "x"}, "zookeeper"),
+        (aio_tx.XAResource, {"batch_byte": 1}, "batch_bytes"),
+    ]
+    for cls, arguments, meant in wrong:
+        with pytest.raises(ConfigError, match=f"in the arguments. Did you mean '{meant}'"):
+            cls(**arguments)
+    with pytest.raises(TypeError, match="zookeper"):
+        Admin(zookeper="x")  # type: ignore[call-arg]
 
 
 def test_wrong_types_are_named_with_what_they_must_be(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:

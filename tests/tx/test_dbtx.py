@@ -203,7 +203,11 @@ def test_the_decision_is_on_the_disk_where_commits_need_not_be(postgres: str, pr
         return str(value)
 
     table = OutcomeTable(f"o_{uuid.uuid4().hex}")
-    with psycopg.connect(postgres, options="-c synchronous_commit=off") as database:
+
+    class Own(psycopg.Connection[Any]):
+        """As applications derive them."""
+
+    with Own.connect(postgres, options="-c synchronous_commit=off") as database:
         table.create(database)
         table.commit(database, b"1")
         assert setting() == "on"

@@ -36,7 +36,7 @@ class XAResource:
         root: str | None = None,
         **settings: Unpack[XASettings],
     ) -> None:
-        self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings))
+        self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings, others=type(self)))
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
 

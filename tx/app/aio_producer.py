@@ -41,6 +41,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
         one = self._transactions.of(self._owner())
         if one is None:
             return type(self).send(self, topic, value, key, headers, partition=partition, timestamp=timestamp)
+        self._check_usable()
         return one.outbox.add(topic, self._message(value, key, headers, partition, timestamp))
 
     def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
@@ -48,6 +49,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
         one = self._transactions.of(self._owner())
         if one is None:
             return type(self).send_many(self, topic, values, keys)
+        self._check_usable()
         return one.outbox.add_many(topic, self._messages(values, keys))
 
     async def drain(self) -> None:

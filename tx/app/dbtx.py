@@ -27,7 +27,7 @@ from metamq.client.dbapi import Connection, check_connection
 from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.errors import BranchMisuse, ConfigError, MetamqError, OutcomeUnknown, RolledBack
+from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded, check_transactional
 from metamq.tx.app.staging import Message, Staging
 from metamq.tx.app.transactional import TransactionalFace
@@ -123,6 +123,7 @@ class dbtx:
     def _working(self) -> Work:
         if self._work is None:
             raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
+        self._producer._check_usable()
         return self._work
 
     def send(
@@ -161,6 +162,11 @@ class dbtx:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        forked = self._producer._core.accumulator.closed_by
+        if isinstance(forked, ForkedError):  # a child leaves its parent's block, whose connection it has, too
+            if error is None:
+                raise forked.with_traceback(None)
+            return
         work, self._work = self._work, None
         assert work is not None
         if isinstance(self._producer, TransactionalFace):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from datetime import datetime
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from metamq.client.background import background
 from metamq.client.branches import BranchDescription
 from metamq.client.partitioner import Partitioner
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.typevars import T
+from metamq.errors import ForkedError
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
 from metamq.wire.xa import Xid
 
@@ -53,16 +55,23 @@ class XAResource:
         root: str | None = None,
         **settings: Unpack[XASettings],
     ) -> None:
-        self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings))
+        self._core = XACore(broker, load(XAOptions, "xa", file=config, arguments=settings, others=type(self)))
         self._background = background()
         self._background.run(self._core.open(zookeeper_servers(zookeeper, config), zookeeper_root(root, config)))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises ForkedError in a fork's child, where nothing would answer."""
+        if self._core.is_forked:
+            work.close()
+            raise ForkedError("XAResource")
+        return self._background.run(work)
 
     def start(self, xid: Xid, flags: TM = TM.NOFLAGS, *, timeout_s: float | None = None) -> None:
         """Begins a branch and works in it; JOIN: in one that is there, RESUME: in one that was suspended here.
 
         `timeout_s`: after so long it is rolled back unless it is prepared; None: set_timeout()'s, then the broker's.
         """
-        self._background.run(self._core.start(xid, flags, timeout_s))
+        self._run(self._core.start(xid, flags, timeout_s))
 
     def send(
         self,
@@ -75,34 +84,34 @@ class XAResource:
         timestamp: datetime | int | None = None,
     ) -> None:
         """Sends a message in the branch that is worked in: nobody sees it before that is committed."""
-        self._background.run(self._core.send(topic, value, key, headers, partition, timestamp))
+        self._run(self._core.send(topic, value, key, headers, partition, timestamp))
 
     def end(self, xid: Xid, flags: TM = TM.SUCCESS) -> None:
         """Ends the work in it. FAIL: it can be rolled back only. SUSPEND: to be resumed, or ended."""
-        self._background.run(self._core.end(xid, flags))
+        self._run(self._core.end(xid, flags))
 
     def prepare(self, xid: Xid) -> Vote:
         """Makes sure that it can be committed, whatever happens; it then stays until it is finished."""
-        return self._background.run(self._core.prepare(xid))
+        return self._run(self._core.prepare(xid))
 
     def commit(self, xid: Xid, *, one_phase: bool = False) -> None:
         """Commits it: its messages are seen. `one_phase`: without prepare(). May be repeated."""
-        self._background.run(self._core.commit(xid, one_phase))
+        self._run(self._core.commit(xid, one_phase))
 
     def rollback(self, xid: Xid) -> None:
         """Rolls it back: its messages are never seen."""
-        self._background.run(self._core.rollback(xid))
+        self._run(self._core.rollback(xid))
 
     def recover(self, flags: TM = TM.STARTRSCAN) -> list[BranchDescription]:
         """The branches of this broker that are prepared, or were finished by an operator, whoever began them.
 
         All of them, or an error: never a part. With NOFLAGS or ENDRSCAN nothing more, as XA has it of a cursor.
         """
-        return self._background.run(self._core.recover(flags))
+        return self._run(self._core.recover(flags))
 
     def forget(self, xid: Xid) -> None:
         """Drops what is kept of a branch that an operator has finished."""
-        self._background.run(self._core.forget(xid))
+        self._run(self._core.forget(xid))
 
     def set_timeout(self, timeout_s: float) -> None:
         """For branches that are started from now on; 0 is the broker's own."""
@@ -114,7 +123,8 @@ class XAResource:
 
     def close(self) -> None:
         """Disconnects; may be repeated. What is not prepared is rolled back some seconds later."""
-        self._background.run(self._core.close())
+        if not self._core.is_forked:
+            self._background.run(self._core.close())
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from metamq.client.branches import ANSWER_S
 from metamq.client.dbapi import Connection
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
@@ -81,9 +82,19 @@ class DataManager:
         message = Message(
             as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
+        self._producer._check_usable()
         if self._outbox.is_full:
-            self._producer._background.run(self._outbox.until_half())
+            self._run(self._outbox.until_half())
         self._outbox.add(topic, message)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """In the producer's loop. Raises what makes that unusable; in a fork's child nothing would answer."""
+        try:
+            self._producer._check_usable()
+        except BaseException:
+            work.close()
+            raise
+        return self._producer._background.run(work)
 
     def sortKey(self) -> str:
         """Before the managers of databases, whose keys begin with a tilde: they commit last."""
@@ -104,7 +115,7 @@ class DataManager:
     def tpc_vote(self, transaction: Any) -> None:
         """Prepares. Raises what makes it impossible."""
         if self._outbox.is_used:
-            self._producer._background.run(self._vote())
+            self._run(self._vote())
             self._prepared = True
 
     async def _vote(self) -> None:
@@ -141,7 +152,7 @@ class DataManager:
 
     def _roll_back(self) -> None:
         try:
-            self._producer._background.run(self._outbox.give_up())
+            self._run(self._outbox.give_up())
         except Exception as error:  # its producer is closed: brokers roll back what they have
             log.info("what was to be sent in %s is dropped: %s", self._work.name, error)
         reason = BranchMisuse(self._work.name, XACode.PROTO, "its transaction was aborted")
@@ -149,7 +160,7 @@ class DataManager:
 
     def _end(self, end: Callable[[], Any], error: MetamqError | None) -> None:
         try:
-            failures = self._producer._background.run(end())
+            failures = self._run(end())
             self._producer._background.call_soon(self._outbox.end, error)
         except Exception as raised:
             failures = [raised]

@@ -215,4 +215,4 @@ def check_transactional(connection: Connection) -> None:
 
 
 def _is_postgresql(connection: Connection) -> bool:
-    return type(connection).__module__.partition(".")[0] in _POSTGRESQL
+    return any(cls.__module__.partition(".")[0] in _POSTGRESQL for cls in type(connection).__mro__)

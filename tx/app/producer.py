@@ -42,6 +42,7 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         one = self._transactions.of(self._owner())
         if one is None:
             return type(self).send(self, topic, value, key, headers, partition=partition, timestamp=timestamp)
+        self._check_usable()
         message = self._message(value, key, headers, partition, timestamp)
         self._wait_for_room(one)
         return one.outbox.add(topic, message)
@@ -52,6 +53,7 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         one = self._transactions.of(self._owner())
         if one is None:
             return type(self).send_many(self, topic, values, keys)
+        self._check_usable()
         messages = self._messages(values, keys)
         self._wait_for_room(one)
         return one.outbox.add_many(topic, messages)

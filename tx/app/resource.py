@@ -16,6 +16,7 @@ from metamq.client.branches import ANSWER_S, Branch, BranchDescription, Encoded,
 from metamq.client.checks import check_ranges, is_number, wrong_type
 from metamq.client.cluster import Cluster
 from metamq.client.first_contact import open_client_session
+from metamq.client.forks import tell_of_forks
 from metamq.client.partitioner import Partitioner, partitioner_named
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import (
@@ -23,6 +24,7 @@ from metamq.errors import (
     BranchNotKnown,
     ClosedError,
     ConfigError,
+    ForkedError,
     MetamqError,
     OutcomeUnknown,
     RolledBack,
@@ -108,6 +110,7 @@ class XACore:
         self._session_name = new_session()
         self._cluster: Cluster | None = None
         self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
+        self.is_forked = False
         self._place = ""
         """Which cluster it is."""
         self._timeout_s = 0.0
@@ -125,6 +128,13 @@ class XACore:
             raise
         self._cluster = Cluster(session)
         self._client = TxClient(self._cluster)
+        tell_of_forks(self)
+
+    def forked(self) -> None:
+        """In a fork's child: nothing works any more."""
+        self.is_forked = True
+        self._cluster = None
+        self._closed_by = ForkedError("XAResource")
 
     def is_same_rm(self, other: XACore) -> bool:
         """Whether both reach the same broker id of the same cluster."""
