@@ -69,6 +69,8 @@ class JournalStore:
         self._last_read: tuple[int, list[memoryview]] = -1, []
         self._recent: dict[int, list[bytes]] = {}
         """Bodies of small entries by position, oldest first: most are committed at once, and need not be read."""
+        self._held: tuple[list[Record], list[memoryview]] = [], []
+        """What the next entry begins with."""
 
     @property
     def end_lsn(self) -> int:
@@ -88,15 +90,33 @@ class JournalStore:
         """Whether an entry is on the disk of every in-sync replica."""
         return self.partition.closed_by is None and self.partition.log.stable_offset >= written.end_offset
 
-    def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
-        """Appends an entry; it is not durable yet. Raises StorageError, CorruptData, MessageTooLarge."""
+    def hold(self, records: list[Record], bodies: list[memoryview]) -> Entry:
+        """Records, and their bodies, that the next entry is to begin with; it follows in this turn of the loop, since
+        nothing is written yet."""
+        assert not self._held[0]
+        self._held = records, bodies
         log = self.partition.log
-        values = [pack(records), *bodies]
+        return Entry(log.end_offset, log.end_position, records, [len(body) for body in bodies])
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is held."""
+        return bool(self._held[0])
+
+    def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
+        """Appends an entry; it is not durable yet. What was held stands in it, too, but is not told once more.
+
+        Raises StorageError, CorruptData, MessageTooLarge; what was held is gone then."""
+        log = self.partition.log
+        held, self._held = self._held, ([], [])
+        assert not (held[0] and bodies)
+        stored = held[1] or bodies
+        values = [pack([*held[0], *records]), *stored]
         batch = memoryview(encode(values, base_timestamp_us=time.time_ns() // 1000))  # type: ignore[arg-type]
         lsn, position = log.end_offset, log.end_position
         end_offset = self._appender.append(self.partition, batch, read_header(batch), None)
-        if bodies and len(batch) <= RECENT_BYTES:
-            self._recent[position] = [bytes(body) for body in bodies]
+        if stored and len(batch) <= RECENT_BYTES:
+            self._recent[position] = [bytes(body) for body in stored]
             if len(self._recent) > RECENT_ENTRIES:
                 del self._recent[next(iter(self._recent))]
         return Written(Entry(lsn, position, records, [len(body) for body in bodies]), end_offset)

@@ -81,6 +81,11 @@ DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 Check = Callable[[PutEntry, memoryview], Place]
 
 
+def _promise_follows(work: Work) -> bool:
+    """Whether a request goes on from SEND with END and a promise, so that nothing comes in between."""
+    return len(work.verbs) == 3 and work.verbs[1] is Verb.END and work.verbs[2] in PROMISES
+
+
 def check_ids(header: Tx) -> None:
     """Whose decision a branch follows, or who follows its own: numbers, in their order. Raises ProtocolError."""
     numbers = [*header.follows, *header.followers]
@@ -240,6 +245,7 @@ class TransactionalCommandProcessor:
                 break
             work.verbs.popleft()
         if term is self._term:
+            self._write_held(term, work)
             self._finish(term, work)
 
     def _one(self, term: Term, work: Work, verb: Verb) -> bool:
@@ -266,7 +272,7 @@ class TransactionalCommandProcessor:
             return False
         branch = term.store.branches[work.xid]
         self._check_durable(term, branch, verb)
-        written = term.journal.append([self._with_ids(term, step.record)], [])
+        written = self._write_promise(term, work, self._with_ids(term, step.record))
         branch.busy = True
         term.in_flight.add(written.entry.lsn)
         term.journal.when_durable(written, lambda error: self._durable(term, work, step, written, error))
@@ -282,18 +288,51 @@ class TransactionalCommandProcessor:
                     self._write_some(term, record, places, bodies, first, number)
                     first, size = number, 0
                 size += len(body)
-            self._write_some(term, record, places, bodies, first, len(bodies))
+            self._write_some(term, record, places, bodies, first, len(bodies), hold=_promise_follows(work))
         except MetamqError:
-            branch = term.store.branches.get(work.xid)
-            if branch is not None:
-                branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store what was sent in it")
+            self._not_stored(term, work)
             raise
 
     def _write_some(
-        self, term: Term, record: Add, places: list[Place], bodies: list[memoryview], start: int, end: int
+        self,
+        term: Term,
+        record: Add,
+        places: list[Place],
+        bodies: list[memoryview],
+        start: int,
+        end: int,
+        *,
+        hold: bool = False,
     ) -> None:
+        """With `hold` they stand in one entry with the promise that follows."""
         some = record._replace(first=record.first + start, places=places[start:end])
-        term.store.written(term.journal.append([some], bodies[start:end]).entry)
+        sent = bodies[start:end]
+        term.store.written(term.journal.hold([some], sent) if hold else term.journal.append([some], sent).entry)
+
+    def _write_promise(self, term: Term, work: Work, record: Record) -> Written:
+        """And what was sent just before, where that is held."""
+        held = term.journal.holds
+        try:
+            return term.journal.append([record], [])
+        except MetamqError as error:
+            if held and not isinstance(error, StorageError):  # after that one nobody knows what the disk has
+                self._not_stored(term, work)
+            raise
+
+    def _write_held(self, term: Term, work: Work) -> None:
+        """Of a request whose promise was refused: what was sent stays in the branch."""
+        try:
+            if term.journal.holds:
+                term.journal.append([], [])
+        except MetamqError as error:
+            self._not_stored(term, work)
+            if isinstance(error, StorageError):
+                self._failed(error)
+
+    def _not_stored(self, term: Term, work: Work) -> None:
+        branch = term.store.branches.get(work.xid)
+        if branch is not None:
+            branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store what was sent in it")
 
     def _check_durable(self, term: Term, branch: BranchState, verb: Verb) -> None:
         """Whether a promise or a decision can be kept at present. Raises TryLater, Fenced: nothing has changed then."""

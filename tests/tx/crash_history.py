@@ -13,7 +13,7 @@ from metamq.wire.xa import Verb, XACode, Xid
 from tests.tx.sim_broker import PARTS, Replica
 from tests.tx.sim_disk import Disk, DiskOs, Image, power_cuts
 
-A, B, C, D, E, F, G = (Xid(1, bytes([letter])) for letter in b"ABCDEFG")
+A, B, C, D, E, F, G, H, K = (Xid(1, bytes([letter])) for letter in b"ABCDEFGHK")
 SENT: dict[Xid, list[tuple[int, bytes]]] = {
     A: [(0, b"a0"), (1, b"a1"), (0, b"a2")],
     B: [(1, b"b0"), (0, b"b1")],
@@ -22,6 +22,8 @@ SENT: dict[Xid, list[tuple[int, bytes]]] = {
     E: [(0, b"e0"), (1, b"e1")],
     F: [(0, b"f0")],
     G: [(1, b"g0"), (0, b"g1")],
+    H: [(0, b"h0"), (1, b"h1")],
+    K: [(1, b"k0"), (0, b"k1")],
 }
 WORK = (Verb.START, Verb.SEND, Verb.END)
 
@@ -95,9 +97,12 @@ class History:
             self.end_if_dead()
             assert codes == [XACode.OK] * 3, codes
 
-    def together(self, *asked: tuple[Xid, Verb]) -> None:
-        """One fsync for all of them."""
-        opaques = [(xid, verb, self.replica.ask(xid, verb)) for xid, verb in asked]
+    def together(self, *asked: tuple[Xid, Verb], whole: bool = False) -> None:
+        """One fsync for all of them. `whole`: each request also has the work, from the branch's beginning on."""
+        work = WORK if whole else ()
+        opaques = [
+            (xid, verb, self.replica.ask(xid, *work, verb, sends=SENT[xid] if whole else None)) for xid, verb in asked
+        ]
         for xid, verb, opaque in opaques:
             self._answered(xid, verb, opaque)  # a fault that was planted may answer before the fsync
         self.replica.flush(self.replica.journal)
@@ -105,7 +110,7 @@ class History:
             self._answered(xid, verb, opaque)
         self.end_if_dead()
         for xid, verb, opaque in opaques:
-            assert self.replica.connection.codes(opaque) == [XACode.OK], (xid, verb)
+            assert self.replica.connection.codes(opaque) == [XACode.OK] * (len(work) + 1), (xid, verb)
 
     def end_if_dead(self) -> None:
         if self.replica.dead:
@@ -144,8 +149,7 @@ def unfold(history: History) -> None:
     replica.mark()
     history.work(C, D)
     history.together((C, Verb.COMMIT_ONE_PHASE), (D, Verb.COMMIT_ONE_PHASE))
-    history.work(G)
-    history.together((G, Verb.PREPARE))
+    history.together((H, Verb.COMMIT_ONE_PHASE), (G, Verb.PREPARE), whole=True)
     replica.shorten()
     replica.retain()
     history.put(1, b"n3", flush=False)
@@ -155,6 +159,7 @@ def unfold(history: History) -> None:
     history.together((G, Verb.COMMIT))
     history.work(F)
     history.together((F, Verb.COMMIT_ONE_PHASE))
+    history.together((K, Verb.COMMIT_ONE_PHASE), whole=True)
     replica.shorten()
     replica.retain()
 

@@ -32,7 +32,7 @@ def append_before_the_commit_record(patch: Patch, _own: DiskOs) -> None:
 
     def early(self: TransactionalCommandProcessor, term: Term, record: Record) -> Record:
         record = with_ids(self, term, record)
-        if isinstance(record, Commit | Heuristic):
+        if isinstance(record, Commit | Heuristic) and not term.journal.holds:
             branch = term.store.branches[record.branch.xid]
             bring(term.commits, Committed(0, 0, record.branch, list(branch.bodies), record.first_batch_id))
         return record
@@ -87,7 +87,7 @@ def answer_before_the_fsync(kind: type[Any]) -> Callable[[Patch, DiskOs], None]:
         when_durable = JournalStore.when_durable
 
         def early(self: JournalStore, written: Written, done: Done) -> None:
-            if isinstance(written.entry.records[0], kind):
+            if isinstance(written.entry.records[-1], kind):
                 done(None)
             else:
                 when_durable(self, written, done)
@@ -96,6 +96,20 @@ def answer_before_the_fsync(kind: type[Any]) -> Callable[[Patch, DiskOs], None]:
 
     fault.__name__ = f"answer_{kind.__name__.lower()}_before_the_fsync"
     return fault
+
+
+def write_a_promise_without_what_was_sent(patch: Patch, _own: DiskOs) -> None:
+    """Where one request has both: it is brought from memory, so only a crash shows it."""
+    append = JournalStore.append
+
+    def alone(self: JournalStore, records: list[Record], bodies: list[memoryview]) -> Written:
+        held, self._held = self._held, ([], [])
+        written = append(self, records, bodies)
+        if held[0]:
+            self._recent[written.entry.position] = [bytes(body) for body in held[1]]
+        return written
+
+    patch.setattr(JournalStore, "append", alone)
 
 
 def cut_without_a_fsync(patch: Patch, own: DiskOs) -> None:
@@ -181,6 +195,7 @@ FAULTS: list[Callable[[Patch, DiskOs], None]] = [
     look_from_an_end_that_is_not_flushed,
     answer_before_the_fsync(Commit),
     answer_before_the_fsync(Prepare),
+    write_a_promise_without_what_was_sent,
     cut_without_a_fsync,
     no_fsync_of_folders,
     no_fsync_before_a_rename,

@@ -69,6 +69,12 @@ def test_a_whole_entry() -> None:
     assert written.hex(" ") == example("add").hex(" ")
 
 
+def test_what_is_sent_and_committed_at_once() -> None:
+    records = [Add(BRANCH, 0, [PLACE], "shop"), RECORDS["commit"]]
+    assert pack(records).hex(" ") == example("add and commit").hex(" ")
+    assert unpack(example("add and commit"), 1) == records
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_records(name: str) -> None:
     assert pack([RECORDS[name]]).hex(" ") == example(name).hex(" ")

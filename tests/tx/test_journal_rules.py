@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from metamq.broker.partition import Partition
-from metamq.broker.transactions.journal import Follower
+from metamq.broker.transactions.journal import Follower, read_journal
 from metamq.broker.transactions.processor import BODY_BYTES_MAX
 from metamq.broker.transactions.term import Figures
 from metamq.errors import (
@@ -23,6 +23,7 @@ from metamq.errors import (
     TryLater,
 )
 from metamq.tx.store.fold import Retained
+from metamq.tx.store.records import Add
 from metamq.wire import status
 from metamq.wire.tx_commands import TxReply
 from metamq.wire.xa import Verb, XACode, Xid
@@ -109,6 +110,51 @@ def test_a_branch_of_which_something_could_not_be_stored_cannot_be_committed(
     assert replica.do(A, Verb.END) == [XACode.RBOTHER]
     assert replica.do(A, Verb.PREPARE) == [XACode.RBOTHER]
     assert replica.stored(0) == []
+
+
+@pytest.mark.parametrize("promise", [Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE])
+def test_what_is_sent_and_promised_in_one_request_is_one_entry(replica: Replica, promise: Verb) -> None:
+    """So it takes one write and one fsync."""
+    opaque = replica.ask(A, *WORK, promise, sends=[(0, b"a0"), (1, b"a1")])
+    (entry,) = read_journal(replica.journal)
+    add, promised = entry.records
+    assert isinstance(add, Add)
+    assert promised.branch == add.branch  # type: ignore[union-attr]
+    assert replica.connection.codes(opaque) is None
+    replica.flush(replica.journal)
+    assert replica.connection.codes(opaque) == [OK] * 4
+    known = replica.term.store.journal
+    again = killed(replica)
+    assert {xid: branch.bodies for xid, branch in again.term.store.branches.items()} == {
+        xid: branch.bodies for xid, branch in known.branches.items()
+    }
+    assert again.term.store.journal.unmarked == known.unmarked
+    assert again.stored(0) == ([] if promise is Verb.PREPARE else [b"a0"])
+
+
+def test_what_was_sent_is_kept_where_the_promise_in_the_same_request_is_refused(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "admit", lambda *_: (_ for _ in ()).throw(NotEnoughReplicas("the journal", 1, 2)))
+        opaque = replica.ask(A, *WORK, Verb.COMMIT_ONE_PHASE, sends=[(0, b"a0")])
+    assert isinstance(error_of(replica, opaque), TryLater)
+    assert replica.states() == {A: "idle"}
+    committed(replica, B, (0, b"b0"))
+    assert replica.do(A, Verb.COMMIT_ONE_PHASE) == [OK]
+    assert replica.stored(0) == [b"b0", b"a0"]
+
+
+def test_what_could_not_be_stored_with_its_promise_cannot_be_committed(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "append", lambda *_: (_ for _ in ()).throw(DAMAGE))
+        opaque = replica.ask(A, *WORK, Verb.COMMIT_ONE_PHASE, sends=[(0, b"a0")])
+    assert isinstance(error_of(replica, opaque), CorruptData)
+    committed(replica, B, (0, b"b0"))
+    assert replica.do(A, Verb.COMMIT_ONE_PHASE) == [XACode.RBOTHER]
+    assert replica.stored(0) == killed(replica).stored(0) == [b"b0"]
 
 
 def test_a_decision_waits_for_a_damaged_partition(replica: Replica) -> None:
@@ -262,7 +308,7 @@ def test_a_journal_that_was_cut_at_its_end_is_read_anew(replica: Replica) -> Non
     """At a slave: what was read may have been taken back."""
     follower = Follower()
     committed(replica, A, (0, b"a0"))
-    assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == [2]
+    assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == [0]
     replica.journal.cut(0)
     assert LOOP.run_until_complete(follower.catch_up(replica.journal)).unmarked == []
 
