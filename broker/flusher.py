@@ -10,7 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 
 from metamq.broker.log import FlushTicket
 from metamq.broker.partition import Partition
@@ -22,15 +24,26 @@ TICK_S = 0.1
 
 
 class Flusher:
-    """Runs fsyncs beside the loop. `failed` is called with the first error, after which the broker has to stop."""
+    """Runs fsyncs beside the loop. `failed` is called with the first error, after which the broker has to stop.
+
+    A queue and threads of its own: an executor's future and a task cost each fsync as much as a transaction costs.
+    """
 
     def __init__(self, failed: Callable[[MetamqError], None], *, threads: int = 4) -> None:
         self._failed = failed
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="metamq-fsync")
+        self._handed_over: SimpleQueue[tuple[asyncio.AbstractEventLoop, Partition, FlushTicket] | None] = SimpleQueue()
+        """What threads are to fsync, and whom to tell; None ends one."""
         self.flushes = 0
         """Since the start: with group commit, fewer than the appends they acknowledged."""
         self._dirty: dict[Partition, None] = {}
-        self._running: dict[Partition, asyncio.Task[None]] = {}
+        self._running: set[Partition] = set()
+        self._waiting: dict[Partition, list[asyncio.Future[None]]] = {}
+        """Who waits for the end of the flush under way."""
+        self._threads = [
+            Thread(target=self._sync, name=f"metamq-fsync-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def appended(self, partition: Partition) -> None:
         """Takes note of an append; starts a flush where the topic's policy asks for one now."""
@@ -50,25 +63,43 @@ class Flusher:
         if ticket is None:
             return
         self.flushes += 1
-        task = asyncio.get_running_loop().create_task(self._flush(partition, ticket))
-        self._running[partition] = task
-        task.add_done_callback(lambda _: self._ended(partition, task))
+        self._running.add(partition)
+        self._handed_over.put((asyncio.get_running_loop(), partition, ticket))
 
-    def _ended(self, partition: Partition, task: asyncio.Task[None]) -> None:
-        if self._running[partition] is task:  # it may have started the next
-            del self._running[partition]
+    def _sync(self) -> None:
+        """One of the threads."""
+        while (flush := self._handed_over.get()) is not None:
+            loop, partition, ticket = flush
+            error: Exception | None = None
+            try:
+                ticket.sync()
+            except Exception as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._ended, partition, ticket, error)
 
-    async def _flush(self, partition: Partition, ticket: FlushTicket) -> None:
+    def _ended(self, partition: Partition, ticket: FlushTicket, error: Exception | None) -> None:
+        self._running.discard(partition)
+        waiting = self._waiting.pop(partition, [])
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, ticket.sync)
+            if error is not None:
+                raise error
             partition.finish_flush(ticket)
             if partition.flush_due(0):
                 self.start(partition)
-        except MetamqError as error:
-            self._failed(error)
-        except Exception as error:  # nobody waits for this task: those who wait for the flush would wait for ever
-            log.critical("%s: a flush ended by an error", partition.name, exc_info=error)
-            self._failed(MetamqError(f"internal error: {error!r}"))
+        except MetamqError as failure:
+            self._failed(failure)
+        except Exception as failure:  # nobody else learns of it: those who wait for the flush would wait for ever
+            log.critical("%s: a flush ended by an error", partition.name, exc_info=failure)
+            self._failed(MetamqError(f"internal error: {failure!r}"))
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def _end_of_flush(self, partition: Partition) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(partition, []).append(future)
+        await future
 
     async def run(self) -> None:
         """Flushes by time, for ever."""
@@ -89,19 +120,23 @@ class Flusher:
 
         Raises StorageError.
         """
-        if (before := self._running.get(partition)) is not None:  # it need not cover all of it
-            await asyncio.wait([before])
+        if partition in self._running:  # it need not cover all of it
+            await self._end_of_flush(partition)
         self.start(partition)
-        if (covering := self._running.get(partition)) is not None:
-            await asyncio.wait([covering])
+        if partition in self._running:
+            await self._end_of_flush(partition)
 
     async def drain(self) -> None:
         """Flushes all that is dirty, once, and waits for it."""
         for partition in list(self._dirty):
             self.start(partition)
         while self._running:
-            await asyncio.wait(self._running.values())
+            await self._end_of_flush(next(iter(self._running)))
 
     def close(self) -> None:
         """Waits for fsyncs under way."""
-        self._executor.shutdown(wait=True)
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._handed_over.put(None)
+        for thread in threads:
+            thread.join()
