@@ -22,6 +22,7 @@ from metamq.tx.store.records import (
     Record,
     Remembered,
     pack,
+    pack_outcome,
     unpack,
 )
 from metamq.wire.batch import make_batch_id, read_header, stamp
@@ -36,7 +37,7 @@ PLACE = Place("orders", "0123456789abcdef", 0, 1)
 RECORDS: dict[str, Record] = {
     "prepare": Prepare(BRANCH, 1, SENT_US + 300_000, ()),
     "commit": Commit(BRANCH, make_batch_id(3, 3), SENT_US + 400_000),
-    "remembered": Remembered([(BRANCH, SENT_US + 400_000)]),
+    "remembered": Remembered([pack_outcome(BRANCH, SENT_US + 400_000)]),
     "mark": Mark(5, 4, 1, [("orders", "0123456789abcdef", 0, 104)]),
 }
 
@@ -98,7 +99,7 @@ def test_the_examples_make_a_journal(tmp_path: Path) -> None:
     for entry in entries[3:]:
         state.apply(entry)
     assert (state.branches, state.unmarked, state.mark) == ({}, {}, RECORDS["mark"])
-    assert list(state.memory.items()) == [(BRANCH, SENT_US + 400_000)]
+    assert list(state.memory.items()) == [pack_outcome(BRANCH, SENT_US + 400_000)]
     log.close()
 
 

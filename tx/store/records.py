@@ -23,6 +23,7 @@ the log is cut from its start only.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -140,10 +141,34 @@ class Mark(NamedTuple):
     named were empty."""
 
 
-class Remembered(NamedTuple):
-    """Branches that were committed, and when (microseconds): their COMMITs may be cut off."""
+Outcome = tuple[bytes, bytes]
+"""A branch that was committed, as REMEMBERED has it: its id, and its epoch and when it was committed (microseconds).
+Kept so, too: there are so many of them that making values of each costs as much as transactions do."""
+_EPOCH_AND_TIME = struct.Struct(">BQBQ")
+_U64 = 0xCF
+"""What msgpack has before a number of 8 bytes."""
 
-    outcomes: list[tuple[Branch, int]]
+
+def pack_id(xid: Xid) -> bytes:
+    """The first half of an Outcome."""
+    return bytes(msgpack.packb(xid))
+
+
+def pack_outcome(branch: Branch, time_us: int) -> Outcome:
+    """The branch was committed then."""
+    return pack_id(branch.xid), _EPOCH_AND_TIME.pack(_U64, branch.epoch, _U64, time_us)
+
+
+def epoch_and_time(half: bytes) -> tuple[int, int]:
+    """What the second half of an Outcome says."""
+    _, epoch, _, time_us = _EPOCH_AND_TIME.unpack(half)
+    return epoch, time_us
+
+
+class Remembered(NamedTuple):
+    """Branches that were committed: their COMMITs may be cut off."""
+
+    outcomes: list[Outcome]
 
 
 Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide | Remembered
@@ -165,14 +190,29 @@ _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
 def pack(records: Iterable[Record]) -> bytes:
     """The first value of an entry."""
-    return bytes(msgpack.packb([[_NUMBERS[type(record)], *record] for record in records]))
+    several = [*records]
+    if any(isinstance(record, Remembered) for record in several):
+        return _array_of([_pack_one(record) for record in several])
+    return bytes(msgpack.packb([[_NUMBERS[type(record)], *record] for record in several]))
+
+
+def _pack_one(record: Record) -> bytes:
+    number = _NUMBERS[type(record)]
+    if isinstance(record, Remembered):
+        outcomes = _array_of([b"\x92\x92%b%b" % outcome for outcome in record.outcomes])
+        return _array_of([msgpack.packb(number), outcomes])
+    return bytes(msgpack.packb([number, *record]))
+
+
+def _array_of(packed: Sequence[bytes]) -> bytes:
+    return b"".join([msgpack.Packer().pack_array_header(len(packed)), *packed])
 
 
 def unpack(value: bytes, bodies: int) -> list[Record]:
     """The records of an entry that has so many bodies. Raises CorruptData: its checksum was right, its author wrong."""
     try:
         found = [_unpack_one(packed) for packed in msgpack.unpackb(value)]
-    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException, struct.error) as error:
         raise CorruptData("a transaction journal's entry", f"{type(error).__name__}: {error}") from None
     named = sum(len(record.places) for record in found if isinstance(record, Add))
     if named != bodies:
@@ -186,7 +226,7 @@ def _unpack_one(packed: Sequence[Any]) -> Record:
     if kind is Mark:
         fields[3] = [tuple(end) for end in fields[3]]
     elif kind is Remembered:
-        fields[0] = [(_branch(branch), time_us) for branch, time_us in fields[0]]
+        fields[0] = [pack_outcome(_branch(branch), time_us) for branch, time_us in fields[0]]
     else:
         fields[0] = _branch(fields[0])
     if kind is Add:
