@@ -51,7 +51,7 @@ from metamq.errors import (
 from metamq.tx.store.branch import BranchState
 from metamq.tx.store.records import Add, Commit, Decide, Heuristic, Place, Record
 from metamq.tx.store.table import State
-from metamq.tx.store.verbs import Asked, JournalTransactionStore, Limits, Step
+from metamq.tx.store.verbs import JournalTransactionStore, Limits, Step
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, unpack, unpack_list
 from metamq.wire.connection import Request
@@ -189,15 +189,15 @@ class TransactionalCommandProcessor:
         """Takes a TX. Raises ProtocolError, Fenced, and what is wrong with a batch: nothing is done then."""
         term = self._ready()
         header = unpack(Tx, request.header)
-        try:
-            work = Work(request, connection, header, Xid.unpack(header.xid))
-        except ValueError as error:
-            raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
         if not 0 < len(header.verbs) <= VERBS_MAX or len(header.session) > SESSION_CHARS_MAX:
             raise ProtocolError(f"a TX has 1 to {VERBS_MAX} verbs, and a session of {SESSION_CHARS_MAX} characters")
         if header.verbs.count(Verb.SEND) > 1 or bool(header.entries) != (Verb.SEND in header.verbs):
             raise ProtocolError("a TX has one SEND with batches, or neither")
         check_ids(header)
+        try:
+            work = Work(request, connection, header, Xid.unpack(header.xid))
+        except ValueError as error:
+            raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
         self._take_bodies(work)
         term.sessions[header.session] = connection
         queue = term.queues.setdefault(work.xid, deque())
@@ -218,7 +218,7 @@ class TransactionalCommandProcessor:
                 raise MessageTooLarge("a batch of a transaction", entry.size, BODY_BYTES_MAX)
             places.append(self._check(entry, batch))
             work.bodies.append(batch)
-        work.places = tuple(places)
+        work.asked.places = tuple(places)
 
     def _history(self, term: Term) -> str:
         return f"{self._broker_id}:{term.generation}"
@@ -250,17 +250,13 @@ class TransactionalCommandProcessor:
 
     def _one(self, term: Term, work: Work, verb: Verb) -> bool:
         """Carries out a verb; True when its record is on its way, and _durable() follows. Raises its error."""
-        header, now_us = work.header, time.time_ns() // 1000
-        epoch = work.results[-1].epoch if work.results else header.epoch
-        asked = Asked(
-            verb, work.xid, epoch, header.session, header.timeout_ms / 1000, header.messages, header.first, work.places,
-            owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),
-        )  # fmt: skip
+        asked = work.asked
+        asked.verb = verb
         if verb in (Verb.START, Verb.SEND) and term.journal.size_bytes > self.limits.journal_bytes:
             raise TryLater(
                 work.xid, XACode.RMERR, f"the journal has {term.journal.size_bytes:,} bytes, the most allowed"
             )
-        step = term.store.ask(asked, time.monotonic(), now_us)
+        step = term.store.ask(asked, time.monotonic(), time.time_ns() // 1000)
         if step.error is not None:
             raise step.error
         if isinstance(step.record, Add):
@@ -389,6 +385,7 @@ class TransactionalCommandProcessor:
 
     def _done(self, work: Work, step: Step) -> None:
         assert step.answer is not None
+        work.asked.epoch = step.answer.epoch
         work.results.append(TxResult(status.OK, step.answer.code, step.answer.epoch, None))
 
     def _refused(self, work: Work, error: MetamqError) -> None:

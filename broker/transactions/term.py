@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from metamq.broker.transactions.commits import Commits
 from metamq.broker.transactions.journal import JournalStore
 from metamq.errors import MetamqError
-from metamq.tx.store.records import Place
-from metamq.tx.store.verbs import JournalTransactionStore
+from metamq.tx.store.verbs import Asked, JournalTransactionStore
 from metamq.wire.connection import Request
 from metamq.wire.tx_commands import Tx, TxResult
 from metamq.wire.xa import Verb, Xid
@@ -43,7 +42,7 @@ class Figures(NamedTuple):
 class Work:
     """A request that is carried out, verb by verb."""
 
-    __slots__ = ("bodies", "connection", "header", "places", "request", "results", "verbs", "xid")
+    __slots__ = ("asked", "bodies", "connection", "header", "request", "results", "verbs", "xid")
 
     def __init__(self, request: Request, connection: Connection, header: Tx, xid: Xid) -> None:
         self.request = request
@@ -51,7 +50,11 @@ class Work:
         self.header = header
         self.xid = xid
         self.verbs = deque(Verb(number) for number in header.verbs)
-        self.places: tuple[Place, ...] = ()
+        self.asked = Asked(
+            self.verbs[0], xid, header.epoch, header.session, header.timeout_ms / 1000, header.messages, header.first,
+            owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),
+        )  # fmt: skip
+        """The verb that it is at."""
         self.bodies: list[memoryview] = []
         self.results: list[TxResult] = []
 

@@ -98,7 +98,7 @@ class Driver:
     def do(self, verb: Verb, session: str = "a", now_s: float = 0.0, **fields: object) -> XACode:
         asked = Asked(verb, XID, session=session, **fields)  # type: ignore[arg-type]
         if verb is Verb.SEND and "places" not in fields:
-            asked = asked._replace(places=(PLACE,))
+            asked.places = (PLACE,)
         step = self.store.ask(asked, now_s, 1)
         if step.record is not None:
             self.store.written(Entry(self.lsn, self.lsn * 100, [step.record], [50] * len(asked.places)))

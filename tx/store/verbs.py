@@ -17,6 +17,7 @@ with the connection of who works in it; what is prepared, by nothing but a verb.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from metamq.errors import (
@@ -54,8 +55,9 @@ class Limits(NamedTuple):
     timeout_max_s: float = 24 * 3600.0
 
 
-class Asked(NamedTuple):
-    """One verb, as it came."""
+@dataclass(slots=True)
+class Asked:
+    """One verb, as it came. A request with several makes one of these, and changes verb and epoch."""
 
     verb: Verb
     xid: Xid
