@@ -35,7 +35,7 @@ _PADS = tuple(bytes(n) for n in range(layout.ALIGNMENT))
 
 
 def encode(
-    values: Sequence[bytes],
+    values: Sequence[Buffer],
     *,
     base_timestamp_us: int,
     keys: Sequence[bytes | None] | None = None,
@@ -92,7 +92,7 @@ def encode(
     return batch
 
 
-def _add_binary(parts: list[Buffer], column: Sequence[bytes]) -> int:
+def _add_binary(parts: list[Buffer], column: Sequence[Buffer]) -> int:
     """Appends a binary column's offsets and bytes to `parts`; returns their size."""
     ends = _offsets(column)
     data_size = ends[-1]
@@ -105,7 +105,7 @@ def _add_binary(parts: list[Buffer], column: Sequence[bytes]) -> int:
     return offsets_size + padded_data_size
 
 
-def _offsets(column: Sequence[bytes]) -> list[int]:
+def _offsets(column: Sequence[Buffer]) -> list[int]:
     offsets = list(accumulate(map(len, column), initial=0))
     if offsets[-1] > BATCH_BYTES_MAX:
         raise MessageTooLarge("batch", offsets[-1], BATCH_BYTES_MAX)

@@ -111,8 +111,8 @@ class JournalStore:
         held, self._held = self._held, ([], [])
         assert not (held[0] and bodies)
         stored = held[1] or bodies
-        values = [pack([*held[0], *records]), *stored]
-        batch = memoryview(encode(values, base_timestamp_us=time.time_ns() // 1000))  # type: ignore[arg-type]
+        values: list[bytes | memoryview] = [pack([*held[0], *records]), *stored]
+        batch = memoryview(encode(values, base_timestamp_us=time.time_ns() // 1000))
         lsn, position = log.end_offset, log.end_position
         end_offset = self._appender.append(self.partition, batch, read_header(batch), None)
         if stored and len(batch) <= RECENT_BYTES:

@@ -340,6 +340,8 @@ class TransactionalCommandProcessor:
             term.journal.admit(branch.bytes if promises else 0)
         except (NotEnoughReplicas, CorruptData, DiskFull) as error:
             raise TryLater(branch.xid, XACode.RETRY, str(error)) from error
+        if verb is Verb.PREPARE:  # counted at once: what is prepared before the next tick is to fit beside it
+            self.figures = self.figures._replace(promised_bytes=self.figures.promised_bytes + branch.bytes)
 
     def _check_served(self, topic: str, topic_id: str, index: int) -> None:
         """Raises CorruptData when a partition is damaged: a commit is to wait for who has it whole."""
