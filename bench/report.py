@@ -136,6 +136,12 @@ def _replication(results: dict[str, Any]) -> list[str]:
 
 def _transactions(results: dict[str, Any]) -> list[str]:
     commits, branch, recovery, beside = (results[part] for part in ("commits", "open_branch", "recovery", "beside"))
+    faces = results.get("faces")
+    by_face = [] if faces is None else [
+        f"* by what belongs together, a single client's transaction takes {faces['one_broker_ms']:.2f} ms with one "
+        f"broker, {faces['two_brokers_ms']:.2f} ms over two, {faces['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in "
+        f"sqlite3, and {faces['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
+    ]  # fmt: skip
     return [
         "",
         "## Transactions",
@@ -149,6 +155,7 @@ def _transactions(results: dict[str, Any]) -> list[str]:
         f"{commits['two_to_one']:.2f} of it;",
         f"* a single client's commit takes {commits['single_p50_ms']:.2f} ms at the median: "
         f"{commits['over_two_fsyncs_ms']:.2f} ms more than two fsyncs;",
+        *by_face,
         f"* a branch with {branch['messages']:,} messages in batches of about 100 takes up to "
         f"{branch['mb']:.1f} MB in the broker;",
         f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal, "

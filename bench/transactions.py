@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import statistics
 import tempfile
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from settle import settle
 
 from metamq import aio
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.tx import XAResource, Xid
+from metamq.tx import Coordinator, XAResource, Xid, create_outcome_table, dbtx
 
 Say = Callable[[str], None]
 
@@ -33,6 +34,8 @@ VALUES = [os.urandom(1024)] * 10
 SECONDS = 5.0
 SINGLE = 500
 """Commits of a single client."""
+FACES = 150
+"""Transactions of each face."""
 FSYNCS_S = 1.0
 MILLION = 1_000_000
 SMALL_BATCH_BYTES = 11_000
@@ -236,10 +239,57 @@ def beside(rounds: int, say: Say) -> dict[str, float]:
     return {**{name: statistics.median(rates) for name, rates in found.items()}, "ratio": ratio}
 
 
+def faces(say: Say) -> dict[str, float]:
+    """Milliseconds of a single client's transaction at the median, by what belongs together in it; they take turns."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cluster(brokers=2, folder=Path(folder)) as running,
+        running.producer() as producer,
+        running.producer() as second,
+        Coordinator(f"{folder}/decisions", {"first": producer, "second": second}) as coordinator,
+        closing(sqlite3.connect(f"{folder}/own.db")) as database,
+    ):
+        running.create_topic("first", partitions=1, brokers=[0])
+        running.create_topic("second", partitions=1, brokers=[1])
+        database.execute("CREATE TABLE booked (id INTEGER)")
+        create_outcome_table(database)
+        half = len(VALUES) // 2
+
+        def one_broker() -> None:
+            with producer.transaction():
+                producer.send_many("first", VALUES)
+
+        def two_brokers() -> None:
+            with producer.transaction():
+                producer.send_many("first", VALUES[:half])
+                producer.send_many("second", VALUES[half:])
+
+        def with_sqlite3() -> None:
+            with dbtx(database, producer) as tx:
+                database.execute("INSERT INTO booked VALUES (1)")
+                tx.send_many("first", VALUES)
+
+        def coordinated() -> None:
+            with coordinator.begin() as tx:
+                tx["first"].send_many("first", VALUES[:half])
+                tx["second"].send_many("second", VALUES[half:])
+
+        samples: dict[str, list[float]] = {}
+        for _ in range(FACES):
+            for face in (one_broker, two_brokers, with_sqlite3, coordinated):
+                began = time.perf_counter()
+                face()
+                samples.setdefault(f"{face.__name__}_ms", []).append((time.perf_counter() - began) * 1000)
+    found = {name: statistics.median(each[20:]) for name, each in samples.items()}
+    say(", ".join(f"{name} {value:,.2f}" for name, value in found.items()))
+    return found
+
+
 def measure(rounds: int, say: Say) -> dict[str, Any]:
     """All of it."""
     return {
         "commits": commits(rounds, say),
+        "faces": faces(say),
         "open_branch": open_branch(say),
         "recovery": recovery(say),
         "beside": beside(rounds, say),
