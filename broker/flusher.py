@@ -1,7 +1,9 @@
 """Flushes partition logs: before the acknowledgement with group commit, and by count or by time.
 
 One fsync of a log serves all that wait on it: while it runs in a thread, further appends gather, and the next fsync
-takes all of them. So the slower the disk, the larger the groups, and nobody waits for more than two.
+takes all of them. So the slower the disk, the larger the groups, and nobody waits for more than two. A flush begins
+when the loop has gone through what has come by then, so that requests that came together share it; the next one begins
+before those that waited for the last are answered.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Flusher:
         self.flushes = 0
         """Since the start: with group commit, fewer than the appends they acknowledged."""
         self._dirty: dict[Partition, None] = {}
+        self._due: dict[Partition, None] = {}
+        """Whose flush starts when the loop has gone through what has come."""
         self._running: set[Partition] = set()
         self._waiting: dict[Partition, list[asyncio.Future[None]]] = {}
         """Who waits for the end of the flush under way."""
@@ -46,10 +50,23 @@ class Flusher:
             thread.start()
 
     def appended(self, partition: Partition) -> None:
-        """Takes note of an append; starts a flush where the topic's policy asks for one now."""
+        """Takes note of an append; a flush starts soon where the topic's policy asks for one now."""
         self._dirty[partition] = None
-        if partition.flush_due(0):
+        if not partition.flushing and partition not in self._due and partition.flush_due(0):
+            if not self._due:
+                asyncio.get_running_loop().call_soon(self._start_due)
+            self._due[partition] = None
+
+    def _start_due(self) -> None:
+        due, self._due = self._due, {}
+        for partition in due:
+            self._start_or_fail(partition)
+
+    def _start_or_fail(self, partition: Partition) -> None:
+        try:
             self.start(partition)
+        except MetamqError as error:
+            self._failed(error)
 
     def replicated(self, partition: Partition, *, must_flush: bool) -> None:
         """As `appended`, on a slave. `must_flush`: the master waits for the flush, whatever the policy here."""
@@ -84,9 +101,7 @@ class Flusher:
         try:
             if error is not None:
                 raise error
-            partition.finish_flush(ticket)
-            if partition.flush_due(0):
-                self.start(partition)
+            partition.finish_flush(ticket, self._flushed)
         except MetamqError as failure:
             self._failed(failure)
         except Exception as failure:  # nobody else learns of it: those who wait for the flush would wait for ever
@@ -95,6 +110,11 @@ class Flusher:
         for future in waiting:
             if not future.done():
                 future.set_result(None)
+
+    def _flushed(self, partition: Partition) -> None:
+        """What was appended meanwhile need not wait until those are answered whom this flush has served."""
+        if partition.flush_due(0):
+            self._start_or_fail(partition)
 
     async def _end_of_flush(self, partition: Partition) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -253,7 +253,7 @@ class Partition:
             self.flush_began_ms = now_ms
         return ticket
 
-    def finish_flush(self, ticket: FlushTicket) -> None:
+    def finish_flush(self, ticket: FlushTicket, before_telling: Callable[[Partition], None] | None = None) -> None:
         """The ticket is synced: takes note, and tells who waited for it. Raises StorageError."""
         self.flushing = False
         if self.closed_by:
@@ -262,6 +262,8 @@ class Partition:
         log.finish_flush(ticket)
         # What was appended meanwhile waits since then, at most.
         self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
+        if before_telling is not None:
+            before_telling(self)
         self.publish()
         if self.flushed_listener is not None:
             self.flushed_listener(self)

@@ -124,6 +124,42 @@ def test_before_the_acknowledgement_one_fsync_serves_all_that_wait(bench: Callab
     bench(ACK, test)
 
 
+def test_what_comes_in_one_turn_of_the_loop_shares_one_fsync(bench: Callable[..., None]) -> None:
+    async def test(on: Bench) -> None:
+        for number in range(5):
+            on.put(b"%d" % number)
+        await until(lambda: len(on.acknowledged) == 5)
+        assert on.flusher.flushes == 1
+
+    bench(ACK, test)
+
+
+def test_the_next_fsync_begins_before_those_that_waited_for_the_last_are_answered(bench: Callable[..., None]) -> None:
+    async def test(on: Bench) -> None:
+        on.disk.free.clear()
+        first = on.put(b"first")
+        begun: list[int] = []
+        on.partition.when_stable(first.end_offset, lambda _: begun.append(on.flusher.flushes))
+        await until(lambda: on.disk.begun)
+        on.put(b"second")
+        on.disk.free.set()
+        await until(lambda: len(on.acknowledged) == 2)
+        assert begun == [2]
+
+    bench(ACK, test)
+
+
+def test_a_flush_that_cannot_begin_ends_the_broker(bench: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(on: Bench) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(PartitionLog, "start_flush", lambda self: (_ for _ in ()).throw(StorageError("t/0: opening")))
+            on.put(b"first")
+            await until(lambda: on.failures)
+        assert on.acknowledged == []
+
+    bench(ACK, test)
+
+
 def test_readers_never_see_what_is_not_flushed_where_the_topic_flushes_first(bench: Callable[..., None]) -> None:
     async def test(on: Bench) -> None:
         reader, log = Reader(on.partition), on.partition.log
