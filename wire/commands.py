@@ -182,7 +182,7 @@ _CHECKS: dict[Any, Callable[[Any], bool]] = {
     str: _is(str),
     bool: _is(bool),
     Any: lambda value: True,
-    list[int]: lambda value: isinstance(value, list) and all(type(v) is int for v in value),
+    list[int]: lambda value: isinstance(value, list) and {*map(type, value)} <= {int},
     list[tuple[int, int]]: lambda value: (
         isinstance(value, list)
         and all(isinstance(v, list) and len(v) == 2 and type(v[0]) is int and type(v[1]) is int for v in value)

@@ -12,7 +12,6 @@ answered as unknown: the next master finds it there, or not.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -49,7 +48,8 @@ from metamq.errors import (
     TryLater,
 )
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.records import Add, Commit, Decide, Heuristic, Place, Record
+from metamq.tx.store.fold import COMMITS
+from metamq.tx.store.records import Add, Heuristic, Place, Record
 from metamq.tx.store.table import State
 from metamq.tx.store.verbs import JournalTransactionStore, Limits, Step
 from metamq.wire import status
@@ -89,7 +89,7 @@ def _promise_follows(work: Work) -> bool:
 def check_ids(header: Tx) -> None:
     """Whose decision a branch follows, or who follows its own: numbers, in their order. Raises ProtocolError."""
     numbers = [*header.follows, *header.followers]
-    if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+    if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
         raise ProtocolError("a branch follows, and is followed by, what numbers tell")
     if len(header.follows) not in (0, 3) or len(header.followers) % 2 or len(numbers) > FOLLOWERS_MAX:
         raise ProtocolError(
@@ -196,7 +196,7 @@ class TransactionalCommandProcessor:
         check_ids(header)
         try:
             work = Work(request, connection, header, Xid.unpack(header.xid))
-        except ValueError as error:
+        except KeyError as error:
             raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
         self._take_bodies(work)
         term.sessions[header.session] = connection
@@ -208,7 +208,8 @@ class TransactionalCommandProcessor:
     def _take_bodies(self, work: Work) -> None:
         entries = unpack_list(PutEntry, work.header.entries)
         body = work.request.body
-        if sum(entry.size for entry in entries) != len(body) or any(entry.size <= 0 for entry in entries):
+        sizes = [entry.size for entry in entries]
+        if sum(sizes) != len(body) or min(sizes, default=1) <= 0:
             raise ProtocolError(f"the batches' sizes do not add up to the body's {len(body)} bytes")
         places, at = [], 0
         for entry in entries:
@@ -301,7 +302,9 @@ class TransactionalCommandProcessor:
         hold: bool = False,
     ) -> None:
         """With `hold` they stand in one entry with the promise that follows."""
-        some = record._replace(first=record.first + start, places=places[start:end])
+        some = record
+        if end - start < len(places):
+            some = record._replace(first=record.first + start, places=places[start:end])
         sent = bodies[start:end]
         term.store.written(term.journal.hold([some], sent) if hold else term.journal.append([some], sent).entry)
 
@@ -345,13 +348,15 @@ class TransactionalCommandProcessor:
 
     def _check_served(self, topic: str, topic_id: str, index: int) -> None:
         """Raises CorruptData when a partition is damaged: a commit is to wait for who has it whole."""
-        with contextlib.suppress(TopicNotFound):
+        try:
             damage = self._topics.find(topic, topic_id, index).closed_by
-            if isinstance(damage, CorruptData):
-                raise damage.with_traceback(None)
+        except TopicNotFound:
+            return
+        if isinstance(damage, CorruptData):
+            raise damage.with_traceback(None)
 
     def _with_ids(self, term: Term, record: Record) -> Record:
-        if isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
+        if isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
             bodies = len(term.store.branches[record.branch.xid].bodies)
             return record._replace(first_batch_id=self._ids.reserve(bodies))
         return record

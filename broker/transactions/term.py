@@ -39,17 +39,21 @@ class Figures(NamedTuple):
     journal_bytes: int = 0
 
 
+_VERBS = {int(verb): verb for verb in Verb}
+
+
 class Work:
     """A request that is carried out, verb by verb."""
 
     __slots__ = ("asked", "bodies", "connection", "header", "request", "results", "verbs", "xid")
 
     def __init__(self, request: Request, connection: Connection, header: Tx, xid: Xid) -> None:
+        """Raises KeyError: a verb that is not known."""
         self.request = request
         self.connection = connection
         self.header = header
         self.xid = xid
-        self.verbs = deque(Verb(number) for number in header.verbs)
+        self.verbs = deque([_VERBS[number] for number in header.verbs])
         self.asked = Asked(
             self.verbs[0], xid, header.epoch, header.session, header.timeout_ms / 1000, header.messages, header.first,
             owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),

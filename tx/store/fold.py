@@ -57,6 +57,7 @@ class Committed(NamedTuple):
 
 
 BranchRecord = Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Decide
+COMMITS = Commit, Decide
 NO_MARK = Mark(0, 0, 0, [])
 
 
@@ -114,13 +115,13 @@ class JournalState:
                 self._takes_the_place(moving)
             return
         branch = self.branches.get(xid)
-        if isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
+        if isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
             bodies = branch.bodies if branch is not None and branch.epoch == epoch else []
             if branch is not None and bodies:
                 self.unmarked[entry.lsn] = Committed(
                     entry.lsn, branch.first_lsn, record.branch, list(bodies), record.first_batch_id
                 )
-        if isinstance(record, Commit | Decide):
+        if isinstance(record, COMMITS):
             self.memory.add(record.branch, record.time_us)
         if branch is None or branch.epoch != epoch:
             return
@@ -184,7 +185,7 @@ class Retained:
             if isinstance(record, Mark):
                 self.mark = record
                 self.unmarked = [lsn for lsn in self.unmarked if lsn >= record.lsn]
-            elif isinstance(record, Commit | Decide) or (isinstance(record, Heuristic) and record.commit):
+            elif isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
                 self.unmarked.append(entry.lsn)
 
 

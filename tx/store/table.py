@@ -19,6 +19,8 @@ from metamq.wire.xa import Verb
 class State(enum.Enum):
     """Where a branch is in its life."""
 
+    __hash__ = object.__hash__  # Enum's own is written in Python
+
     NONE = "none"
     ACTIVE = "active"
     IDLE = "idle"
