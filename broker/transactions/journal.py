@@ -93,7 +93,7 @@ class JournalStore:
     def hold(self, records: list[Record], bodies: list[memoryview]) -> Entry:
         """Records, and their bodies, that the next entry is to begin with; it follows in this turn of the loop, since
         nothing is written yet."""
-        assert not self._held[0]
+        self.append_held()
         self._held = records, bodies
         log = self.partition.log
         return Entry(log.end_offset, log.end_position, records, [len(body) for body in bodies])
@@ -103,13 +103,19 @@ class JournalStore:
         """Whether something is held."""
         return bool(self._held[0])
 
+    def append_held(self) -> None:
+        """Where nothing follows it after all. Raises as append()."""
+        if self._held[0]:
+            self.append([], [])
+
     def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
         """Appends an entry; it is not durable yet. What was held stands in it, too, but is not told once more.
 
         Raises StorageError, CorruptData, MessageTooLarge; what was held is gone then."""
+        if bodies:  # each entry numbers its own
+            self.append_held()
         log = self.partition.log
         held, self._held = self._held, ([], [])
-        assert not (held[0] and bodies)
         stored = held[1] or bodies
         values: list[bytes | memoryview] = [pack([*held[0], *records]), *stored]
         batch = memoryview(encode(values, base_timestamp_us=time.time_ns() // 1000))

@@ -321,8 +321,7 @@ class TransactionalCommandProcessor:
     def _write_held(self, term: Term, work: Work) -> None:
         """Of a request whose promise was refused: what was sent stays in the branch."""
         try:
-            if term.journal.holds:
-                term.journal.append([], [])
+            term.journal.append_held()
         except MetamqError as error:
             self._not_stored(term, work)
             if isinstance(error, StorageError):

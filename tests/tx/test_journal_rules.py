@@ -145,6 +145,20 @@ def test_what_was_sent_is_kept_where_the_promise_in_the_same_request_is_refused(
     assert replica.stored(0) == [b"b0", b"a0"]
 
 
+@pytest.mark.parametrize("verbs", [(Verb.COMMIT_ONE_PHASE,), ()])
+def test_a_request_that_ends_by_a_fault_of_ours_harms_no_other(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, verbs: tuple[Verb, ...]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "admit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            replica.ask(A, *WORK, Verb.COMMIT_ONE_PHASE, sends=[(0, b"a0")])
+    assert replica.do(B, *WORK, *verbs, sends=[(0, b"b0")]) == [OK] * (3 + len(verbs))
+    if not verbs:
+        assert replica.do(B, Verb.COMMIT_ONE_PHASE) == [OK]
+    assert replica.stored(0) == killed(replica).stored(0) == [b"b0"]
+
+
 def test_what_could_not_be_stored_with_its_promise_cannot_be_committed(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
