@@ -12,6 +12,7 @@ A network time-out is never taken for a roll back.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import socket
@@ -31,6 +32,7 @@ from metamq.errors import (
 )
 from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry
+from metamq.wire.frames import Buffer
 from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 
@@ -85,7 +87,12 @@ class Branch:
 
 def new_session() -> str:
     """A name that nobody else has, and that tells people where its owner runs."""
-    return f"{socket.gethostname()[:32]}:{os.getpid()}:{secrets.token_hex(8)}"
+    return f"{_host()}:{os.getpid()}:{secrets.token_hex(8)}"
+
+
+@functools.cache
+def _host() -> str:
+    return socket.gethostname()[:32]
 
 
 class TxClient:
@@ -112,10 +119,10 @@ class TxClient:
         ConnectError, Fenced when it was certainly not done.
         """
         header = Tx(
-            [*branch.xid], branch.epoch, branch.session, [*map(int, verbs)], int(branch_timeout_s * 1000), messages,
+            [*branch.xid], branch.epoch, branch.session, [*verbs], int(branch_timeout_s * 1000), messages,
             branch.batches, [one.entry for one in batches], [*follows], [*followers],
         )  # fmt: skip
-        bodies = [one.batch for one in batches]
+        bodies: list[Buffer] = [one.batch for one in batches]
         deadline_s = time.monotonic() + timeout_s
         unsure: MetamqError | None = None
         while True:
@@ -133,10 +140,10 @@ class TxClient:
             await asyncio.sleep(RETRY_S)
         return self._settle(branch, verbs, reply, batches, repeated=unsure is not None)
 
-    async def _once(self, branch: Branch, header: Tx, bodies: list[bytearray], deadline_s: float) -> TxReply:
+    async def _once(self, branch: Branch, header: Tx, bodies: list[Buffer], deadline_s: float) -> TxReply:
         connection = await self._cluster.connection(branch.broker_id)
         left_s = max(deadline_s - time.monotonic(), 0.01)
-        packed = await connection.request(Command.TX, header, [*bodies], timeout_s=left_s)
+        packed = await connection.request(Command.TX, header, bodies, timeout_s=left_s)
         return TxReply(*packed[: len(TxReply._fields)])
 
     def _given_up(self, branch: Branch, error: MetamqError, *, sure: bool) -> MetamqError:
@@ -148,18 +155,17 @@ class TxClient:
         self, branch: Branch, verbs: Sequence[Verb], reply: TxReply, batches: Sequence[Encoded], *, repeated: bool
     ) -> XACode:
         branch.history = reply.history
-        code = XACode.OK
+        code = int(XACode.OK)
         for packed in reply.results:
-            result = TxResult(*packed[: len(TxResult._fields)])
-            if result.status != status.OK:
-                error = status.decode_error(result.status, result.error)
+            number, code, epoch, refused = packed[: len(TxResult._fields)]
+            if number != status.OK:
+                error = status.decode_error(number, refused)
                 if repeated and isinstance(error, BranchNotKnown) and verbs[-1] in (Verb.ROLLBACK, Verb.FORGET):
                     return XACode.OK  # the first answer was lost
                 raise error
-            branch.epoch = result.epoch
-            code = XACode(result.code)
+            branch.epoch = epoch
         branch.batches += len(batches)
-        return code
+        return XACode(code)
 
     async def resolve(self, branch: Branch, timeout_s: float) -> None:
         """After a COMMIT_ONE_PHASE without an answer: returns when the branch is committed.

@@ -58,7 +58,7 @@ class Cluster:
         self._changed = changed or (lambda: None)
         self._fresh_topics: set[str] = set()
         self._brokers_fresh = False
-        self._addresses: dict[int, str] = {}
+        self._addresses: dict[int, BrokerAddress] = {}
         """Where each broker was last; one that is down is not registered any more."""
         self._reading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._refreshes: dict[str, asyncio.Task[None]] = {}
@@ -66,6 +66,8 @@ class Cluster:
 
     async def topic(self, name: str) -> TopicConfig:
         """The topic's configuration. Raises TopicNotFound; ConnectionLost only when it was never known."""
+        if name in self._fresh_topics and not self._reading[name].locked():
+            return self.configs[name]
         try:
             return await self._read_topic(name)
         except ConnectError:
@@ -176,15 +178,16 @@ class Cluster:
 
         A replica that changes its role has another connection then: each has a fetch session of its own.
         """
-        await self.refresh_brokers()
-        address = self._address(Source(broker_id, replica))
+        if not self._brokers_fresh or self._reading["/brokers"].locked():
+            await self.refresh_brokers()
+        address = self._address(broker_id, replica)
         if replica != MASTER:
             if address is None:
                 raise ConnectError(f"slave {replica} of broker {broker_id}", "it is not registered in ZooKeeper")
             return await self.connections.get(address.host, address.port, purpose="reading from a slave")
         if address is None:
             raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
-        self._addresses[broker_id] = f"{address.host}:{address.port}"
+        self._addresses[broker_id] = address
         return await self.connections.get(address.host, address.port)
 
     async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> tuple[BrokerConnection, int]:
@@ -206,19 +209,18 @@ class Cluster:
                         return await self.connection(broker_id, replica), replica
             raise
 
-    def _address(self, source: Source) -> BrokerAddress | None:
-        broker_id, replica = source
+    def _address(self, broker_id: int, replica: int) -> BrokerAddress | None:
         return self.brokers.get(broker_id) if replica == MASTER else self.slaves.get(broker_id, {}).get(replica)
 
     def is_current(self, source: Source, address: str) -> bool:
         """Whether the source is at an address still. One that is not registered may be there all the same."""
-        known = self._address(source)
+        known = self._address(*source)
         return known is None or known.address == address
 
     def broker_name(self, broker_id: int) -> str:
         """The broker, with the address that it was last connected to at."""
         address = self._addresses.get(broker_id)
-        return f"broker {broker_id} at {address}" if address else f"broker {broker_id}"
+        return f"broker {broker_id} at {address.host}:{address.port}" if address else f"broker {broker_id}"
 
     async def close(self) -> None:
         """Ends refreshes and closes the connections; the session is its owner's."""
