@@ -93,9 +93,9 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
             return
         one = self._inside("tpc_commit()")
         if one.prepared is None:
-            self._left()
+            self._leave(one)
         await self._transactions.commit(one)
-        self._left()
+        self._leave(one)
 
     async def tpc_rollback(self, xid: Xid | str | None = None) -> None:
         """See metamq.Producer.tpc_rollback."""
@@ -106,7 +106,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
         failures = await self._transactions.rollback(one)
         if failures and one.prepared:
             raise failures[0]
-        self._left()
+        self._leave(one)
 
     async def tpc_recover(self) -> list[RecoveredXid]:
         """See metamq.Producer.tpc_recover."""
@@ -150,7 +150,7 @@ class _Block(Unentered):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         producer, one = self._producer, self._one
-        producer._left()
+        producer._leave(one)
         if error is not None:
             await asyncio.shield(producer._roll_back(one))
             return

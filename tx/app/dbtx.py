@@ -24,15 +24,14 @@ from weakref import WeakValueDictionary
 from metamq.client.branches import ANSWER_S
 from metamq.client.checks import wrong_type
 from metamq.client.dbapi import Connection, check_connection
-from metamq.client.partitioner import partitioner_named
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded, check_transactional
-from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.staging import AnyMessage, Message, Staging
 from metamq.tx.app.transactional import TransactionalFace
+from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import Work
-from metamq.wire.compression import codec_named
 from metamq.wire.xa import XACode
 
 log = logging.getLogger("metamq.tx")
@@ -42,18 +41,6 @@ _ENDED_HINT = (
     "Rows that were committed so are there: see to them. Leave both to the block: no commit() or rollback() of the "
     "connection in it, no `with connection:`, and with sqlite3 no executescript()."
 )
-
-
-def staging_of(producer: Producer[Any]) -> Staging:
-    """With a producer's settings."""
-    options = producer._core.options
-    return Staging(
-        min(options.batch_bytes, 4 * 1024 * 1024),
-        options.max_message_bytes,
-        partitioner_named(options.partitioner),
-        codec_named(options.compression),
-        None,
-    )
 
 
 class dbtx:
@@ -108,7 +95,7 @@ class dbtx:
             raise
         _last[id(self._connection)] = self
         self._work = Work(
-            producer._core.cluster, staging_of(producer), identity + secrets.token_bytes(16),
+            producer._core.cluster, Staging(routes_of(producer._core)), identity + secrets.token_bytes(16),
             branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
         )  # fmt: skip
         if isinstance(producer, TransactionalFace):
@@ -149,10 +136,13 @@ class dbtx:
         """Sends messages with the transaction; `keys`, if given, one for each. Raises as send()."""
         work = self._working()
         encoded = [self._encoded(value) for value in values]
-        checked = [None] * len(encoded) if keys is None else [key_bytes(key) for key in keys]
-        if len(checked) != len(encoded):
-            raise ConfigError(f"{len(checked):,} keys for {len(encoded):,} values", hint="Give one key for each value.")
-        messages = [Message(value, key) for value, key in zip(encoded, checked, strict=True)]
+        messages: list[AnyMessage] = [*encoded]
+        if keys is not None:
+            checked = [key_bytes(key) for key in keys]
+            if len(checked) != len(encoded):
+                problem = f"{len(checked):,} keys for {len(encoded):,} values"
+                raise ConfigError(problem, hint="Give one key for each value.")
+            messages = [Message(value, key) for value, key in zip(encoded, checked, strict=True)]
         self._producer._background.run(work.send_many(topic, messages))
 
     def _encoded(self, value: bytes) -> bytes:

@@ -54,10 +54,11 @@ class LocalWork(Work):
         return [] if self.in_doubt else await super().rollback()
 
     async def _commit_at_once(self) -> None:
-        brokers = [broker_id for broker_id in self.reached if self._staging.taken[broker_id]]
+        reached = self.reached
+        brokers = [broker_id for broker_id in reached if self._staging.taken[broker_id]]
         if len(brokers) > 1:
             await self._commit_at_several(brokers)
-        elif brokers and self.reached == brokers:
+        elif brokers and reached == brokers:
             await self.commit_one_phase()
         else:  # what was begun at others has nothing in it
             await self.prepare()

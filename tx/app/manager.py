@@ -28,8 +28,8 @@ from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
-from metamq.tx.app.staging import Message
-from metamq.tx.app.transactions import staging_of
+from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import Work
 from metamq.wire.xa import XACode
 
@@ -55,10 +55,9 @@ class DataManager:
         self._outcomes = outcomes
         core = producer._core
         gtrid = outcomes.identity(self._connection()) + secrets.token_bytes(16)
-        self._work = Work(
-            core.cluster, staging_of(core), gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S
-        )  # fmt: skip
-        self._outbox = Outbox(core, core.loop, self._work, core.options.buffer_bytes)
+        staging = Staging(routes_of(core))
+        self._work = Work(core.cluster, staging, gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
+        self._outbox = Outbox(core, core.loop, self._work, core.options)
         self._prepared = False
 
     def _connection(self) -> Connection:

@@ -1,8 +1,9 @@
 """The messages of one transaction between `send`, which never waits for the network, and their brokers.
 
-`send` puts a message into a queue, from the thread that the transaction belongs to; a task of the producer's loop
-takes them on into batches, which go out when they are full. The first that fails fails the transaction: what is sent
-after it is refused, and it cannot be committed.
+`send` puts a message into a queue, from the thread that the transaction belongs to. The producer's loop takes them on
+into batches, which go out when they are full: in a task once there is enough for one, or a topic to ask for; what is
+left, which is all of a small transaction, at its end. The first that fails fails the transaction: what is sent after it
+is refused, and it cannot be committed.
 
 A savepoint is a place in the queue. While there is one, nothing behind it goes out: so it can be taken back.
 """
@@ -13,25 +14,35 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.outgoing import Delivery, ManyDelivery, OutgoingBatch, Owner
-from metamq.client.topic_buffer import size_of
+from metamq.client.producer_core import ProducerOptions
 from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError
-from metamq.tx.app.staging import Message
+from metamq.tx.app.staging import AnyMessage, size_of_all
 from metamq.tx.app.work import Work
 from metamq.wire.xa import XACode
 
 TOGETHER = 500
 """Messages that go into batches in one turn of the loop."""
+ENOUGH_BYTES = 64 * 1024
+"""When so much waits, or a batch's worth, it is taken on: to wake the loop for less costs more than it brings."""
 WAIT_HINT = "Look at it behind the transaction's end: only then is it known."
+
+
+class _Item(NamedTuple):
+    """Messages that were sent by one call, TOGETHER at most."""
+
+    topic: str
+    messages: list[AnyMessage]
+    bytes: int
 
 
 class Outbox:
     """`add` is for the thread or task of the transaction, the rest for the producer's loop."""
 
-    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop, work: Work, limit_bytes: int) -> None:
+    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop, work: Work, options: ProducerOptions) -> None:
         self.failed: MetamqError | None = None
         self.ended = False
         self.closed = False
@@ -39,14 +50,20 @@ class Outbox:
         self._owner = owner
         self._loop = loop
         self._work = work
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = options.buffer_bytes
+        self._enough_bytes = min(ENOUGH_BYTES, options.batch_bytes, options.buffer_bytes // 2)
         self._lock = threading.Lock()
-        self._queue: deque[tuple[str, Message]] = deque()
+        self._queue: deque[_Item] = deque()
+        self._queued = 0
         self._bytes = 0
         self._kept_from: int | None = None
         """While there is a savepoint: how many messages were sent before the first one."""
         self._added = 0
+        self._is_called = False
+        """The loop was told to take on what is here, and has not come to its end yet."""
+        self._is_running = False
         self._pump: asyncio.Task[None] | None = None
+        self._given_up = False
         self._placeholders: dict[str, OutgoingBatch] = {}
 
     @property
@@ -59,34 +76,40 @@ class Outbox:
         """Whether more waits here than the producer's buffer may hold."""
         return self._bytes >= self._limit_bytes
 
-    def add(self, topic: str, message: Message) -> Delivery:
+    def add(self, topic: str, message: AnyMessage) -> Delivery:
         """Takes a message. Raises what failed the transaction; BufferFull."""
         self._put(topic, [message])
-        return _TransactionDelivery(self, self._owner, self._placeholder(topic), message.timestamp_us or -1)
+        timestamp_us = None if isinstance(message, bytes) else message.timestamp_us
+        return _TransactionDelivery(self, self._owner, self._placeholder(topic), timestamp_us or -1)
 
-    def add_many(self, topic: str, messages: list[Message]) -> ManyDelivery:
+    def add_many(self, topic: str, messages: list[AnyMessage]) -> ManyDelivery:
         """Takes messages: all of them, or none. Raises as add()."""
         self._put(topic, messages)
         return _TransactionManyDelivery(self, self._owner, self._placeholder(topic), len(messages))
 
-    def _put(self, topic: str, messages: list[Message]) -> None:
+    def _put(self, topic: str, messages: list[AnyMessage]) -> None:
         """The bound may be exceeded by one call."""
         self.check()
         if self.is_full:
             raise BufferFull(self._limit_bytes)
+        parts = [messages[at : at + TOGETHER] for at in range(0, len(messages), TOGETHER)]
+        items = [_Item(topic, part, size_of_all(part)) for part in parts]
         with self._lock:
-            idle = not self._queue
-            self._queue.extend((topic, message) for message in messages)
+            for item in items:
+                self._queue.append(item)
+                self._bytes += item.bytes
+            self._queued += len(messages)
             self._added += len(messages)
-            self._bytes += sum(size_of(message.value, message.key, message.headers) for message in messages)
-        if idle or self.is_full:
+            call = not self._is_called and (self._bytes >= self._enough_bytes or not self._work.knows(topic))
+            self._is_called = self._is_called or call
+        if call:
             self._owner.in_loop(self._begin)
 
     def check(self) -> None:
         """Raises what failed the transaction."""
         if self.failed is not None:
             raise self.failed.with_traceback(None)
-        if self.ended or self.closed:
+        if self.ended or self.closed or self._given_up:
             raise BranchMisuse(
                 self._work.name, XACode.PROTO, "the transaction takes no more: it is prepared, or has ended"
             )
@@ -109,17 +132,30 @@ class Outbox:
         """What was sent since that savepoint is not sent."""
         with self._lock:
             while self._added > to:
-                _topic, message = self._queue.pop()
-                self._added -= 1
-                self._bytes -= size_of(message.value, message.key, message.headers)
+                item = self._queue.pop()
+                self._forget(item)
+                self._added -= len(item.messages)
+                assert self._added >= to  # a savepoint is between two calls
+
+    def _forget(self, item: _Item) -> None:
+        self._queued -= len(item.messages)
+        self._bytes -= item.bytes
 
     # -- the loop's ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if self._pump is None and not self.ended:
-            self._pump = self._loop.create_task(self._run())
+        if not self._is_running and self._pump is None and not self.ended and not self._given_up:
+            self._pump = self._loop.create_task(self._run_alone())
+
+    async def _run_alone(self) -> None:
+        try:
+            await self._run()
+        finally:
+            self._pump = None
 
     async def _run(self) -> None:
+        assert not self._is_running
+        self._is_running = True
         try:
             while self.failed is None and (item := self._next()) is not None:
                 await self._work.send_many(*item)
@@ -129,52 +165,63 @@ class Outbox:
             self.failed = ConfigError(f"the partitioner failed: {error!r}")
             self.failed.__cause__ = error
         finally:
-            self._pump = None
+            self._is_running = False
 
-    def _next(self) -> tuple[str, list[Message]] | None:
+    def _next(self) -> tuple[str, list[AnyMessage]] | None:
         """Some messages to one topic, as many as may go."""
         with self._lock:
-            queue, taken = self._queue, list[Message]()
-            done = self._added - len(queue)
+            queue = self._queue
+            done = self._added - self._queued
             room = TOGETHER if self._kept_from is None else min(TOGETHER, self._kept_from - done)
             if not queue or room <= 0:
+                self._is_called = False
                 return None
-            topic = queue[0][0]
-            while queue and len(taken) < room and queue[0][0] == topic:
-                message = queue.popleft()[1]
-                self._bytes -= size_of(message.value, message.key, message.headers)
-                taken.append(message)
+            item = queue.popleft()
+            self._forget(item)
+            topic, taken, _bytes = item
+            while queue and queue[0].topic == topic and len(taken) + len(queue[0].messages) <= room:
+                item = queue.popleft()
+                self._forget(item)
+                taken += item.messages
             return topic, taken
 
     async def until_half(self) -> None:
-        """Waits until there is room. Raises what failed the transaction; BufferFull when a savepoint keeps all."""
+        """Waits until half of the bound is free, or all that a savepoint does not keep has gone. Raises what failed the
+        transaction; BufferFull when what it keeps leaves no room."""
         while self._bytes > self._limit_bytes // 2:
             self._begin()
             if self._pump is not None:
-                await asyncio.shield(self._pump)
+                await asyncio.wait([self._pump])
             self.check()
-            if self._kept_from is not None and self.is_full:
-                raise BufferFull(self._limit_bytes)
+            if self._kept_from is not None:
+                if self.is_full:
+                    raise BufferFull(self._limit_bytes)
+                return
 
     async def settle(self) -> None:
         """Waits until the Work has all of it. Raises what failed the transaction."""
         with self._lock:
             self._kept_from = None
-        while self.failed is None and (self._queue or self._pump is not None):
-            self._begin()
-            assert self._pump is not None
-            await asyncio.shield(self._pump)
+        while self.failed is None and not self._given_up and (self._queue or self._pump is not None):
+            if self._pump is not None:
+                await asyncio.wait([self._pump])
+            else:  # without a task: nobody else waits for it
+                await self._run()
         if self.failed is not None:
             raise self.failed
+        if self._given_up:
+            raise BranchMisuse(self._work.name, XACode.PROTO, "the transaction was rolled back meanwhile")
 
     async def give_up(self) -> None:
         """Stops, and lets go of what waits."""
+        self._given_up = True
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
+            self._pump = None  # one that never ran does not say so itself
         with self._lock:
             self._queue.clear()
-            self._bytes = 0
+            self._queued = self._bytes = 0
 
     def end(self, error: MetamqError | None) -> None:
         """The transaction is committed, or has failed: its deliveries say so."""

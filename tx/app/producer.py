@@ -114,9 +114,9 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
             return
         one = self._inside("tpc_commit()")
         if one.prepared is None:
-            self._left()
+            self._leave(one)
         self._background.run(self._transactions.commit(one))
-        self._left()
+        self._leave(one)
 
     def tpc_rollback(self, xid: Xid | str | None = None) -> None:
         """Rolls it back, whatever it is; `xid`: one that tpc_recover() gave. Raises as tpc_commit()."""
@@ -127,7 +127,7 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         failures = self._background.run(self._transactions.rollback(one))
         if failures and one.prepared:
             raise failures[0]
-        self._left()
+        self._leave(one)
 
     def tpc_recover(self) -> list[RecoveredXid]:
         """What is prepared at the brokers, whoever began it: for tpc_commit(xid) and tpc_rollback(xid).
@@ -174,7 +174,7 @@ class _Block(Unentered):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         producer, one = self._producer, self._one
-        producer._left()
+        producer._leave(one)
         if error is not None:
             producer._roll_back(one)
             return

@@ -30,7 +30,7 @@ from metamq.errors import (
     RolledBack,
     closed_client,
 )
-from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.staging import Message, Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
@@ -107,6 +107,13 @@ class XACore:
             raise ConfigError(f"`broker` is {broker_id!r}", hint="It is a broker's id: `metamq ha status` lists them.")
         self.broker_id = broker_id
         self._options = options
+        self._routes = Routes(
+            options.batch_bytes,
+            options.max_message_bytes,
+            partitioner_named(options.partitioner),
+            codec_named(options.compression),
+            {broker_id},
+        )
         self._session_name = new_session()
         self._cluster: Cluster | None = None
         self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
@@ -173,15 +180,7 @@ class XACore:
         self._current = work
 
     def _new_work(self, xid: Xid) -> _Work:
-        options = self._options
-        staging = Staging(
-            options.batch_bytes,
-            options.max_message_bytes,
-            partitioner_named(options.partitioner),
-            codec_named(options.compression),
-            {self.broker_id},
-        )
-        return _Work(Branch(xid, self.broker_id, self._session_name), staging)
+        return _Work(Branch(xid, self.broker_id, self._session_name), Staging(self._routes))
 
     async def send(
         self,

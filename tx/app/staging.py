@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from metamq.client.branches import Encoded
-from metamq.client.outgoing import OutgoingBatch
+from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch
 from metamq.client.partitioner import Partitioner
 from metamq.client.topic_buffer import TopicBuffer, add_message, size_of, too_large
 from metamq.errors import ConfigError
@@ -33,10 +33,33 @@ class Message(NamedTuple):
     timestamp_us: int | None = None
 
 
-class Staging:
-    """What was sent in the branches of one transaction and is not at its broker yet.
+AnyMessage = Message | bytes
+"""As it was checked; the bytes alone where it is nothing but a value."""
 
-    `only`: the broker ids that it may go to; None: any. Messages without a key take turns over the partitions there.
+
+def size_of_all(messages: Sequence[AnyMessage]) -> int:
+    """Bytes that messages count for."""
+    values = [one for one in messages if isinstance(one, bytes)]
+    size = sum(map(len, values)) + MESSAGE_OVERHEAD_BYTES * len(values)
+    if len(values) < len(messages):
+        size += sum([size_of(*one[:3]) for one in messages if not isinstance(one, bytes)])
+    return size
+
+
+class _Route(NamedTuple):
+    """Where the messages of one topic may go."""
+
+    topic: TopicBuffer
+    places: list[Place]
+    """By their numbers in the topic."""
+    free: list[Place]
+    """Those that messages without a key take turns over."""
+
+
+class Routes:
+    """A producer's settings, and where the topics' messages go: made once a configuration, not once a transaction.
+
+    `only`: the broker ids that messages may go to; None: any.
     """
 
     def __init__(
@@ -47,61 +70,118 @@ class Staging:
         codec: Codec,
         only: Collection[int] | None,
     ) -> None:
-        self._batch_bytes = batch_bytes
+        self.batch_bytes = batch_bytes
+        self.partitioner = partitioner
+        self.codec = codec
+        self.only = only
         self._message_bytes_max = message_bytes_max
-        self._partitioner = partitioner
-        self._codec = codec
-        self._only = only
+        self._known: dict[str, _Route] = {}
+
+    def of(self, config: TopicConfig) -> _Route:
+        """The topic's."""
+        known = self._known.get(config.topic)
+        if known is not None and known.topic.config is config:
+            return known
+        topic = TopicBuffer(config.topic, self._message_bytes_max)
+        topic.configure(config, self._message_bytes_max)
+        places = [(config.topic, config.id, *place) for place in topic.places]
+        free = [place for place in places if self.only is None or place[2] in self.only]
+        made = self._known[config.topic] = _Route(topic, places, free or places[:1])
+        return made
+
+
+class Staging:
+    """What was sent in the branches of one transaction and is not at its broker yet. For one loop."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
         self._open: dict[Place, OutgoingBatch] = {}
         self._full: dict[int, list[tuple[Place, OutgoingBatch]]] = {}
         self._turn: dict[str, int] = {}
         self.taken: Counter[int] = Counter()
         """Messages by broker id. Each is to arrive: PREPARE tells how many, so that one that was lost is noticed."""
-        self._topics: dict[str, TopicBuffer] = {}
-        """What is known of where their messages go."""
 
-    def add(self, config: TopicConfig, message: Message) -> int:
+    def add_many(self, config: TopicConfig, messages: Sequence[AnyMessage], start: int) -> int:
+        """Takes messages from `start` on, up to one that fills a batch; returns the index of the next.
+
+        Raises as add().
+        """
+        route = self._routes.of(config)
+        if start == 0 and self._add_values(route, messages):
+            return len(messages)
+        for index in range(start, len(messages)):
+            if self._add(route, messages[index]) in self._full:
+                return index + 1
+        return len(messages)
+
+    def add(self, config: TopicConfig, message: AnyMessage) -> int:
         """Takes a message; returns the broker id that it goes to, whose batches are then to be looked at.
 
         Raises MessageTooLarge, PartitionNotFound, and ConfigError when its partition is at another broker.
         """
-        buffer = self._topics.get(config.topic)
-        if buffer is None or buffer.config is not config:
-            buffer = self._topics[config.topic] = TopicBuffer(config.topic, self._message_bytes_max)
-            buffer.configure(config, self._message_bytes_max)
-        size = size_of(message.value, message.key, message.headers)
-        if size > buffer.limit_bytes:
-            raise too_large(buffer, size)
-        number = buffer.number_of(message.key, message.partition, self._partitioner)
-        broker_id, index = buffer.places[number] if number is not None else self._next(buffer)
-        if self._only is not None and broker_id not in self._only:
+        return self._add(self._routes.of(config), message)
+
+    def _add(self, route: _Route, message: AnyMessage) -> int:
+        value, key, headers, partition, timestamp_us = Message(message) if isinstance(message, bytes) else message
+        size = size_of(value, key, headers)
+        if size > route.topic.limit_bytes:
+            raise too_large(route.topic, size)
+        number = route.topic.number_of(key, partition, self._routes.partitioner)
+        place = route.places[number] if number is not None else self._next(route)
+        topic, _topic_id, broker_id, index = place
+        if self._routes.only is not None and broker_id not in self._routes.only:
             raise ConfigError(
-                f"partition {partition_name(broker_id, index)} of {config.topic!r} is not at broker {min(self._only)}",
+                f"partition {partition_name(broker_id, index)} of {topic!r} is not at broker {min(self._routes.only)}",
                 hint="A branch is at one broker. `producer.transaction()` spans as many as it takes.",
             )
-        place = config.topic, config.id, broker_id, index
         batch = self._open.get(place)
         if batch is None:
-            batch = self._open[place] = OutgoingBatch(config.topic)
+            batch = self._open[place] = OutgoingBatch(topic)
         self.taken[broker_id] += 1
-        add_message(batch, message.value, message.key, message.headers, message.timestamp_us, size)
-        if batch.size >= self._batch_bytes or len(batch.values) >= BATCH_COUNT_MAX:
+        add_message(batch, value, key, headers, timestamp_us, size)
+        if self._is_full(batch.size, len(batch.values)):
             self._full.setdefault(broker_id, []).append((place, self._open.pop(place)))
         return broker_id
 
-    def _next(self, buffer: TopicBuffer) -> tuple[int, int]:
+    def _add_values(self, route: _Route, messages: Sequence[AnyMessage]) -> bool:
+        """Takes all of them at once, if they are values alone and fill no batch; else none."""
+        values = [one for one in messages if isinstance(one, bytes)]
+        if not values or len(values) < len(messages) or self._routes.only is not None:
+            return False
+        sizes = list(map(len, values))
+        if max(sizes) + MESSAGE_OVERHEAD_BYTES > route.topic.limit_bytes:
+            return False
+        place = self._next(route)
+        batch = self._open.get(place)
+        if batch is None:  # it gets a message in any case: from here on _add() takes all of them
+            batch = self._open[place] = OutgoingBatch(place[0])
+        size = sum(sizes) + MESSAGE_OVERHEAD_BYTES * len(values)
+        has_columns = any(column is not None for column in (batch.keys, batch.headers, batch.timestamps))
+        if has_columns or self._is_full(batch.size + size, len(batch.values) + len(values)):
+            return False
+        self.taken[place[2]] += len(values)
+        batch.values.extend(values)  # type: ignore[attr-defined]  # as in add_message()
+        batch.size += size
+        return True
+
+    def _is_full(self, size: int, messages: int) -> bool:
+        return size >= self._routes.batch_bytes or messages >= BATCH_COUNT_MAX
+
+    def _next(self, route: _Route) -> Place:
         """The partition whose turn it is; it changes with each batch, not with each message."""
-        places = [place for place in buffer.places if self._only is None or place[0] in self._only]
-        if not places:
-            return buffer.places[0]
-        turn = self._turn.get(buffer.topic)
+        free, topic = route.free, route.topic.topic
+        turn = self._turn.get(topic)
         if turn is None:  # somewhere: most transactions are small, and would all go to the same partition
-            turn = self._turn[buffer.topic] = random.randrange(len(places))
-        place = places[turn % len(places)]
-        if (buffer.topic, buffer.config.id if buffer.config else "", *place) not in self._open:
-            self._turn[buffer.topic] = turn + 1
-            place = places[(turn + 1) % len(places)]
-        return place
+            turn = random.randrange(len(free))
+        elif free[turn % len(free)] not in self._open:
+            turn += 1
+        self._turn[topic] = turn
+        return free[turn % len(free)]
+
+    @property
+    def full_at(self) -> list[int]:
+        """The broker ids for which a batch is full."""
+        return list(self._full)
 
     def full(self, broker_id: int) -> list[Encoded]:
         """The batches for a broker that are full, in order. Raises MessageTooLarge."""
@@ -118,6 +198,6 @@ class Staging:
         topic, topic_id, _broker_id, index = place
         encoded = encode(
             batch.values, base_timestamp_us=batch.timestamp_us, keys=batch.keys, timestamps_us=batch.timestamps,
-            headers=batch.headers, codec=self._codec,
+            headers=batch.headers, codec=self._routes.codec,
         )  # fmt: skip
         return Encoded(PutEntry(topic, topic_id, index, len(encoded)), encoded, len(batch.values))

@@ -16,7 +16,7 @@ from metamq.client.checks import check_seconds, wrong_type
 from metamq.client.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
-from metamq.tx.app.staging import Message
+from metamq.tx.app.staging import AnyMessage, Message
 from metamq.tx.app.transactions import Open, Transactions, misuse
 from metamq.wire.xa import Xid
 from metamq.words import count
@@ -72,7 +72,13 @@ class TransactionalFace(ProducerFace[T]):
 
     def _left(self) -> None:
         """The caller's transaction is over."""
-        self._transactions.leave(self._owner())
+        one = self._transactions.of(self._owner())
+        if one is not None:
+            self._leave(one)
+
+    def _leave(self, one: Open) -> None:
+        """It is over, whoever says so: nothing more is sent in it."""
+        self._transactions.leave(one)
         self._switch_back()
 
     def _switch_back(self) -> None:
@@ -145,18 +151,27 @@ class TransactionalFace(ProducerFace[T]):
         headers: Mapping[str, bytes] | None,
         partition: str | None,
         timestamp: datetime | int | None,
-    ) -> Message:
+    ) -> AnyMessage:
         plain: Any = value if self._encode is None else self._encode(value)
+        if key is None and headers is None and partition is None and timestamp is None:
+            return as_bytes(plain, "value")
         if partition is not None:
             parse_partition(partition)
         return Message(
             as_bytes(plain, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
 
-    def _messages(self, values: Sequence[T], keys: Sequence[Key] | None) -> list[Message]:
+    def _messages(self, values: Sequence[T], keys: Sequence[Key] | None) -> list[AnyMessage]:
         if isinstance(values, bytes | str):
             raise wrong_type("`values`", "a list of values", values)
-        plain, all_keys = list(values), [None] * len(values) if keys is None else list(keys)
+        plain: list[Any] = list(values)
+        if keys is None:
+            if self._encode is not None:
+                plain = [self._encode(value) for value in plain]
+            if set(map(type, plain)) - {bytes}:
+                plain = [as_bytes(value, "value") for value in plain]
+            return plain
+        all_keys = list(keys)
         if len(all_keys) != len(plain):
             problem = f"send_many() got {count(len(all_keys), 'key')} for {count(len(plain), 'value')}"
             raise ConfigError(problem, hint="Give one for each; None is no key.")

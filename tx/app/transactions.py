@@ -14,6 +14,7 @@ import asyncio
 import threading
 from datetime import datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.model import time_of
@@ -22,7 +23,7 @@ from metamq.client.producer_core import ProducerCore
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.local import LocalWork
 from metamq.tx.app.outbox import Outbox
-from metamq.tx.app.staging import Staging
+from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.xa import Verb, XACode, Xid
 
@@ -43,28 +44,38 @@ class RecoveredXid(Xid):
     messages: int
 
 
-def staging_of(core: ProducerCore) -> Staging:
-    """With a producer's settings."""
-    options = core.options
-    return Staging(
-        min(options.batch_bytes, STAGED_BYTES_MAX),
-        options.max_message_bytes,
-        partitioner_named(options.partitioner),
-        codec_named(options.compression),
-        None,
-    )
+_routes: WeakKeyDictionary[ProducerCore, Routes] = WeakKeyDictionary()
+
+
+def routes_of(core: ProducerCore) -> Routes:
+    """A producer's, for all of its transactions."""
+    routes = _routes.get(core)
+    if routes is None:
+        options = core.options
+        routes = _routes[core] = Routes(
+            min(options.batch_bytes, STAGED_BYTES_MAX),
+            options.max_message_bytes,
+            partitioner_named(options.partitioner),
+            codec_named(options.compression),
+            None,
+        )
+    return routes
 
 
 class Open:
     """A transaction under way."""
 
-    def __init__(self, core: ProducerCore, xid: Xid, timeout_s: float, *, is_tpc: bool) -> None:
+    def __init__(
+        self, core: ProducerCore, routes: Routes, owner: Owner, xid: Xid, timeout_s: float, *, is_tpc: bool
+    ) -> None:
+        self.owner = owner
         self.xid = xid
         self.is_tpc = is_tpc
         self.prepared: bool | None = None
         """Whether there is something to commit; None: it is not prepared."""
-        self.work = LocalWork(core.cluster, staging_of(core), xid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
-        self.outbox = Outbox(core, core.loop, self.work, core.options.buffer_bytes)
+        staging = Staging(routes)
+        self.work = LocalWork(core.cluster, staging, xid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
+        self.outbox = Outbox(core, core.loop, self.work, core.options)
 
 
 class Transactions:
@@ -72,6 +83,7 @@ class Transactions:
 
     def __init__(self, core: ProducerCore) -> None:
         self._core = core
+        self._routes = routes_of(core)
         self._open: dict[Owner, Open] = {}
 
     def of(self, owner: Owner | None) -> Open | None:
@@ -93,12 +105,13 @@ class Transactions:
         if known is not None:
             kind = "a two-phase transaction" if known.is_tpc else "a transaction"
             raise misuse(xid, f"{kind}, {known.xid}, is under way here")
-        self._open[owner] = made = Open(self._core, xid, timeout_s, is_tpc=is_tpc)
+        self._open[owner] = made = Open(self._core, self._routes, owner, xid, timeout_s, is_tpc=is_tpc)
         return made
 
-    def leave(self, owner: Owner | None) -> Open | None:
-        """What `owner` sends from here on is part of nothing."""
-        return self._open.pop(owner, None) if owner is not None else None
+    def leave(self, one: Open) -> None:
+        """What its owner sends from here on is part of nothing."""
+        if self._open.get(one.owner) is one:
+            del self._open[one.owner]
 
     def leave_all(self) -> list[Open]:
         """Nobody works in anything any more."""

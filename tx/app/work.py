@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from metamq.client.branches import Branch, Encoded, TxClient, new_session
 from metamq.client.cluster import Cluster
 from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
-from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.staging import AnyMessage, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
 
@@ -52,28 +52,32 @@ class Work:
         """Whether nothing was sent."""
         return not self.branches and not self._staging.taken
 
-    async def send(self, topic: str, message: Message) -> None:
+    def knows(self, topic: str) -> bool:
+        """Whether the topic's configuration is known, as far as the client was told. Any thread."""
+        return topic in self._cluster.configs
+
+    async def send(self, topic: str, message: AnyMessage) -> None:
         """Takes a message. Raises as send_many()."""
         await self.send_many(topic, [message])
 
-    async def send_many(self, topic: str, messages: Sequence[Message]) -> None:
+    async def send_many(self, topic: str, messages: Sequence[AnyMessage]) -> None:
         """Takes messages; sends batches that have become full. Raises TopicNotFound, MessageTooLarge, ConfigError, and
         TransactionError when a broker has given up the branch."""
         config = await self._cluster.topic(topic)
-        for message in messages:
-            broker_id = self._staging.add(config, message)
-            if full := self._staging.full(broker_id):
-                await self._ask(broker_id, [Verb.SEND], full)
+        taken = 0
+        while taken < len(messages):
+            taken = self._staging.add_many(config, messages, taken)
+            for broker_id in self._staging.full_at:
+                await self._ask(broker_id, [Verb.SEND], self._staging.full(broker_id))
 
     async def _ask(
         self,
         broker_id: int,
         verbs: list[Verb],
-        batches: Iterable[Encoded] = (),
+        batches: Sequence[Encoded] = (),
         follows: Sequence[int] = (),
         followers: Sequence[int] = (),
     ) -> XACode:
-        batches = list(batches)
         branch = self.branches.get(broker_id)
         left_s = 0.0
         if branch is None:
@@ -112,7 +116,7 @@ class Work:
     @property
     def reached(self) -> list[int]:
         """The brokers that take part."""
-        return sorted(set(self.branches) | set(self._staging.taken))
+        return sorted({*self.branches, *self._staging.taken})
 
     async def prepare(self) -> None:
         """Prepares every branch. Raises the first error; then rollback() is called for."""
