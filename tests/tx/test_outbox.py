@@ -37,6 +37,14 @@ def test_lists_larger_than_the_buffer(running: Cluster) -> None:
     assert read(running, "large") == [b"%05d" % (number // 1001) for number in range(100 * 1001)]
 
 
+def test_more_than_a_frame_is_left_when_it_ends(running: Cluster) -> None:
+    running.create_topic("wide", partitions=70)
+    with running.producer(batch_bytes=2 * 1024 * 1024) as producer, producer.transaction():
+        for index in range(70):  # none fills its batch
+            producer.send("wide", index.to_bytes(2, "big") * 500_000, partition=f"0-{index}")
+    assert sorted(value[:2] for value in read(running, "wide")) == [index.to_bytes(2, "big") for index in range(70)]
+
+
 def calls_of_loop(producer: Producer[bytes]) -> list[object]:
     """The callbacks that sends hand to the producer's loop from now on."""
     core, calls = producer._core, list[object]()

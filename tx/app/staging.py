@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from metamq.client.branches import Encoded
@@ -32,6 +32,9 @@ class Message(NamedTuple):
     partition: str | None = None
     timestamp_us: int | None = None
 
+
+OPEN_BYTES_MAX = 16 * 1024 * 1024
+"""Of batches that are not full: with many partitions they would come to more than a frame, and than anybody expects."""
 
 AnyMessage = Message | bytes
 """As it was checked; the bytes alone where it is nothing but a value."""
@@ -96,6 +99,7 @@ class Staging:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._open: dict[Place, OutgoingBatch] = {}
+        self._open_bytes = 0
         self._full: dict[int, list[tuple[Place, OutgoingBatch]]] = {}
         self._turn: dict[str, int] = {}
         self.taken: Counter[int] = Counter()
@@ -138,9 +142,11 @@ class Staging:
         if batch is None:
             batch = self._open[place] = OutgoingBatch(topic)
         self.taken[broker_id] += 1
+        before = batch.size
         add_message(batch, value, key, headers, timestamp_us, size)
+        self._grown(batch.size - before)
         if self._is_full(batch.size, len(batch.values)):
-            self._full.setdefault(broker_id, []).append((place, self._open.pop(place)))
+            self._close([place])
         return broker_id
 
     def _add_values(self, route: _Route, messages: Sequence[AnyMessage]) -> bool:
@@ -162,7 +168,21 @@ class Staging:
         self.taken[place[2]] += len(values)
         batch.values.extend(values)  # type: ignore[attr-defined]  # as in add_message()
         batch.size += size
+        self._grown(size)
         return True
+
+    def _grown(self, size: int) -> None:
+        self._open_bytes += size
+        if self._open_bytes >= OPEN_BYTES_MAX:
+            self._close(list(self._open))
+
+    def _close(self, places: Iterable[Place]) -> None:
+        """Nothing more goes into these batches; some may be closed already."""
+        for place in places:
+            batch = self._open.pop(place, None)
+            if batch is not None:
+                self._open_bytes -= batch.size
+                self._full.setdefault(place[2], []).append((place, batch))
 
     def _is_full(self, size: int, messages: int) -> bool:
         return size >= self._routes.batch_bytes or messages >= BATCH_COUNT_MAX
@@ -189,10 +209,8 @@ class Staging:
 
     def rest(self, broker_id: int) -> list[Encoded]:
         """All that is left for a broker. Raises MessageTooLarge."""
-        found = self.full(broker_id)
-        for place in [place for place in self._open if place[2] == broker_id]:
-            found.append(self._encoded(place, self._open.pop(place)))
-        return found
+        self._close([place for place in self._open if place[2] == broker_id])
+        return self.full(broker_id)
 
     def _encoded(self, place: Place, batch: OutgoingBatch) -> Encoded:
         topic, topic_id, _broker_id, index = place
