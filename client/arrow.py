@@ -1,7 +1,8 @@
-"""Batches as Arrow, wrapped around the received bytes. The only file that imports pyarrow."""
+"""Batches as Arrow, wrapped around the received bytes. Nothing else in this folder imports pyarrow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -26,22 +27,46 @@ SCHEMA = pa.schema(
 
 def record_batch(decoded: Columns, header: BatchHeader, topic: str, partition: str, skip: int) -> pa.RecordBatch:
     """The batch without its first `skip` messages. Raises CorruptData when a column's offsets are not ascending."""
-    count = decoded.count
-    if decoded.timestamps is None:
-        timestamps = pa.repeat(pa.scalar(header.base_timestamp_us, pa.timestamp("us", tz="UTC")), count)
-    else:
-        timestamps = pa.Array.from_buffers(
-            pa.timestamp("us", tz="UTC"), count, [None, pa.py_buffer(decoded.timestamps)]
-        )
-    arrays = [
-        pa.arange(header.base_offset, header.end_offset),
-        pa.nulls(count, pa.binary()) if decoded.keys is None else _binary(decoded.keys),
-        _binary(decoded.values),
-        timestamps,
-        pa.nulls(count, HEADERS_TYPE) if decoded.headers is None else _headers(decoded.headers),
-    ]
+    arrays = [column(name, decoded, header) for name in SCHEMA.names]
     schema = SCHEMA.with_metadata({"topic": topic, "partition": partition})
     return pa.RecordBatch.from_arrays(arrays, schema=schema)[skip:]
+
+
+def column(name: str, decoded: Columns, header: BatchHeader) -> pa.Array:
+    """One column of SCHEMA, of all the batch's messages. Raises CorruptData as record_batch()."""
+    return _COLUMNS[name](decoded, header)
+
+
+def _offsets(_decoded: Columns, header: BatchHeader) -> pa.Array:
+    return pa.arange(header.base_offset, header.end_offset)
+
+
+def _keys(decoded: Columns, _header: BatchHeader) -> pa.Array:
+    return pa.nulls(decoded.count, pa.binary()) if decoded.keys is None else _binary(decoded.keys)
+
+
+def _values(decoded: Columns, _header: BatchHeader) -> pa.Array:
+    return _binary(decoded.values)
+
+
+def _timestamps(decoded: Columns, header: BatchHeader) -> pa.Array:
+    if decoded.timestamps is None:
+        return pa.repeat(pa.scalar(header.base_timestamp_us, SCHEMA.field("timestamp").type), decoded.count)
+    buffers = [None, pa.py_buffer(decoded.timestamps)]
+    return pa.Array.from_buffers(SCHEMA.field("timestamp").type, decoded.count, buffers)
+
+
+def _headers_or_nulls(decoded: Columns, _header: BatchHeader) -> pa.Array:
+    return pa.nulls(decoded.count, HEADERS_TYPE) if decoded.headers is None else _headers(decoded.headers)
+
+
+_COLUMNS: dict[str, Callable[[Columns, BatchHeader], pa.Array]] = {
+    "offset": _offsets,
+    "key": _keys,
+    "value": _values,
+    "timestamp": _timestamps,
+    "headers": _headers_or_nulls,
+}
 
 
 def _binary(column: BinaryColumn) -> pa.Array:

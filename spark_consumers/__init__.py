@@ -1,4 +1,33 @@
-"""The Spark data source: executors that pull straight from the brokers, and the sink."""
+"""The Spark data source `metamq`: executors pull straight from the brokers.
+
+    from metamq.spark_consumers import session
+
+    spark = session()
+    spark.read.format("metamq").option("subscribe", "flights").load()
+
+A task connects to the brokers itself and hands Spark the fetched bytes as Arrow batches; the driver only says who reads
+from where to where. `options` (what the user wants), `columns`, `ranges` (who reads what), `admission` (how much of it
+now) and `stream_offsets` (how far a query is) do no I/O and know no Spark; `cluster_view` asks ZooKeeper and the
+brokers for the driver, `fetch` reads one range for a task.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if __name__ != "metamq.spark_consumers":
     raise ImportError(f"import metamq.spark_consumers, not {__name__}: a bare import makes a second copy")
+
+if TYPE_CHECKING:
+    from metamq.spark_consumers.spark_session import recommended_conf as recommended_conf
+    from metamq.spark_consumers.spark_session import session as session
+
+__all__ = ["recommended_conf", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: each Python worker of Spark imports this package, and has no use for them.
+    if name in __all__:
+        return getattr(importlib.import_module("metamq.spark_consumers.spark_session"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

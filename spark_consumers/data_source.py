@@ -1,0 +1,74 @@
+"""The format `metamq` as Spark sees it. Light to import: Spark does so whenever it looks for a format of any name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+
+from metamq.spark_consumers.columns import check_columns, full_schema
+from metamq.spark_consumers.partitions import RangePartition, read_partition
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from metamq.spark_consumers.options import SourceOptions
+
+
+class DefaultSource(DataSource):
+    """`spark.read.format("metamq")`, and `readStream`."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The format's name."""
+        return "metamq"
+
+    def schema(self) -> StructType | str:
+        """All columns; a schema of the user's own may be some of them. Raises ConfigError for a table's options."""
+        from metamq.spark_consumers.options import parse_options, wants_headers
+        from metamq.spark_consumers.table_options import given_for_table, schema_with_options
+
+        of_table = given_for_table(self.options)
+        if of_table is None:
+            return full_schema(wants_headers(self.options))
+        parse_options(of_table, streaming=False)
+        return schema_with_options(wants_headers(of_table), of_table)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """For a batch query. Raises ConfigError for a wrong option or column."""
+        from metamq.spark_consumers.options import parse_options
+        from metamq.spark_consumers.table_options import of_query
+
+        options = parse_options(of_query(self.options, schema), streaming=False)
+        _check(schema)
+        return BatchReader(options, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """For a streaming query. Raises ConfigError for a wrong option or column."""
+        return super().streamReader(schema)
+
+
+def _check(schema: StructType) -> None:
+    check_columns([(field.name, field.dataType.simpleString()) for field in schema.fields])
+
+
+class BatchReader(DataSourceReader):
+    """Reads what there is when the query is planned."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[RangePartition]:
+        """A task for each range."""
+        from metamq.spark_consumers.cluster_view import ClusterView
+        from metamq.spark_consumers.planning import batch_ranges, tasks
+
+        with ClusterView(self._options.zookeeper, self._options.root) as view:
+            ranges = batch_ranges(view, self._options)
+            return [RangePartition(task) for task in tasks(view, self._options, ranges)]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Runs in an executor."""
+        return read_partition(partition, self._schema)

@@ -1,0 +1,294 @@
+"""Reads one range of a partition for a task: fetched ahead in the background loop, handed over in the task's thread.
+
+A range is read to its end or not at all: whoever reads it gets every message once, in order. What fails on the way (a
+broker that is restarted, a slave that is promoted, a damaged answer) is asked for again from where reading had come to,
+at whichever replica has it; only when nothing has come for `poll_timeout_s` the task fails, and Spark runs it again.
+
+A range was there when the driver asked for it. What has gone from the log since then is an error, or is left out where
+the user said so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from metamq.client.background import background
+from metamq.client.cluster import MASTER
+from metamq.client.fetch_queue import DAMAGED_FETCHES_MAX
+from metamq.errors import (
+    ConnectError,
+    CorruptData,
+    Fenced,
+    MetamqError,
+    OffsetDiverged,
+    OffsetOutOfRange,
+    Timeout,
+    TopicNotFound,
+)
+from metamq.spark_consumers.lanes import Lane, Place, lanes
+from metamq.spark_consumers.ranges import OffsetRange
+from metamq.spark_consumers.replicas import Replica, find_replicas
+from metamq.wire.batch import BatchHeader, walk
+from metamq.wire.commands import GetResult
+from metamq.zk.names import parse_partition
+
+log = logging.getLogger("metamq.spark")
+
+Chunk = list[tuple[BatchHeader, memoryview]]
+
+CHUNKS_AHEAD = 2
+"""Of at most FETCH_BYTES each: one that Spark takes, one that comes meanwhile."""
+FETCH_BYTES = 4 * 1024 * 1024
+FETCH_BYTES_MIN = 64 * 1024
+WAIT_MS = 500
+DELAY_FIRST_S = 0.05
+DELAY_MAX_S = 2.0
+REFUSALS_MAX = 3
+"""So often a broker may say that it has no such topic: one that has just become the master may not know it yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchTask:
+    """All that a task needs to read its range. Goes to executors."""
+
+    wanted: OffsetRange
+    replicas: tuple[Replica, ...]
+    zookeeper: str
+    root: str
+    epoch: int = -1
+    """Of the message before the range; -1: not known."""
+    fail_on_data_loss: bool = True
+    with_slaves: bool = True
+    poll_timeout_s: float = 120.0
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """What was fetched and not taken yet."""
+
+    room: asyncio.Semaphore
+    chunks: queue.SimpleQueue[Chunk | BaseException | None] = field(default_factory=queue.SimpleQueue)
+
+
+def fetch(task: FetchTask) -> Iterator[Chunk]:
+    """The range's batches, both checksums verified; the first and the last may have messages beyond it.
+
+    Raises OffsetOutOfRange, TopicNotFound and CorruptData for what is lost, else the last error once time is over.
+    """
+    runner = background()
+    ahead = _Ahead(asyncio.Semaphore(CHUNKS_AHEAD))
+    fetching = asyncio.run_coroutine_threadsafe(_Fetching(task, ahead).run(), runner.loop)
+    try:
+        while True:
+            chunk = ahead.chunks.get()
+            if chunk is None:
+                return
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield chunk
+            runner.call_soon(ahead.room.release)
+    finally:
+        fetching.cancel()
+
+
+class _Fetching:
+    """One range being fetched, in the loop."""
+
+    def __init__(self, task: FetchTask, ahead: _Ahead) -> None:
+        self._task = task
+        self._wanted = task.wanted
+        self._ahead = ahead
+        self._offset = task.wanted.start
+        self._epoch = task.epoch
+        self._message_bytes = 1024
+        """About how large a message is; what is asked for follows from it."""
+        self._replicas = list(task.replicas)
+        self._lane: Lane | None = None
+        self._number = MASTER
+        """Which replica the lane is to."""
+        self._preferred: int | None = None
+        self._delay_s = 0.0
+        self._damaged = 0
+        self._refused = 0
+        self._progress_s = 0.0
+
+    async def run(self) -> None:
+        """Puts chunks, and then None or what was wrong."""
+        try:
+            self._made_progress()
+            while self._offset < self._wanted.end:
+                await self._ahead.room.acquire()
+                chunk = await self._next_chunk()
+                if chunk:
+                    self._ahead.chunks.put(chunk)
+                else:
+                    self._ahead.room.release()
+            if self._lane is not None:
+                lanes().give_back(self._lane)
+                self._lane = None
+            self._ahead.chunks.put(None)
+        except BaseException as error:
+            self._ahead.chunks.put(error)
+            if not isinstance(error, MetamqError):
+                raise
+        finally:
+            self._drop_lane()
+
+    def _made_progress(self) -> None:
+        self._progress_s = asyncio.get_running_loop().time()
+        self._delay_s = 0.0
+        self._damaged = self._refused = 0
+
+    async def _next_chunk(self) -> Chunk:
+        """What comes next; nothing after a failure, which is dealt with. Raises when it is no use to go on."""
+        try:
+            lane = await self._connected()
+            place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch)
+            result, data = await lane.fetch(place, WAIT_MS, self._bytes_to_ask_for())
+        except MetamqError as error:
+            await self._failed(error)
+            return []
+        chunk, damage = self._taken(data)
+        if chunk:
+            self._made_progress()
+        if damage is not None:
+            await self._failed(damage)
+        elif not chunk:
+            await self._nothing_came(result)
+        elif result is not None and result.preferred_replica >= 0:
+            self._prefer(result.preferred_replica)
+        return chunk
+
+    def _bytes_to_ask_for(self) -> int:
+        rest = (self._wanted.end - self._offset) * self._message_bytes
+        return min(max(rest + rest // 8, FETCH_BYTES_MIN), FETCH_BYTES)
+
+    def _taken(self, data: memoryview) -> tuple[Chunk, CorruptData | None]:
+        """The batches of the range in an answer, up to where it is damaged."""
+        chunk: Chunk = []
+        try:
+            for position, header in walk(data):
+                if header.end_offset <= self._offset:
+                    continue
+                if header.base_offset > self._offset:
+                    reason = f"after offset {self._offset} comes {header.base_offset}"
+                    return chunk, CorruptData(f"an answer for {self._wanted.tp}", reason)
+                chunk.append((header, data[position : position + header.size]))
+                self._offset, self._epoch = header.end_offset, header.epoch
+                self._message_bytes = max(header.size // header.count, 1)
+                if self._offset >= self._wanted.end:
+                    break
+        except CorruptData as damage:
+            return chunk, damage
+        return chunk, None
+
+    async def _connected(self) -> Lane:
+        if self._lane is not None and self._lane.alive:
+            return self._lane
+        self._drop_lane()
+        if self._delay_s or not self._replicas:
+            await self._look_up()
+        order = sorted(self._replicas, key=lambda replica: replica.number != self._preferred)
+        error: MetamqError = ConnectError(
+            f"broker {parse_partition(self._wanted.tp.partition)[0]}",
+            "it is not registered in ZooKeeper",
+            hint="Is it running? `metamq doctor` looks at every part.",
+        )
+        for replica in order:
+            try:
+                self._lane = await lanes().take(replica.host, replica.port)
+            except MetamqError as refused:
+                error = refused
+            else:
+                self._number = replica.number
+                return self._lane
+        raise error
+
+    async def _look_up(self) -> None:
+        broker_id, _index = parse_partition(self._wanted.tp.partition)
+        task = self._task
+        try:
+            found = await find_replicas(
+                task.zookeeper, task.root, broker_id, self._wanted.tp.topic, with_slaves=task.with_slaves
+            )
+        except MetamqError as error:  # they may be where they were
+            log.info("where broker %d is cannot be looked up at present: %s", broker_id, error)
+        else:
+            self._replicas = list(found)
+
+    def _drop_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.abort()
+            self._lane = None
+
+    def _prefer(self, number: int) -> None:
+        """Go on at another replica, if it is one that is known."""
+        if number != self._number and any(replica.number == number for replica in self._replicas):
+            self._change_to(number)
+
+    def _change_to(self, number: int) -> None:
+        self._preferred = number
+        if self._lane is not None:
+            lanes().give_back(self._lane)
+            self._lane = None
+
+    async def _nothing_came(self, result: GetResult | None) -> None:
+        """The log ends before the range does: that of a slave, or of a master that is about to show more of it."""
+        if self._number != MASTER:
+            self._change_to(MASTER)
+        stable = result.stable_offset if result is not None else self._offset
+        if self._time_is_over():
+            lost = OffsetOutOfRange(str(self._wanted.tp), self._wanted.end, self._offset, stable)
+            lost.hint = "The query was planned with messages that the log does not have any more."
+            self._lost(lost, self._wanted.end)
+
+    def _time_is_over(self) -> bool:
+        return asyncio.get_running_loop().time() - self._progress_s > self._task.poll_timeout_s
+
+    async def _failed(self, error: MetamqError) -> None:
+        """Raises what cannot be helped; else waits a moment, longer each time."""
+        if isinstance(error, OffsetDiverged):
+            self._lost(error, self._offset)
+            return
+        if isinstance(error, OffsetOutOfRange):
+            self._lost(error, error.start if error.start > self._offset else self._wanted.end)
+            return
+        if isinstance(error, TopicNotFound):
+            self._refused += 1
+            if self._refused >= REFUSALS_MAX:
+                self._lost(error, self._wanted.end)
+                return
+        elif isinstance(error, CorruptData):
+            self._damaged += 1
+            if self._damaged >= DAMAGED_FETCHES_MAX:
+                raise error
+        elif not isinstance(error, ConnectError | Fenced | Timeout) and not error.retriable:
+            raise error
+        if self._time_is_over():
+            raise error
+        log.info("%s from offset %d is tried again: %s", self._wanted.tp, self._offset, error)
+        self._drop_lane()
+        self._preferred = MASTER if isinstance(error, Fenced) else None
+        self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
+        await asyncio.sleep(self._delay_s * random.uniform(0.8, 1.2))
+
+    def _lost(self, error: MetamqError, go_on_at: int) -> None:
+        """Raises, or leaves out what is gone."""
+        if self._task.fail_on_data_loss:
+            if isinstance(error, OffsetOutOfRange):
+                error.hint += " To go on without what is gone: failOnDataLoss=false."
+            raise error
+        go_on_at = min(go_on_at, self._wanted.end)
+        log.warning(
+            "%s: offsets %d to %d are left out, failOnDataLoss is false: %s",
+            self._wanted.tp, self._offset, go_on_at, error,
+        )  # fmt: skip
+        self._offset, self._epoch = go_on_at, -1
+        if self._lane is not None:
+            self._lane.done_with_it()
+        self._made_progress()

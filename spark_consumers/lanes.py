@@ -1,0 +1,132 @@
+"""Lanes: connections of one reader's own, with the fetch session that the broker keeps for it, used again by the next.
+
+Spark keeps its Python workers, and runs task after task in them. A lane is taken by one reader at a time, since a
+further GET on a connection takes over the one that is parked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from itertools import count
+from typing import NamedTuple
+
+from metamq.client.transport import BrokerConnection
+from metamq.errors import Timeout
+from metamq.wire import status
+from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.zk.names import parse_partition
+from metamq.zk.partitions import TopicPartition
+
+ANSWER_LATE_S = 10.0
+IDLE_MAX = 4
+"""Lanes that are kept for an address."""
+
+
+class Place(NamedTuple):
+    """Where in a partition to read on. `epoch` is that of the message before; -1: not known."""
+
+    tp: TopicPartition
+    topic_id: str
+    offset: int
+    epoch: int
+
+
+class Lane:
+    """One connection. Use within its loop only."""
+
+    def __init__(self, connection: BrokerConnection, key: tuple[str, int]) -> None:
+        self.key = key
+        self._connection = connection
+        self._handles = count(1)
+        self._handle = 0
+        """Of the partition that is open; 0: none is."""
+        self._closed: list[int] = []
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used."""
+        return self._connection.alive
+
+    async def fetch(self, place: Place, wait_ms: int, bytes_max: int) -> tuple[GetResult | None, memoryview]:
+        """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout.
+
+        All calls are about one partition until done_with_it().
+        """
+        opened = []
+        if not self._handle:
+            self._handle = next(self._handles)
+            _broker_id, index = parse_partition(place.tp.partition)
+            opened.append(GetPartition(self._handle, place.tp.topic, place.topic_id, index, place.epoch))
+        closed, self._closed = self._closed, []
+        armed = [(self._handle, place.offset)]
+        poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, armed, closed)
+        future = self._connection.send(Command.GET, poll)
+        limit_s = wait_ms / 1000 + ANSWER_LATE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                response = await future
+        except TimeoutError:
+            self.abort()
+            raise Timeout(f"a fetch from {self._connection.address}", limit_s) from None
+        if response.status != status.OK:
+            raise status.decode_error(response.status, response.header)
+        results = unpack_list(GetResult, response.header)
+        if not results:
+            return None, response.body
+        (result,) = results
+        if result.status != status.OK:
+            self.done_with_it()
+            raise status.decode_error(result.status, result.error)
+        return result, response.body
+
+    def done_with_it(self) -> None:
+        """The next fetch opens a partition anew."""
+        if self._handle:
+            self._closed.append(self._handle)
+            self._handle = 0
+
+    def abort(self) -> None:
+        """Closes at once."""
+        self._connection.abort()
+
+
+class Lanes:
+    """Idle lanes, by address."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[str, int], list[Lane]] = {}
+
+    async def take(self, host: str, port: int) -> Lane:
+        """A lane that nobody else uses. Raises ConnectError, UnsupportedVersion."""
+        idle = self._idle.get((host, port), [])
+        while idle:
+            lane = idle.pop()
+            if lane.alive:
+                return lane
+        return Lane(await BrokerConnection.open(host, port), (host, port))
+
+    def give_back(self, lane: Lane) -> None:
+        """Nothing is under way on it."""
+        idle = self._idle.setdefault(lane.key, [])
+        if lane.alive and len(idle) < IDLE_MAX:
+            lane.done_with_it()
+            idle.append(lane)
+        else:
+            lane.abort()
+
+
+_lanes = Lanes()
+
+
+def lanes() -> Lanes:
+    """Those of this process's background loop."""
+    return _lanes
+
+
+def _after_fork_in_child() -> None:
+    global _lanes
+    _lanes = Lanes()  # the others' loop is not here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

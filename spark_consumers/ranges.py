@@ -1,0 +1,46 @@
+"""Who reads what: ranges of offsets, cut into as many pieces as there are to be tasks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from metamq.zk.partitions import TopicPartition
+
+
+class OffsetRange(NamedTuple):
+    """The messages from `start` up to `end` of one partition."""
+
+    tp: TopicPartition
+    topic_id: str
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """How many messages."""
+        return self.end - self.start
+
+
+def split(ranges: Iterable[OffsetRange], at_least: int | None, most_messages: int | None) -> list[OffsetRange]:
+    """The ranges that have messages, none of more than `most_messages`, and about `at_least` of them if that is more.
+
+    The larger a range, the more pieces it is cut into; no piece is empty.
+    """
+    pieces = [piece for one in ranges if one.size > 0 for piece in _cut_by_size(one, most_messages)]
+    if at_least is None or len(pieces) >= at_least:
+        return pieces
+    total = sum(piece.size for piece in pieces)
+    return [part for piece in pieces for part in cut(piece, max(1, round(piece.size * at_least / total)))]
+
+
+def _cut_by_size(one: OffsetRange, most_messages: int | None) -> list[OffsetRange]:
+    return [one] if most_messages is None else cut(one, -(-one.size // most_messages))
+
+
+def cut(one: OffsetRange, pieces: int) -> list[OffsetRange]:
+    """The range in so many pieces of nearly the same size; fewer where there are fewer messages."""
+    pieces = min(pieces, one.size)
+    ends = [one.start + one.size * number // pieces for number in range(pieces + 1)]
+    return [one._replace(start=start, end=end) for start, end in pairwise(ends)]

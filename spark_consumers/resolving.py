@@ -1,0 +1,57 @@
+"""From where a query is to begin or to end, and from what the brokers say, to offsets. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from metamq.errors import ConfigError, OffsetOutOfRange
+from metamq.spark_consumers.boundaries import Boundary
+from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
+from metamq.zk.partitions import TopicPartition
+
+
+def question(boundary: Boundary, wanted: int) -> int:
+    """What to ask a broker for one partition: EARLIEST, LATEST or a time."""
+    return wanted if boundary.is_time or wanted == EARLIEST else LATEST
+
+
+def starting_offset(
+    boundary: Boundary,
+    wanted: int,
+    tp: TopicPartition,
+    answer: OffsetsResult,
+    *,
+    if_none_at_time: Literal["error", "latest"],
+    fail_on_data_loss: bool,
+) -> int:
+    """Where to begin with a partition. Raises ConfigError, OffsetOutOfRange."""
+    if boundary.is_time:
+        if answer.timestamp_us < 0 and if_none_at_time == "error":
+            raise ConfigError(
+                f"{tp} has no message at or after the time that option {boundary.option!r} gives",
+                hint="Give an earlier time, or startingOffsetsByTimestampStrategy=latest.",
+            )
+        return answer.offset
+    if wanted in (EARLIEST, LATEST):
+        return answer.offset
+    return _explicit(boundary, wanted, tp, answer, fail_on_data_loss)
+
+
+def ending_offset(
+    boundary: Boundary, wanted: int, tp: TopicPartition, answer: OffsetsResult, *, fail_on_data_loss: bool
+) -> int:
+    """Where to end. Raises OffsetOutOfRange."""
+    if boundary.is_time or wanted == LATEST:
+        return answer.offset
+    return _explicit(boundary, wanted, tp, answer, fail_on_data_loss)
+
+
+def _explicit(
+    boundary: Boundary, wanted: int, tp: TopicPartition, answer: OffsetsResult, fail_on_data_loss: bool
+) -> int:
+    inside = min(max(wanted, answer.start_offset), answer.stable_offset)
+    if inside != wanted and fail_on_data_loss:
+        error = OffsetOutOfRange(str(tp), wanted, answer.start_offset, answer.stable_offset)
+        error.hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is taken."
+        raise error
+    return inside

@@ -1,0 +1,68 @@
+"""One Spark session and one cluster for all tests here. They need pyspark, and are a run of their own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.testing import Cluster, cluster
+
+HERE = Path(__file__).parent
+_numbers = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.spark)
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[Cluster]:
+    """A ZooKeeper and one broker."""
+    with cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session of two cores, in which a task is tried four times."""
+    from metamq.spark_consumers import session
+
+    place = tmp_path_factory.mktemp("spark")
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": 2,
+        "spark.sql.warehouse.dir": place / "warehouse",
+        "spark.local.dir": place / "local",
+        "spark.driver.memory": "1g",
+        "spark.driver.host": "127.0.0.1",
+    }
+    started = session("tests", "local[2,4]", conf)
+    started.sparkContext.setLogLevel("ERROR")
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def topic(running: Cluster) -> str:
+    """A new topic of two partitions."""
+    return new_topic(running)
+
+
+def new_topic(running: Cluster, partitions: int = 2, **settings: Any) -> str:
+    """Creates a topic that no test used."""
+    name = f"topic-{next(_numbers)}"
+    running.create_topic(name, partitions=partitions, **settings)
+    return name
+
+
+def send(running: Cluster, topic: str, values: list[bytes], **columns: Any) -> None:
+    """Stores messages."""
+    with running.producer() as producer:
+        producer.send_many(topic, values, **columns).result()
+        producer.flush()

@@ -1,0 +1,103 @@
+"""What Spark is started with, and that it finds the format in an installed wheel by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from metamq.spark_consumers import java, recommended_conf
+from metamq.testing import Cluster
+from tests.spark.conftest import new_topic, send
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from pyspark.sql.datasource import DataSourceRegistration
+import metamq
+from metamq.spark_consumers import session
+
+place, zookeeper, topic = sys.argv[1:]
+assert Path(metamq.__file__).is_relative_to(place), metamq.__file__
+DataSourceRegistration.register = lambda *_arguments: None
+conf = {"spark.ui.enabled": "false", "spark.sql.warehouse.dir": f"{place}/tables", "spark.driver.host": "127.0.0.1"}
+spark = session("discovery", "local[1]", conf)
+options = {"zookeeper": zookeeper, "subscribe": topic}
+found = [spark.read.format("metamq").options(**options).load().count()]
+spark.sql(f"CREATE TABLE messages USING metamq OPTIONS (zookeeper '{zookeeper}', subscribe '{topic}')")
+found.append(spark.sql("SELECT count(value) FROM messages").collect()[0][0])
+found.append(spark.sql("SELECT * FROM messages WITH (maxRecordsPerPartition = 1)").rdd.getNumPartitions())
+print("found", found)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel holds."""
+    place = tmp_path_factory.mktemp("installed")
+    source = place / "source"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "metamq-data", "results")
+    shutil.copytree(ROOT, source, ignore=skipped)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", build, str(place)], cwd=source, capture_output=True, text=True, check=True
+    )
+    with zipfile.ZipFile(place / made.stdout.splitlines()[-1]) as wheel:
+        wheel.extractall(place / "packages")
+    return place / "packages"
+
+
+@pytest.mark.timeout(240)
+def test_the_format_is_found_in_a_wheel_from_an_environment_that_is_not_activated(
+    installed: Path, running: Cluster, tmp_path: Path
+) -> None:
+    topic = new_topic(running)
+    send(running, topic, [b"1", b"2", b"3"])
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+    environment = {**kept, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "SPARK_LOCAL_IP": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(installed), running.zookeeper, topic],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3]"], done.stderr
+
+
+def test_recommended_settings_are_in_force(spark: object) -> None:
+    for name, value in recommended_conf(local_checkpoints=True).items():
+        assert spark.conf.get(name) == value  # type: ignore[attr-defined]
+
+
+def test_a_java_without_the_vector_module_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = tmp_path / "it's a runtime"
+    (runtime / "bin").mkdir(parents=True)
+    program = runtime / "bin" / "java"
+    program.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    program.chmod(0o755)
+    (runtime / "release").write_text('JAVA_VERSION="21.0.8"\nMODULES="java.base java.logging"\n')
+    monkeypatch.setenv("METAMQ_JAVA", str(program))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    home = java.java_home()
+    assert home.is_relative_to(tmp_path / "cache")
+    assert java.java_home() == home
+    arguments = ["-Da=b c", "--add-modules=jdk.incubator.vector", "-cp", "*", "Main"]
+    said = subprocess.run([home / "bin" / "java", *arguments], capture_output=True, text=True, check=True)
+    assert said.stdout == "<-Da=b c><-cp><*><Main>"
+    (runtime / "release").write_text('JAVA_VERSION="21.0.8"\nMODULES="java.base jdk.incubator.vector"\n')
+    assert java.java_home() == runtime
+
+
+def test_a_java_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "java"
+    program.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("METAMQ_JAVA", str(program))
+    with pytest.raises(Exception, match="is Java 11, Spark needs 17 or later") as failure:
+        java.java_home()
+    assert "metamq[spark]" in str(failure.value)
