@@ -12,13 +12,16 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from metamq.client.admin_brokers import Found, ask_offsets
+from metamq.client.admin_groups import check_empty
 from metamq.client.background import background
 from metamq.client.cluster import Cluster
 from metamq.client.first_contact import open_client_session
 from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.options import Subscription
 from metamq.spark_consumers.replicas import Replica, replicas_of
+from metamq.spark_consumers.stream_offsets import Places
 from metamq.zk.names import parse_partition
+from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.partitions import TopicPartition
 
 T = TypeVar("T")
@@ -117,3 +120,16 @@ class ClusterView:
                 slaves = [known[number] for number in self._cluster.slaves_with(broker_id, tp.topic)]
             found[tp] = replicas_of(masters.get(broker_id), slaves)
         return found
+
+    def check_group(self, group: str) -> None:
+        """Raises ConfigError when consumers are members of the group: their offsets are their own."""
+        self._run(check_empty(self._cluster.session, group, "a query cannot publish its progress there"))
+
+    def publish(self, group: str, places: Places) -> None:
+        """Sets the group's offsets. Raises ConnectError; ConfigError when it has members."""
+        self._run(self._publish(group, places))
+
+    async def _publish(self, group: str, places: Places) -> None:
+        await check_empty(self._cluster.session, group, "a query cannot publish its progress there")
+        for tp, (topic_id, offset, epoch) in places.items():
+            await reset_offset(self._cluster.session, group, tp, Committed(offset, epoch, topic_id))

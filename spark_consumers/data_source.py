@@ -46,7 +46,12 @@ class DefaultSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a streaming query. Raises ConfigError for a wrong option or column."""
-        return super().streamReader(schema)
+        from metamq.spark_consumers.options import parse_options
+        from metamq.spark_consumers.stream_reader import StreamReader
+
+        options = parse_options(self.options, streaming=True)
+        _check(schema)
+        return StreamReader(options, schema)
 
 
 def _check(schema: StructType) -> None:

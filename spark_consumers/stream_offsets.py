@@ -1,0 +1,98 @@
+"""How far a streaming query is, as Spark keeps it in the query's checkpoint. Pure.
+
+    {"at": "start", "v": 1}                                             before the first batch
+    {"from": {"flights": {"id": "5f0c…", "partitions": {"0-0": [10, 3]}}},
+     "to":   {"flights": {"id": "5f0c…", "partitions": {"0-0": [25, 3]}}}, "v": 1}
+
+Spark asks for the offset before the first batch two or three times, also after a crash, and where "latest" is moves on
+meanwhile. So that offset is a mark, and where the first batch really begins stands in its end, in `from`: once Spark
+has written that down, the batch is the same however often it is run. So it is with partitions that are added later.
+
+A place is an offset and the epoch of the message before it (-1: not known), by which a reader notices that a promotion
+gave up what it has read. With the topic's id it notices a topic that was deleted and made anew.
+
+Spark compares offsets as texts: the same places always make the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from metamq.errors import CorruptData
+from metamq.zk.partitions import TopicPartition, partition_order
+
+VERSION = 1
+START: dict[str, Any] = {"at": "start", "v": VERSION}
+
+
+class StreamPlace(NamedTuple):
+    """How far one partition was read."""
+
+    topic_id: str
+    offset: int
+    epoch: int = -1
+
+
+Places = Mapping[TopicPartition, StreamPlace]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffset:
+    """Where a batch begins and ends, in every partition of the query."""
+
+    begun: Places
+    reached: Places
+
+
+def to_json(offset: StreamOffset) -> dict[str, Any]:
+    """What Spark keeps."""
+    return {"from": _places_to_json(offset.begun), "to": _places_to_json(offset.reached), "v": VERSION}
+
+
+def _places_to_json(places: Places) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for tp in sorted(places, key=partition_order):
+        topic_id, offset, epoch = places[tp]
+        topic = document.setdefault(tp.topic, {"id": topic_id, "partitions": {}})
+        assert topic["id"] == topic_id
+        topic["partitions"][tp.partition] = [offset, epoch]
+    return document
+
+
+def from_json(document: Mapping[str, Any]) -> StreamOffset | None:
+    """What Spark kept; None for the mark before the first batch. Raises CorruptData when it is none of ours."""
+    try:
+        if document["v"] != VERSION:
+            raise CorruptData(
+                "the checkpoint", f"its format is {document['v']}", hint="A newer metamq wrote it: upgrade metamq here."
+            )
+        if "at" in document:
+            return None
+        return StreamOffset(_places_from_json(document["from"]), _places_from_json(document["to"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        hint = "Is it another source's? Give the query a checkpoint of its own."
+        raise CorruptData("the checkpoint", f"no offsets of metamq: {error!r}", hint=hint) from error
+
+
+def _places_from_json(document: Mapping[str, Any]) -> dict[TopicPartition, StreamPlace]:
+    return {
+        TopicPartition(topic, partition): StreamPlace(str(entry["id"]), int(offset), int(epoch))
+        for topic, entry in document.items()
+        for partition, (offset, epoch) in entry["partitions"].items()
+    }
+
+
+def first_places(start: StreamOffset | None, end: StreamOffset) -> dict[TopicPartition, StreamPlace]:
+    """Where each partition of the batch from `start` to `end` is read from.
+
+    That is where the last batch ended; only what it did not have begins where the end says. Batches may have been left
+    out in between: with asynchronous progress tracking Spark does not write down each.
+    """
+    before = start.reached if start is not None else {}
+    found = {}
+    for tp, place in end.reached.items():
+        known = before.get(tp)
+        found[tp] = known if known is not None and known.topic_id == place.topic_id else end.begun[tp]
+    return found

@@ -1,0 +1,144 @@
+"""The streaming source, with Spark, ZooKeeper and a broker."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.testing import Cluster
+from tests.parts import wait_until
+from tests.spark.conftest import new_topic, send
+
+
+class Query:
+    """A streaming query that keeps what it read, batch by batch; it can be run again on its checkpoint."""
+
+    def __init__(self, spark: Any, running: Cluster, place: Path, **options: Any) -> None:
+        self.batches: list[list[bytes]] = []
+        self._spark = spark
+        self._place = place
+        self.options = {"zookeeper": running.zookeeper, "startingOffsets": "earliest", **options}
+
+    def _keep(self, frame: Any, _batch_id: int) -> None:
+        self.batches.append([bytes(row.value) for row in frame.select("value").collect()])
+
+    def start(self, **trigger: Any) -> Any:
+        frame = self._spark.readStream.format("metamq").options(**self.options).load()
+        writer = frame.writeStream.foreachBatch(self._keep).option("checkpointLocation", str(self._place))
+        return writer.trigger(**(trigger or {"processingTime": "0 seconds"})).start()
+
+    def run(self, **trigger: Any) -> None:
+        query = self.start(**(trigger or {"availableNow": True}))
+        assert query.awaitTermination(100)
+
+    def seen(self) -> Counter[bytes]:
+        return Counter(value for batch in self.batches for value in batch)
+
+    def forget_commit(self) -> None:
+        """As if the driver had been killed before the last batch was noted as done."""
+        last = max((self._place / "commits").glob("[0-9]*"), key=lambda path: int(path.name))
+        last.unlink()
+        for beside in (last.parent / f".{last.name}.crc",):
+            beside.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def make_query(spark: Any, running: Cluster, tmp_path: Path) -> Callable[..., Query]:
+    return lambda **options: Query(spark, running, tmp_path / "checkpoint", **options)
+
+
+def numbers(first: int, end: int) -> list[bytes]:
+    return [b"%d" % number for number in range(first, end)]
+
+
+def test_available_now_reads_what_there_is_in_bounded_batches_and_goes_on_later(
+    running: Cluster, topic: str, make_query: Callable[..., Query]
+) -> None:
+    send(running, topic, numbers(0, 1000))
+    query = make_query(subscribe=topic, maxOffsetsPerTrigger=400)
+    query.run()
+    assert query.seen() == Counter(numbers(0, 1000))
+    assert len(query.batches) == 3
+    assert max(map(len, query.batches)) <= 402
+    send(running, topic, numbers(1000, 1100))
+    query.run()
+    assert query.seen() == Counter(numbers(0, 1100))
+
+
+def test_a_batch_that_is_run_again_is_the_same(running: Cluster, topic: str, make_query: Callable[..., Query]) -> None:
+    """Also the first one of a query that begins at the end, which has moved on meanwhile."""
+    send(running, topic, numbers(0, 10))
+    query = make_query(subscribe=topic, startingOffsets="latest")
+    query.run()
+    assert query.seen() == Counter()
+    query.forget_commit()
+    send(running, topic, numbers(10, 30))
+    query.run(once=True)
+    query.run()
+    assert query.seen() == Counter(numbers(10, 30))
+    before = [sorted(batch) for batch in query.batches if batch]
+    query.forget_commit()
+    send(running, topic, numbers(30, 40))
+    query.run()
+    after = [sorted(batch) for batch in query.batches if batch]
+    assert after[len(before) : len(before) + 1] == before[-1:]
+    assert query.seen() == Counter(numbers(10, 40)) + Counter(before[-1])
+
+
+def test_a_running_query_follows_new_messages_and_partitions_and_shows_its_lag(
+    running: Cluster, topic: str, make_query: Callable[..., Query]
+) -> None:
+    send(running, topic, numbers(0, 10))
+    query = make_query(subscribe=topic, groupId=f"query-{topic}")
+    active = query.start()
+    try:
+        wait_until(lambda: query.seen() == Counter(numbers(0, 10)), 60)
+        with running.admin() as admin:
+            admin.alter(topic, partitions=4)
+        send(running, topic, numbers(10, 200))
+        wait_until(lambda: query.seen() == Counter(numbers(0, 200)) or active.exception() is not None, 60)
+        assert active.exception() is None
+        send(running, topic, numbers(200, 201))
+        wait_until(lambda: query.seen() == Counter(numbers(0, 201)), 60)
+
+        def published() -> bool:
+            with running.admin() as admin:
+                found = admin.describe_group(f"query-{topic}").partitions
+            return sum(one.committed or 0 for one in found) >= 200 and len(found) == 4
+
+        wait_until(published, 30, "the published progress")
+        (source,) = active.lastProgress["sources"]
+        assert sum(json.loads(source["latestOffset"])[topic].values()) == 201
+    finally:
+        active.stop()
+
+
+def test_a_topic_that_was_made_anew_ends_the_query_unless_it_may_lose_messages(
+    running: Cluster, make_query: Callable[..., Query]
+) -> None:
+    topic = new_topic(running)
+    send(running, topic, numbers(0, 10))
+    query = make_query(subscribe=topic)
+    query.run()
+    with running.admin() as admin:
+        admin.delete(topic)
+    running.create_topic(topic, partitions=2)
+    send(running, topic, numbers(100, 103))
+    with pytest.raises(Exception, match="deleted and made anew since the query read it"):
+        query.run()
+    assert query.seen() == Counter(numbers(0, 10))
+    query.options["failOnDataLoss"] = "false"
+    query.run()
+    assert query.seen() == Counter(numbers(0, 10) + numbers(100, 103))
+
+
+def test_a_wrong_option_is_told_before_anything_runs(topic: str, make_query: Callable[..., Query]) -> None:
+    with pytest.raises(Exception, match=r"option 'endingOffsets' is for batch queries"):
+        make_query(subscribe=topic, endingOffsets="latest").run()
+    with pytest.raises(Exception, match="topic 'no-such-topic' does not exist"):
+        make_query(subscribe="no-such-topic").run()
