@@ -16,6 +16,7 @@ import queue
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from metamq.client.background import background
 from metamq.client.cluster import MASTER
@@ -52,8 +53,7 @@ REFUSALS_MAX = 3
 """So often a broker may say that it has no such topic: one that has just become the master may not know it yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class FetchTask:
+class FetchTask(NamedTuple):
     """All that a task needs to read its range. Goes to executors."""
 
     wanted: OffsetRange

@@ -1,0 +1,196 @@
+"""Reading one range as a task does, with real brokers and without Spark."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from metamq.errors import OffsetDiverged, OffsetOutOfRange, TopicNotFound
+from metamq.spark_consumers.arrow_batches import ArrowBatches
+from metamq.spark_consumers.cluster_view import ClusterView
+from metamq.spark_consumers.fetch import FETCH_BYTES, FetchTask, fetch
+from metamq.spark_consumers.options import parse_options
+from metamq.spark_consumers.planning import batch_ranges, tasks
+from metamq.testing import Cluster, cluster
+from tests.parts import wait_until
+from tests.spark.conftest import new_topic, send
+
+HEADERS = pa.list_(pa.field("element", pa.struct([("key", pa.string()), ("value", pa.binary())])))
+SCHEMA = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("topic", pa.string()),
+        ("partition", pa.string()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("us", tz="UTC")),
+        ("timestampType", pa.int32()),
+        ("headers", HEADERS),
+    ]
+)
+
+
+def planned(running: Cluster, topic: str, **options: str) -> list[FetchTask]:
+    """The tasks of a batch query."""
+    given = {"zookeeper": running.zookeeper, "subscribe": topic, **options}
+    parsed = parse_options(given, streaming=False)
+    with ClusterView(parsed.zookeeper, parsed.root) as view:
+        return tasks(view, parsed, batch_ranges(view, parsed))
+
+
+def batches(task: FetchTask) -> Iterator[pa.RecordBatch]:
+    return ArrowBatches(task.wanted, SCHEMA).of(fetch(task))
+
+
+def table(planned_tasks: list[FetchTask]) -> Any:
+    return pa.Table.from_batches([batch for task in planned_tasks for batch in batches(task)], SCHEMA)
+
+
+def numbered(count: int, size: int = 100) -> list[bytes]:
+    return [b"%d" % number + bytes(size) for number in range(count)]
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_all_columns_come_through(running: Cluster, topic: str, compression: str | None) -> None:
+    with running.producer(compression=compression) as producer:
+        for number in range(300):
+            key = None if number % 2 else f"k{number}"
+            producer.send(topic, b"%d" % number, key=key, headers={"n": b"%d" % number} if number % 3 else None)
+    rows = table(planned(running, topic)).to_pylist()
+    found = sorted((int(row["value"]), row["key"], row["headers"]) for row in rows)
+    assert found == [
+        (
+            number,
+            None if number % 2 else b"k%d" % number,
+            [{"key": "n", "value": b"%d" % number}] if number % 3 else None,
+        )
+        for number in range(300)
+    ]
+    assert {(row["topic"], row["timestampType"]) for row in rows} == {(topic, 0)}
+
+
+def test_pieces_begin_and_end_within_batches(running: Cluster) -> None:
+    topic = new_topic(running, 1)
+    send(running, topic, numbered(1000))
+    pieces = planned(running, topic, maxRecordsPerPartition="37")
+    assert len(pieces) == 28
+    assert table(pieces)["offset"].to_pylist() == list(range(1000))
+
+
+def test_small_batches_are_merged_and_large_ones_go_on_as_they_came(running: Cluster) -> None:
+    topic = new_topic(running, 1)
+    with running.producer(linger_ms=0) as producer:
+        for number in range(60):
+            producer.send(topic, b"%d" % number).result()
+    send(running, topic, numbered(50_000))
+    (task,) = planned(running, topic)
+    found = list(batches(task))
+    assert sum(batch.num_rows for batch in found) == 50_060
+    assert all(batch.num_rows >= 1000 for batch in found[:-1])
+    assert found[0].num_rows > 1060  # the sixty, and the first batch of the others
+
+
+def test_an_empty_topic_makes_no_tasks(running: Cluster, topic: str) -> None:
+    assert planned(running, topic, minPartitions="8") == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster that a test may hurt."""
+    with cluster(folder=tmp_path) as started:
+        yield started
+
+
+def in_sync(running: Cluster) -> bool:
+    with running.admin() as admin:
+        return len(admin.brokers()) == 1 and all(one.in_sync for one in admin.replicas()[0].replicas)
+
+
+def test_a_broker_that_is_killed_and_comes_back_is_read_on(own: Cluster) -> None:
+    own.create_topic("t", partitions=1)
+    count = 8 * FETCH_BYTES // 1000
+    send(own, "t", numbered(count, 1000))
+    (task,) = planned(own, "t")
+    reading = batches(task)
+    offsets = next(reading)["offset"].to_pylist()
+    own.broker.kill()
+    back = threading.Timer(1.0, own.broker.start)
+    back.start()
+    for batch in reading:
+        offsets += batch["offset"].to_pylist()
+    back.join()
+    assert offsets == list(range(count))
+
+
+def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: Cluster) -> None:
+    slave = own.add_slave()
+    own.create_topic("t", partitions=1, replication="sync", min_insync=2)
+    wait_until(lambda: in_sync(own), what="a slave in sync")
+    count = 8 * FETCH_BYTES // 1000
+    send(own, "t", numbered(count, 1000))
+    (task,) = planned(own, "t")
+    reading = batches(task)
+    offsets = next(reading)["offset"].to_pylist()
+    own.broker.kill()
+    for batch in reading:
+        offsets += batch["offset"].to_pylist()
+    assert offsets == list(range(count))
+    # A task that knows the dead master only finds the slave, too.
+    assert table([task])["offset"].to_pylist() == list(range(count))
+    assert slave.running
+    with own.admin() as admin:
+        admin.promote(0, 1)
+    assert table(planned(own, "t"))["offset"].to_pylist() == list(range(count))
+
+
+def test_zookeeper_is_not_needed_by_a_task_that_finds_its_broker(own: Cluster) -> None:
+    own.create_topic("t", partitions=1)
+    send(own, "t", numbered(100))
+    planned_tasks = planned(own, "t")
+    own.zookeeper_server.freeze()
+    try:
+        assert table(planned_tasks)["offset"].to_pylist() == list(range(100))
+    finally:
+        own.zookeeper_server.thaw()
+
+
+def test_what_is_gone_is_an_error_or_left_out(own: Cluster) -> None:
+    own.create_topic("t", partitions=1)
+    send(own, "t", numbered(100))
+    (task,) = planned(own, "t")
+    beyond = task._replace(wanted=task.wanted._replace(end=150), poll_timeout_s=0.5)
+    with pytest.raises(OffsetOutOfRange, match="planned with messages that the log does not have any more"):
+        table([beyond])
+    careless = beyond._replace(fail_on_data_loss=False)
+    assert table([careless])["offset"].to_pylist() == list(range(100))
+    outside = task._replace(wanted=task.wanted._replace(start=120, end=150))
+    with pytest.raises(OffsetOutOfRange, match="failOnDataLoss=false"):
+        table([outside])
+    assert table([outside._replace(fail_on_data_loss=False)]).num_rows == 0
+    parted = task._replace(epoch=0, wanted=task.wanted._replace(start=50))
+    with pytest.raises(OffsetDiverged):
+        table([parted])
+    assert table([parted._replace(fail_on_data_loss=False)])["offset"].to_pylist() == list(range(50, 100))
+    with own.admin() as admin:
+        admin.delete("t")
+    own.create_topic("t", partitions=1)
+    with pytest.raises(TopicNotFound, match="deleted and made anew"):
+        table([task])
+    assert table([task._replace(fail_on_data_loss=False)]).num_rows == 0
+
+
+def test_a_reader_that_stops_early_leaves_nothing_behind(running: Cluster) -> None:
+    topic = new_topic(running, 1)
+    count = 8 * FETCH_BYTES // 1000
+    send(running, topic, numbered(count, 1000))
+    (task,) = planned(running, topic)
+    for _ in range(5):
+        reading = fetch(task)
+        next(reading)
+        reading.close()
+    assert table([task]).num_rows == count
