@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 
 from metamq.spark_consumers.columns import check_columns, full_schema
 from metamq.spark_consumers.partitions import RangePartition, read_partition
@@ -42,7 +42,7 @@ class DefaultSource(DataSource):
 
         options = parse_options(of_query(self.options, schema), streaming=False)
         _check(schema)
-        return BatchReader(options, schema)
+        return (FilteringBatchReader if options.pushdown else BatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a streaming query. Raises ConfigError for a wrong option or column."""
@@ -64,16 +64,27 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
+        self._filters: list[Filter] = []
 
     def partitions(self) -> list[RangePartition]:
         """A task for each range."""
         from metamq.spark_consumers.cluster_view import ClusterView
-        from metamq.spark_consumers.planning import batch_ranges, tasks
+        from metamq.spark_consumers.planning import batch_ranges, narrowed, tasks
+        from metamq.spark_consumers.pushdown import narrowing
 
         with ClusterView(self._options.zookeeper, self._options.root) as view:
-            ranges = batch_ranges(view, self._options)
+            ranges = narrowed(view, self._options, batch_ranges(view, self._options), narrowing(self._filters))
             return [RangePartition(task) for task in tasks(view, self._options, ranges)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Runs in an executor."""
         return read_partition(partition, self._schema)
+
+
+class FilteringBatchReader(BatchReader):
+    """Spares what the query's filters rule out. Spark refuses one that has pushFilters() unless it is set to ask it."""
+
+    def pushFilters(self, filters: list[Filter]) -> list[Filter]:
+        """Notes them, and leaves them all to Spark as well."""
+        self._filters = filters
+        return filters

@@ -11,6 +11,7 @@ from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.fetch import FetchTask
 from metamq.spark_consumers.options import SourceOptions
+from metamq.spark_consumers.pushdown import Narrowing
 from metamq.spark_consumers.ranges import OffsetRange, split
 from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
 from metamq.wire.commands import OffsetsResult
@@ -32,6 +33,16 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
         end = ending_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
         ranges.append(OffsetRange(tp, topic_id, starts[tp], max(end, starts[tp])))
     return ranges
+
+
+def narrowed(view: ClusterView, options: SourceOptions, ranges: list[OffsetRange], to: Narrowing) -> list[OffsetRange]:
+    """The ranges without what the query's filters rule out."""
+    ranges = to.applied(ranges)
+    if to.not_before_us is None:
+        return ranges
+    questions = {one.tp: (one.topic_id, to.not_before_us) for one in ranges}
+    answers = ask_until_answered(view, questions, options.poll_timeout_s)
+    return [one._replace(start=min(max(one.start, answers[one.tp].offset), one.end)) for one in ranges]
 
 
 def find_starts(view: ClusterView, options: SourceOptions, partitions: Topics) -> dict[TopicPartition, int]:

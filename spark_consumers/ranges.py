@@ -24,7 +24,7 @@ class OffsetRange(NamedTuple):
 
 
 def split(ranges: Iterable[OffsetRange], at_least: int | None, most_messages: int | None) -> list[OffsetRange]:
-    """The ranges that have messages, none of more than `most_messages`, and about `at_least` of them if that is more.
+    """The ranges that have messages, none of more than `most_messages`, and `at_least` of them if there are as many.
 
     The larger a range, the more pieces it is cut into; no piece is empty.
     """
@@ -32,7 +32,14 @@ def split(ranges: Iterable[OffsetRange], at_least: int | None, most_messages: in
     if at_least is None or len(pieces) >= at_least:
         return pieces
     total = sum(piece.size for piece in pieces)
-    return [part for piece in pieces for part in cut(piece, max(1, round(piece.size * at_least / total)))]
+    wanted = min(at_least, total)
+    parts: list[OffsetRange] = []
+    passed = 0
+    for piece in pieces:
+        share = (passed + piece.size) * wanted // total - passed * wanted // total
+        passed += piece.size
+        parts += cut(piece, max(1, share))
+    return parts
 
 
 def _cut_by_size(one: OffsetRange, most_messages: int | None) -> list[OffsetRange]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from metamq.testing import Cluster
-from tests.spark.conftest import send
+from tests.spark.conftest import new_topic, send
 
 
 def load(spark: Any, running: Cluster, topic: str, **options: Any) -> Any:
@@ -47,3 +50,90 @@ def test_a_schema_chooses_columns(spark: Any, running: Cluster, topic: str, colu
     frame = reader.schema(columns).load()
     assert frame.columns == [column.split()[0] for column in columns.split(", ")]
     assert len(frame.collect()) == 3
+
+
+def values(frame: Any) -> list[bytes]:
+    return sorted(bytes(row.value) for row in frame.select("value").collect())
+
+
+def test_subscriptions_and_bounds(spark: Any, running: Cluster) -> None:
+    first, second = new_topic(running, 1), new_topic(running, 2)
+    send(running, first, [b"a0", b"a1", b"a2"])
+    send(running, second, [b"b"] * 20)
+
+    def reader() -> Any:
+        return spark.read.format("metamq").option("zookeeper", running.zookeeper)
+
+    assert reader().options(subscribe=f"{first},{second}").load().count() == 23
+    assert reader().options(subscribePattern=f"{first}|{second}").load().count() == 23
+    parts = reader().options(assign=json.dumps({first: ["0-0"], second: ["0-1"]})).load()
+    assert {(row.topic, row.partition) for row in parts.select("topic", "partition").distinct().collect()} <= {
+        (first, "0-0"),
+        (second, "0-1"),
+    }
+    bounds = {
+        "startingOffsets": json.dumps({first: {"0-0": 1}}),
+        "endingOffsets": json.dumps({first: {"0-0": 2}}),
+    }
+    assert values(load(spark, running, first, **bounds)) == [b"a1"]
+    pieces = load(spark, running, second, minPartitions=6)
+    assert pieces.rdd.getNumPartitions() >= 6
+    assert pieces.count() == 20
+
+
+def test_times_and_filters(spark: Any, running: Cluster) -> None:
+    topic = new_topic(running, 1)
+    with running.producer() as producer:
+        for number in range(10):
+            producer.send(topic, b"%d" % number, timestamp=datetime.fromtimestamp(1000 + number, UTC)).result()
+    times = {"startingTimestamp": 1_003_000, "endingTimestamp": 1_006_000}
+    assert values(load(spark, running, topic, **times)) == [b"3", b"4", b"5"]
+    frame = load(spark, running, topic, pushdown="true")
+    narrow = frame.where("offset >= 2 and timestamp >= timestamp_seconds(1004) and offset < 9 and partition = '0-0'")
+    assert values(narrow) == [b"4", b"5", b"6", b"7", b"8"]
+    assert values(frame.where("topic = 'another'")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"startingOffset": "earliest"}, "Did you mean 'startingOffsets'"),
+        ({"startingOffsets": '{"%s": {"0-0": 0}}'}, "'startingOffsets' lacks %s/0-1"),
+        ({"startingOffsets": '{"%s": {"0-0": 0, "0-1": 7}}'}, "has the offsets 0 to 0, not 7"),
+        ({"startingTimestamp": "99999999999999"}, "no message at or after the time"),
+    ],
+)
+def test_a_wrong_option_is_told_before_any_task_starts(
+    spark: Any, running: Cluster, topic: str, options: dict[str, str], words: str
+) -> None:
+    given = {name: text.replace("%s", topic) for name, text in options.items()}
+    tracker = spark.sparkContext.statusTracker()
+    spark.sparkContext.setJobGroup(topic, "none is to run")
+    with pytest.raises(Exception, match=words.replace("%s", topic)):
+        load(spark, running, topic, **given).collect()
+    assert list(tracker.getJobIdsForGroup(topic)) == []
+
+
+def test_a_task_that_fails_is_run_again_and_nothing_comes_twice(spark: Any, running: Cluster, tmp_path: Any) -> None:
+    topic = new_topic(running, 2)
+    send(running, topic, [b"%d" % number for number in range(4000)])
+    load(spark, running, topic).write.format("noop").mode("overwrite").save()
+    marks = str(tmp_path)
+    frame = load(spark, running, topic, maxRecordsPerPartition=500)
+    found = frame.select("value").rdd.mapPartitionsWithIndex(_failing_once(marks)).collect()
+    assert sorted(map(int, found)) == list(range(4000))
+    assert len(list(tmp_path.iterdir())) >= 8
+
+
+def _failing_once(marks: str) -> Callable[[int, Any], Any]:
+    def each(index: int, rows: Any) -> Any:
+        import os
+
+        taken = [bytes(row.value) for row in rows]
+        try:
+            os.close(os.open(f"{marks}/{index}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return taken
+        raise RuntimeError("the first attempt fails")
+
+    return each

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import make_dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from metamq.errors import ConfigError, OffsetOutOfRange
 from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.columns import check_columns, full_schema
 from metamq.spark_consumers.options import SourceOptions, Subscription, parse_options
+from metamq.spark_consumers.pushdown import Narrowing, narrowing
 from metamq.spark_consumers.ranges import OffsetRange, split
 from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
@@ -150,7 +153,7 @@ def test_pieces_are_the_ranges(sizes: list[int], at_least: int | None, most: int
     assert all(piece.size > 0 for piece in pieces)
     assert all(most is None or piece.size <= most for piece in pieces)
     if at_least is not None:
-        assert len(pieces) >= min(at_least, sum(sizes)) - len(sizes)
+        assert len(pieces) >= min(at_least, sum(sizes))
 
 
 def test_larger_ranges_get_more_pieces() -> None:
@@ -170,3 +173,37 @@ def test_a_schema_is_some_of_the_columns() -> None:
     ]:
         with pytest.raises(ConfigError, match=words):
             check_columns(wrong)
+
+
+def a_filter(kind: str, column: str, value: object) -> object:
+    """As Spark's, without Spark."""
+    return make_dataclass(kind, ["attribute", "value"])((column,), value)
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ([("EqualTo", "topic", "a"), ("In", "topic", ("a", "b"))], Narrowing(topics=frozenset("a"))),
+        ([("EqualTo", "partition", "0-1")], Narrowing(partitions=frozenset(["0-1"]))),
+        ([("GreaterThan", "offset", 5), ("LessThanOrEqual", "offset", 9)], Narrowing(first_offset=6, end_offset=10)),
+        ([("LessThan", "offset", 9), ("GreaterThanOrEqual", "offset", 2)], Narrowing(first_offset=2, end_offset=9)),
+        ([("In", "offset", (7, 3))], Narrowing(first_offset=3, end_offset=8)),
+        (
+            [("GreaterThan", "timestamp", datetime(1970, 1, 1, 0, 0, 5, tzinfo=UTC))],
+            Narrowing(not_before_us=5_000_000),
+        ),
+        ([("GreaterThan", "timestamp", datetime(2026, 1, 1))], Narrowing()),
+        ([("LessThan", "timestamp", datetime(2026, 1, 1, tzinfo=UTC))], Narrowing()),
+        ([("EqualTo", "value", b"x"), ("StringStartsWith", "topic", "a")], Narrowing()),
+        ([("EqualTo", "offset", None)], Narrowing()),
+    ],
+)
+def test_filters_narrow(filters: list[tuple[str, str, object]], expected: Narrowing) -> None:
+    assert narrowing([a_filter(*one) for one in filters]) == expected
+
+
+def test_ranges_are_narrowed() -> None:
+    ranges = [OffsetRange(A0, "id", 3, 20), OffsetRange(A1, "id", 0, 4), OffsetRange(B0, "id", 0, 50)]
+    narrow = Narrowing(topics=frozenset("a"), first_offset=5, end_offset=12)
+    assert narrow.applied(ranges) == [OffsetRange(A0, "id", 5, 12)]
+    assert Narrowing(partitions=frozenset(["0-0"])).applied(ranges) == [ranges[0], ranges[2]]
