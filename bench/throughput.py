@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from flushed import until_flushed
 from settle import settle
 
 from metamq import Consumer, Producer
@@ -122,7 +123,7 @@ def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], N
     """Every way once, on topics of their own, which are deleted after.
 
     What is produced to has been used: its logs are there. What is consumed was sent by one `send_many`, nothing else
-    is in it: with many partitions, a batch of one message in each would be most of the batches.
+    is in it: with many partitions, a batch of one message in each would be most of the batches. And it has been flushed.
     """
     produced, consumed = (f"bench-{size}-{partitions}-{time.monotonic_ns()}-{name}" for name in ("in", "out"))
     for topic in (produced, consumed):
@@ -143,6 +144,7 @@ def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], N
                 tell(way.__name__, way(producer, produced, size))
             settle(BYTES[size])
             send_many(producer, consumed, size)
+        until_flushed(cluster.broker)
         count = BYTES[size] // size
         for name, consumer_way in CONSUMERS.items():
             tell(name, consume(cluster, consumed, count, consumer_way))

@@ -12,7 +12,6 @@ import sqlite3
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import psutil
 import uvloop
+from flushed import flushes
 from settle import settle
 
 from metamq import aio
@@ -58,13 +58,6 @@ def fsyncs(folder: str, size: int) -> list[float]:
     return samples
 
 
-def _flushes(broker: BrokerProcess) -> float:
-    """How many fsyncs the broker has made since its start."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{broker.http_port}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("metamq_disk_fsync_seconds_count"))
-
-
 async def one_phase(producer: aio.Producer[bytes], number: int) -> None:
     """One transaction, committed at once."""
     async with producer.transaction():
@@ -100,9 +93,9 @@ async def _rate(running: Cluster, way: Way) -> tuple[float, float]:
             return time.perf_counter() - began
 
         await clients(0.5)
-        done, before = 0, _flushes(running.broker)
+        done, before = 0, flushes(running.broker)
         took_s = await clients(SECONDS)
-        return done / took_s, done / max(_flushes(running.broker) - before, 1)
+        return done / took_s, done / max(flushes(running.broker) - before, 1)
 
 
 async def _latency(running: Cluster) -> list[float]:
