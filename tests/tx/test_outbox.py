@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from metamq import Producer, aio
-from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, TopicNotFound
+from metamq.client.producer_core import ProducerCore
+from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, RolledBack, TopicNotFound
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 
@@ -17,6 +21,28 @@ from tests.parts import wait_until
 def running() -> Iterator[Cluster]:
     with cluster() as made:
         yield made
+
+
+@contextmanager
+def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """A KeyboardInterrupt in this, the main, thread once that holds."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        wait_until(condition)
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+
+    main = threading.current_thread()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        watching.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def send_more_than_fits(running: Cluster, topic: str) -> None:
@@ -155,3 +181,96 @@ def test_a_block_that_was_left_leaves_what_its_task_began_since(running: Cluster
 
     asyncio.run(main())
     assert read(running, "left") == [b"of another task", b"of its own"]
+
+
+def hold_up(core: ProducerCore, topic: str) -> asyncio.Lock:
+    """As while ZooKeeper does not answer after the topic was altered; until it is released. In the loop."""
+    core.cluster._fresh_topics.discard(topic)
+    lock = core.cluster._reading[topic]
+    assert not lock.locked()
+    return lock
+
+
+@pytest.mark.parametrize("again", ["prepare", "commit"])
+def test_a_prepare_that_was_cancelled_loses_nothing_in_silence(running: Cluster, again: str) -> None:
+    topic = f"cancelled-{again}"
+    running.create_topic(topic, partitions=1)
+
+    async def main() -> None:
+        async with aio.Producer(running.zookeeper) as producer:
+            await producer.send(topic, b"warm")
+            await producer.tpc_begin(producer.xid(1, topic))
+            producer.send(topic, b"one")
+            async with hold_up(producer._core, topic):
+                preparing = producer._transactions.prepare(producer._to_prepare())
+                task = asyncio.create_task(preparing)
+                one = producer._transactions.of(asyncio.current_task())
+                assert one is not None
+                while not one.outbox._is_running:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            with pytest.raises(RolledBack, match="interrupted"):
+                producer.send(topic, b"two")
+            with pytest.raises(RolledBack, match="interrupted"):
+                await (producer.tpc_prepare() if again == "prepare" else producer.tpc_commit())
+            if again == "prepare":
+                await producer.tpc_rollback()
+
+    asyncio.run(main())
+    assert read(running, topic) == [b"warm"]
+
+
+def test_a_prepare_that_was_cancelled_in_the_middle_of_a_batch_loses_nothing_in_silence(running: Cluster) -> None:
+    running.create_topic("halfway", partitions=1)
+
+    async def main() -> None:
+        async with aio.Producer(running.zookeeper, batch_bytes=30_000) as producer:
+            await producer.send("halfway", b"warm")
+            await producer.tpc_begin(producer.xid(1, "halfway"))
+            one = producer._transactions.of(asyncio.current_task())
+            assert one is not None
+            one.outbox._enough_bytes = 1 << 30  # all of it is left to the end
+            for number in range(400):
+                producer.send("halfway", b"%04d" % number + bytes(96))
+            running.broker.freeze()  # it does not answer to SEND
+            try:
+                task = asyncio.create_task(producer._transactions.prepare(producer._to_prepare()))
+                while not one.work.branches:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            finally:
+                running.broker.thaw()
+            with pytest.raises(RolledBack, match="interrupted"):
+                await producer.tpc_prepare()
+            with pytest.raises(RolledBack, match="interrupted"):
+                await producer.tpc_commit()
+
+    asyncio.run(main())
+    assert read(running, "halfway") == [b"warm"]
+
+
+def test_control_c_in_prepare_leaves_a_roll_back_only(running: Cluster) -> None:
+    running.create_topic("ctrl-c", partitions=1)
+    with running.producer() as producer:
+        producer.send("ctrl-c", b"warm").result()
+        producer.tpc_begin(producer.xid(1, "ctrl-c"))
+        producer.send("ctrl-c", b"one")
+        one = producer._transactions.of(producer._owner())
+        assert one is not None
+
+        async def hold() -> asyncio.Lock:
+            lock = hold_up(producer._core, "ctrl-c")
+            await lock.acquire()
+            return lock
+
+        lock = producer._background.run(hold())
+        with interrupted_when(lambda: one.outbox._is_running), pytest.raises(KeyboardInterrupt):
+            producer.tpc_prepare()
+        producer._background.call_soon(lock.release)
+        with pytest.raises((RolledBack, BranchMisuse), match="can only be rolled back"):
+            producer.tpc_commit()
+    assert read(running, "ctrl-c") == [b"warm"]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from metamq.client.model import Receipt, ReceiptRange
 from metamq.client.outgoing import Delivery, ManyDelivery, OutgoingBatch, Owner
 from metamq.client.producer_core import ProducerOptions
-from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError
+from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError, RolledBack
 from metamq.tx.app.staging import AnyMessage, size_of_all
 from metamq.tx.app.work import Work
 from metamq.wire.xa import XACode
@@ -164,6 +164,13 @@ class Outbox:
         except Exception as error:
             self.failed = ConfigError(f"the partitioner failed: {error!r}")
             self.failed.__cause__ = error
+        except (
+            BaseException
+        ):  # what was on its way is neither here nor in the Work: without it nothing may be committed
+            if not self._given_up:
+                reason = "it was interrupted while its messages were sent, and can only be rolled back"
+                self.failed = RolledBack(self._work.name, XACode.RBROLLBACK, reason)
+            raise
         finally:
             self._is_running = False
 

@@ -99,7 +99,7 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         """Makes sure that it can be committed, whatever happens. False: nothing was sent, nothing is to be committed.
 
         Raises BranchMisuse outside of a transaction, and the second time; RolledBack and so on when it cannot be
-        prepared: then tpc_rollback() is called for, as after any error.
+        prepared: then, and when it is interrupted, only tpc_rollback() is left.
         """
         return self._background.run(self._transactions.prepare(self._to_prepare()))
 

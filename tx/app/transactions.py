@@ -73,6 +73,8 @@ class Open:
         self.is_tpc = is_tpc
         self.prepared: bool | None = None
         """Whether there is something to commit; None: it is not prepared."""
+        self.was_tried = False
+        """To prepare it: what of that was done, when it did not succeed, nobody knows."""
         staging = Staging(routes)
         self.work = LocalWork(core.cluster, staging, xid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
         self.outbox = Outbox(core, core.loop, self.work, core.options)
@@ -94,6 +96,13 @@ class Transactions:
     def any(self) -> bool:
         """Whether any thread or task works in one."""
         return bool(self._open)
+
+    def _check_untried(self, one: Open) -> None:
+        """Raises what failed it; BranchMisuse where its prepare() was interrupted, also when that has not ended yet."""
+        if one.was_tried:
+            if one.outbox.failed is not None:
+                raise one.outbox.failed.with_traceback(None)
+            raise misuse(one.xid, "its tpc_prepare() was interrupted, or has failed: it can only be rolled back")
 
     def begin(self, owner: Owner | None, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
         """From here on what `owner` sends is part of it. Raises BranchMisuse; ConfigError outside of any task."""
@@ -122,7 +131,10 @@ class Transactions:
     # -- the loop's ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, one: Open) -> bool:
-        """Prepares it everywhere; False when there is nothing in it. Raises what makes it impossible."""
+        """Prepares it everywhere; False when there is nothing in it. Raises what makes it impossible: then, and when it
+        is interrupted, it can only be rolled back."""
+        self._check_untried(one)
+        one.was_tried = True
         await one.outbox.settle()
         one.outbox.closed = True
         try:
@@ -141,6 +153,7 @@ class Transactions:
             one.outbox.end(None)
             return
         try:
+            self._check_untried(one)
             one.outbox.check()
             await one.outbox.settle()
             await one.work.commit_at_once()
