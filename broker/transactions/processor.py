@@ -64,6 +64,8 @@ log = logging.getLogger("metamq.broker")
 
 SESSION_CHARS_MAX = 64
 VERBS_MAX = 8
+WAITING_MAX = 100
+"""Requests of one branch, with the one under way: who is behind a branch asks one thing at a time, or a few."""
 GRACE_S = 5.0
 """So long a session whose connection is lost may come back, before what it works in is given up."""
 FOLLOWERS_MAX = 2000
@@ -199,8 +201,10 @@ class TransactionalCommandProcessor:
         except KeyError as error:
             raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
         self._take_bodies(work)
-        term.sessions[header.session] = connection
         queue = term.queues.setdefault(work.xid, deque())
+        if len(queue) >= WAITING_MAX:
+            raise TryLater(work.xid, XACode.RETRY, f"{len(queue)} requests of it wait already, the most allowed")
+        term.sessions[header.session] = connection
         queue.append(work)
         if len(queue) == 1:
             self._run(term, work)
@@ -230,12 +234,18 @@ class TransactionalCommandProcessor:
         return self._term
 
     def _run(self, term: Term, work: Work) -> None:
-        """Carries out a request's verbs, up to the first that has to wait."""
+        """Carries out a request, and those that wait behind it, up to the first verb that has to wait."""
+        following: Work | None = work
+        while following is not None and self._carried_out(term, following):
+            following = self._finish(term, following)
+
+    def _carried_out(self, term: Term, work: Work) -> bool:
+        """Carries out a request's verbs; False when one has to wait, or the term has ended."""
         while work.verbs and term is self._term:
             verb = work.verbs[0]
             try:
                 if self._one(term, work, verb):
-                    return
+                    return False
             except TransactionError as error:
                 self._refused(work, error)
                 break
@@ -247,7 +257,7 @@ class TransactionalCommandProcessor:
             work.verbs.popleft()
         if term is self._term:
             self._write_held(term, work)
-            self._finish(term, work)
+        return term is self._term
 
     def _one(self, term: Term, work: Work, verb: Verb) -> bool:
         """Carries out a verb; True when its record is on its way, and _durable() follows. Raises its error."""
@@ -383,10 +393,10 @@ class TransactionalCommandProcessor:
                 return
         if error is not None:
             self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, error.problem))
-            self._finish(term, work)
-            return
-        self._done(work, step)
-        work.verbs.popleft()
+            work.verbs.clear()
+        else:
+            self._done(work, step)
+            work.verbs.popleft()
         self._run(term, work)
 
     def _done(self, work: Work, step: Step) -> None:
@@ -402,16 +412,16 @@ class TransactionalCommandProcessor:
     def _answer(self, term: Term, work: Work) -> None:
         work.connection.answer(work.request, TxReply(self._history(term), work.results))
 
-    def _finish(self, term: Term, work: Work) -> None:
-        """Answers a request, and begins with the next of its branch."""
+    def _finish(self, term: Term, work: Work) -> Work | None:
+        """Answers a request; returns the next of its branch."""
         self._answer(term, work)
         self._note_session(term, work)
         queue = term.queues[work.xid]
         queue.popleft()
         if queue:
-            self._run(term, queue[0])
-        else:
-            del term.queues[work.xid]
+            return queue[0]
+        del term.queues[work.xid]
+        return None
 
     def _note_session(self, term: Term, work: Work) -> None:
         """Keeps in mind in which branches a session works, and none that works in nothing."""

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from metamq.broker.partition import Partition
+from metamq.broker.transactions import processor
 from metamq.broker.transactions.journal import Follower, read_journal
-from metamq.broker.transactions.processor import BODY_BYTES_MAX
+from metamq.broker.transactions.processor import BODY_BYTES_MAX, WAITING_MAX
 from metamq.broker.transactions.term import Figures
 from metamq.errors import (
     CorruptData,
@@ -355,3 +356,30 @@ def test_a_commit_that_is_under_way_while_the_journal_is_shortened_is_remembered
     assert replica.connection.codes(opaque) == [OK]
     assert replica.journal.log.start_offset > 10
     assert killed(replica).do(A, Verb.COMMIT) == [OK]
+
+
+def test_any_number_of_requests_of_one_branch_harms_no_other(replica: Replica) -> None:
+    """They need no body, so nothing else holds back who sends them."""
+    prepared(replica, A, (0, b"a0"))
+    opaques = [replica.ask(A, Verb.COMMIT) for _ in range(1500)]
+    replica.flush(replica.journal)
+    codes = [replica.connection.codes(opaque) for opaque in opaques]
+    assert codes == [[OK]] * WAITING_MAX + [[]] * (1500 - WAITING_MAX)
+    assert isinstance(error_of(replica, opaques[-1]), TryLater)
+    assert not replica.term.queues
+    assert replica.do(A, Verb.COMMIT) == [OK], "there is room again"
+    committed(replica, B, (0, b"b0"))
+    assert replica.stored(0) == [b"a0", b"b0"]
+
+
+@pytest.mark.parametrize("verb", [Verb.COMMIT, Verb.PREPARE])
+def test_what_waits_behind_one_request_takes_no_room_on_the_stack(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, verb: Verb
+) -> None:
+    monkeypatch.setattr(processor, "WAITING_MAX", 2000)
+    assert replica.do(A, *WORK, sends=[(0, b"a0")]) == [OK] * 3
+    opaques = [replica.ask(A, Verb.PREPARE), *(replica.ask(A, verb) for _ in range(1999))]
+    while replica.connection.codes(opaques[-1]) is None:
+        replica.flush(replica.journal)
+    assert all(replica.connection.codes(opaque) is not None for opaque in opaques)
+    assert not replica.dead
