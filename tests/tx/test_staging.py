@@ -12,6 +12,7 @@ from metamq.tx.app.staging import AnyMessage, Message, Routes, Staging
 from metamq.wire.batch import HEADER_BYTES, read_header
 from metamq.wire.columns import decode
 from metamq.wire.compression import Codec
+from metamq.wire.limits import ENTRIES_TARGET
 from metamq.zk.topics import TopicConfig
 
 TOPIC = TopicConfig("orders", {0: 2, 3: 1}, max_message_bytes=2000)
@@ -83,3 +84,15 @@ def test_another_configuration_is_another_route() -> None:
     altered = TopicConfig("orders", {3: 2}, id=TOPIC.id)
     staged.add(altered, Message(b"2", partition="3-1"))
     assert taken_out(staged) == {(3, 0): [b"1"], (3, 1): [b"2"]}
+
+
+def test_open_batches_are_bounded_by_their_number() -> None:
+    """Each is an entry in the header of a request, whose size is bounded, too."""
+    wide = TopicConfig("w" * 200, {0: 3 * ENTRIES_TARGET})
+    staged = staging(batch_bytes=10_000)
+    sent = []
+    for index in range(3 * ENTRIES_TARGET - 1):
+        staged.add_many(wide, [Message(b"1", partition=f"0-{index}")], 0)
+        if staged.full_at:
+            sent.append(len(staged.full(0)))
+    assert [*sent, len(staged.rest(0))] == [ENTRIES_TARGET, ENTRIES_TARGET, ENTRIES_TARGET - 1]

@@ -15,7 +15,7 @@ from metamq.errors import ConfigError
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
 from metamq.wire.compression import Codec
-from metamq.wire.limits import BATCH_COUNT_MAX
+from metamq.wire.limits import BATCH_COUNT_MAX, ENTRIES_TARGET
 from metamq.zk.names import partition_name
 from metamq.zk.topics import TopicConfig
 
@@ -34,7 +34,8 @@ class Message(NamedTuple):
 
 
 OPEN_BYTES_MAX = 16 * 1024 * 1024
-"""Of batches that are not full: with many partitions they would come to more than a frame, and than anybody expects."""
+"""Of batches that are not full: with many partitions they would come to more than a frame, and than anybody expects.
+Their number is bounded, too: each is an entry in a header."""
 
 AnyMessage = Message | bytes
 """As it was checked; the bytes alone where it is nothing but a value."""
@@ -173,7 +174,7 @@ class Staging:
 
     def _grown(self, size: int) -> None:
         self._open_bytes += size
-        if self._open_bytes >= OPEN_BYTES_MAX:
+        if self._open_bytes >= OPEN_BYTES_MAX or len(self._open) >= ENTRIES_TARGET:
             self._close(list(self._open))
 
     def _close(self, places: Iterable[Place]) -> None:
@@ -208,7 +209,7 @@ class Staging:
         return [self._encoded(place, batch) for place, batch in self._full.pop(broker_id, [])]
 
     def rest(self, broker_id: int) -> list[Encoded]:
-        """All that is left for a broker. Raises MessageTooLarge."""
+        """All that is left for a broker: fits one request. Raises MessageTooLarge."""
         self._close([place for place in self._open if place[2] == broker_id])
         return self.full(broker_id)
 
