@@ -30,7 +30,7 @@ def essence(state: JournalState) -> Any:
         if branch.state in LASTING
     }  # fmt: skip
     commits = [(c.branch, [body.place for body in c.bodies], c.first_batch_id) for c in state.unmarked.values()]
-    return kept, dict(state.memory.items()), commits
+    return kept, list(state.memory.items()), commits
 
 
 class Journal(RuleBasedStateMachine):
@@ -42,6 +42,7 @@ class Journal(RuleBasedStateMachine):
         self.entries: list[Entry] = []
         self.lsn = 0
         self.ids = 0
+        self.now_us = 0
         self.memory_lsn = 0
         self.sent: dict[tuple[str, Xid], int] = {}
 
@@ -69,7 +70,8 @@ class Journal(RuleBasedStateMachine):
             follows=(1, 0, count) if verb is Verb.PREPARE and count == 2 else (),
             followers=(1, 7, 2, 8) if verb is Verb.DECIDE else (),
         )  # fmt: skip
-        step = self.store.ask(asked, 0.0, 7)
+        self.now_us += 1
+        step = self.store.ask(asked, 0.0, self.now_us)
         if step.record is None:
             return
         record = step.record

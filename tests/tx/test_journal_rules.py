@@ -24,7 +24,8 @@ from metamq.errors import (
     TryLater,
 )
 from metamq.tx.store.fold import Retained
-from metamq.tx.store.records import Add
+from metamq.tx.store.memory import REMEMBERED_US, OutcomeMemory
+from metamq.tx.store.records import Add, Remembered
 from metamq.wire import status
 from metamq.wire.tx_commands import TxReply
 from metamq.wire.xa import Verb, XACode, Xid
@@ -383,3 +384,24 @@ def test_what_waits_behind_one_request_takes_no_room_on_the_stack(
         replica.flush(replica.journal)
     assert all(replica.connection.codes(opaque) is not None for opaque in opaques)
     assert not replica.dead
+
+
+def test_after_a_restart_the_oldest_outcomes_are_forgotten_first(own: DiskOs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of the journal begins with new COMMITs; older ones are only in what was written down once more."""
+    monkeypatch.setattr(OutcomeMemory.__init__, "__defaults__", (20, REMEMBERED_US))
+    config = replace(JOURNAL_LOG, segment_bytes=1500)
+    replica = new_replica(own, "a", journal_log=config)
+    replica.begin_term(1)
+    xids = [Xid(1, b"%03d" % number) for number in range(33)]
+    for xid in xids[:30]:
+        committed(replica, xid, (0, bytes(20)))
+    replica.shorten()
+    replica.retain()
+    first = next(read_journal(replica.journal)).records
+    assert not isinstance(first[0], Remembered), "the case that is meant"
+    again = Replica(own, "a", journal_log=config)
+    again.begin_term(2)
+    for xid in xids[30:]:
+        committed(again, xid, (0, bytes(20)))
+    remembered = [xid for xid in xids if again.do(xid, Verb.RESOLVE) == [OK]]
+    assert remembered == xids[-20:]

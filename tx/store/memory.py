@@ -22,7 +22,8 @@ class OutcomeMemory:
         self._most = most
         self._age_us = age_us
         self._known: OrderedDict[bytes, bytes] = OrderedDict()
-        """Outcomes, oldest first."""
+        """Outcomes, oldest first if `_in_order`."""
+        self._in_order = True
 
     def __len__(self) -> int:
         return len(self._known)
@@ -35,9 +36,11 @@ class OutcomeMemory:
         self.expire(time_us)
 
     def restore(self, remembered: Iterable[Outcome]) -> None:
-        """Some of what is remembered, oldest first: their COMMITs may be gone from the journal."""
+        """Some of what is remembered, as it was at that place of the journal: their COMMITs may be gone from it, and
+        newer ones stand before that place."""
         for xid, rest in remembered:
             self._known.setdefault(xid, rest)
+        self._in_order = False
 
     def epoch_of(self, xid: Xid) -> int | None:
         """Which use of the id was committed; None: it is not remembered."""
@@ -48,6 +51,7 @@ class OutcomeMemory:
 
     def expire(self, now_us: int) -> None:
         """Forgets what is too old, or too much."""
+        self._put_in_order()
         known = self._known
         while known and (
             len(known) > self._most or epoch_and_time(next(iter(known.values())))[1] < now_us - self._age_us
@@ -56,4 +60,14 @@ class OutcomeMemory:
 
     def items(self) -> Iterable[Outcome]:
         """All of it, oldest first."""
+        self._put_in_order()
         return self._known.items()
+
+    def _put_in_order(self) -> None:
+        if not self._in_order:
+            self._known = OrderedDict(sorted(self._known.items(), key=_time_of))
+            self._in_order = True
+
+
+def _time_of(outcome: Outcome) -> int:
+    return epoch_and_time(outcome[1])[1]
