@@ -55,7 +55,8 @@ class BackgroundLoop:
         try:
             return call.result()
         except asyncio.CancelledError:  # what it waited for was, by close() in another thread
-            raise closed_client("client", "by another thread, while this call waited for an answer") from None
+            closed = closed_client("client", "by another thread, while this call waited for an answer")
+            raise closed.with_unknown_outcome() from None
 
 
 class _Call(Generic[T]):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import sqlite3
+import threading
 import uuid
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
+from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from metamq.tx.app.outcomes import OutcomeTable
+from tests.parts import wait_until
 from tests.tx.databases import Connect, decisions, insert, is_postgres, messages, rows
 
 REFUSED = (sqlite3.IntegrityError, psycopg.IntegrityError)
@@ -216,6 +220,56 @@ def test_the_decision_is_on_the_disk_where_commits_need_not_be(postgres: str, pr
         database.execute("SET synchronous_commit = remote_apply")
         table.commit(database, b"1")
         assert setting() == "remote_apply"
+
+
+def test_behind_the_databases_commit_nothing_is_raised(
+    running: Cluster, topic: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connection is lost, and another thread closes the producer while it makes a new one."""
+
+    class Database(sqlite3.Connection):
+        losing = False
+
+        def commit(self) -> None:
+            super().commit()
+            if self.losing:
+                running.broker.freeze()
+                connections = producer._core.cluster.connections
+                for connection in connections._open.values():
+                    producer._background.call_soon(connection.abort)
+                closing.start()
+
+    def close() -> None:
+        wait_until(lambda: bool(producer._core.cluster.connections._opening))
+        producer.close()
+
+    producer, closing = running.producer(), threading.Thread(target=close)
+    connect = functools.partial(sqlite3.connect, tmp_path / "lost.db", factory=Database)
+    database = connect()
+    create_outcome_table(database)
+    database.execute("CREATE TABLE orders (body BLOB)")
+    try:
+        with caplog.at_level(logging.WARNING, "metamq.tx"), dbtx(database, producer) as tx:
+            insert(database, b"1")
+            tx.send(topic, b"1")
+            database.losing = True
+    finally:
+        closing.join()
+        running.broker.thaw()
+    assert "wait for a recoverer" in caplog.text
+    with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
+        assert recoverer.run_once() == Recovered(1, 0, 0)
+    assert rows(database) == messages(running, topic) == [b"1"]
+    database.close()
+
+
+def test_a_call_that_was_waiting_when_its_producer_was_closed_may_have_been_done(producer: Producer[bytes]) -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ClosedError) as raised:
+        producer._background.run(cancelled())
+    assert raised.value.outcome == "unknown"
 
 
 def leave(database: Any, producer: Producer[bytes], topic: str, body: bytes, *, decided: bool) -> None:

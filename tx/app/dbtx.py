@@ -165,7 +165,6 @@ class dbtx:
             self._warn_if_ended()
             self._roll_back(work)
             return
-        run = self._producer._background.run
         try:
             if work.is_empty:
                 self._outcomes.check(self._connection, self._mark)
@@ -185,7 +184,7 @@ class dbtx:
             self._find_out(work)
             raise
         if not work.is_empty:
-            self._told(run(work.commit()))
+            self._tell(work)
 
     def _warn_if_ended(self) -> None:
         """The block raises, and what it had committed before stays."""
@@ -227,11 +226,17 @@ class dbtx:
             log.warning("only a recoverer can tell what became of a commit: %s", error)
             return
         if outcome == COMMIT:
-            self._told(self._producer._background.run(work.commit()))
+            self._tell(work)
         elif outcome == ABORT:
             self._roll_back(work)
 
-    def _told(self, failures: list[MetamqError]) -> None:
+    def _tell(self, work: Work) -> None:
+        """The database has decided: what fails from here on is not the block's, whose caller would do it again."""
+        failures: Sequence[Exception]
+        try:
+            failures = self._producer._background.run(work.commit())
+        except Exception as error:
+            failures = [error]
         for failure in failures:
             log.warning("messages that are decided to be committed wait for a recoverer: %s", failure)
 
