@@ -246,9 +246,15 @@ class Coordinator:
                 done = False
                 log.warning("transaction %s is decided; %r is told later: %s", _named(gtrid), part.name, error)
                 self._abandon(part)
-        if done:
+        if not done:
+            self._left.set()
+            return
+        try:
             self._log.ended(gtrid)
-        else:
+        except Exception as error:  # who opens the log next tells them once more
+            log.warning(
+                "transaction %s is committed everywhere, and its log could not say so: %s", _named(gtrid), error
+            )
             self._left.set()
 
     def _roll_back(self, tx: CoordinatedTransaction) -> None:
