@@ -63,6 +63,8 @@ class _Part:
         """Whether the connection was made for this transaction, and is closed with it."""
         self.xid = xid
         self.prepared = False
+        self.ended = False
+        """It was told the outcome."""
 
     def prepare(self) -> bool:
         """False when there is nothing to commit."""
@@ -170,6 +172,7 @@ class Coordinator:
             raise
         finally:
             for part in tx._parts.values():
+                self._abandon(part)
                 part.close()
             self._running.discard(gtrid)
 
@@ -211,17 +214,15 @@ class Coordinator:
             self._roll_back(tx)
             raise
         if prepared:
-            self._decide(tx.gtrid, parts, tuple(part.name for part in prepared))
+            self._decide(tx.gtrid, tuple(part.name for part in prepared))
         self._tell(tx.gtrid, parts)
 
-    def _decide(self, gtrid: str, parts: list[_Part], names: tuple[str, ...]) -> None:
+    def _decide(self, gtrid: str, names: tuple[str, ...]) -> None:
         try:
             self._log.commit(gtrid, names)
         except BaseException as error:
             # It may be on the disk, or not: this process leaves it alone from here on.
             self._undecided.add(gtrid)
-            for part in parts:
-                self._abandon(part)
             if not isinstance(error, MetamqError):
                 raise
             raise OutcomeUnknown(
@@ -236,16 +237,17 @@ class Coordinator:
             self._roll_back(tx)
             raise RolledBack(_named(tx.gtrid), XACode.RBROLLBACK, f"the transaction of {part.name!r} has failed before")
         part.connection.tpc_commit()
+        part.ended = True
 
     def _tell(self, gtrid: str, parts: list[_Part]) -> None:
         done = True
         for part in parts:
             try:
                 part.connection.tpc_commit()
+                part.ended = True
             except Exception as error:
                 done = False
                 log.warning("transaction %s is decided; %r is told later: %s", _named(gtrid), part.name, error)
-                self._abandon(part)
         if not done:
             self._left.set()
             return
@@ -261,15 +263,16 @@ class Coordinator:
         for part in tx._parts.values():
             try:
                 part.connection.tpc_rollback()
+                part.ended = True
             except Exception as error:
                 log.info("transaction %s: %r is rolled back later: %s", _named(tx.gtrid), part.name, error)
-                self._abandon(part)
                 self._left.set()
 
     def _abandon(self, part: _Part) -> None:
-        """A Producer goes on without what it could not end; a connection is closed with the block."""
+        """A Producer goes on without what it could not end, or was not told of, as after Ctrl-C; a connection is closed
+        with the block."""
         leave = getattr(part.connection, "_left", None)
-        if not part.is_own and callable(leave):
+        if not part.ended and not part.is_own and callable(leave):
             leave()
 
     # -- recovery -----------------------------------------------------------------------------------------------------
