@@ -14,6 +14,7 @@ from metamq import Producer, aio
 from metamq.client.producer_core import ProducerCore
 from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, RolledBack, TopicNotFound
 from metamq.testing import Cluster, cluster
+from metamq.tx.app.outbox import TOGETHER
 from tests.parts import wait_until
 
 
@@ -71,6 +72,29 @@ def test_more_than_a_frame_is_left_when_it_ends(running: Cluster) -> None:
     assert sorted(value[:2] for value in read(running, "wide")) == [index.to_bytes(2, "big") for index in range(70)]
 
 
+def hold_up(core: ProducerCore, topic: str) -> asyncio.Lock:
+    """As while ZooKeeper does not answer after the topic was altered; until it is released. In the loop."""
+    core.cluster._fresh_topics.discard(topic)
+    lock = core.cluster._reading[topic]
+    assert not lock.locked()
+    return lock
+
+
+class CallsOf:
+    """Counts the calls of a method; too many of them end in an error, not in a test that hangs."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.count = 0
+        original = getattr(owner, name)
+
+        def called(*args: object) -> object:
+            self.count += 1
+            assert self.count < 1000, f"{name}() is called again and again"
+            return original(*args)
+
+        setattr(owner, name, called)
+
+
 def calls_of_loop(producer: Producer[bytes]) -> list[object]:
     """The callbacks that sends hand to the producer's loop from now on."""
     core, calls = producer._core, list[object]()
@@ -115,6 +139,39 @@ def test_room_behind_a_savepoint_is_what_was_sent_before_it(running: Cluster) ->
             producer._background.run(asyncio.wait_for(one.outbox.until_half(), 10))
         producer.tpc_commit()
     assert [len(value) for value in read(running, "saved")] == [3000, 7800, 7800]
+
+
+def test_waiting_for_room_beside_the_end_lets_the_loop_go_on(running: Cluster) -> None:
+    """One thread prepares what another one sends into."""
+    running.create_topic("beside", partitions=1)
+
+    async def main() -> None:
+        async with aio.Producer(running.zookeeper, buffer_bytes=300_000) as producer:
+            await producer.send("beside", b"warm")
+            await producer.tpc_begin(producer.xid(1, "beside"))
+            one = producer._transactions.of(asyncio.current_task())
+            assert one is not None
+            one.outbox._enough_bytes = 1 << 30  # all of it is left to the end
+            for _ in range(5):
+                producer.send_many("beside", [bytes(100)] * TOGETHER)
+            async with hold_up(producer._core, "beside"):
+                settling = asyncio.create_task(one.outbox.settle())
+                while not one.outbox._is_running:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                assert one.outbox._bytes > 150_000
+                waiting = asyncio.create_task(one.outbox.until_half())
+                also = asyncio.create_task(one.outbox.settle())
+                asks = CallsOf(one.outbox, "_begin")
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert not waiting.done()
+                assert not also.done()
+                assert asks.count == 1
+            await asyncio.gather(settling, waiting, also)
+            await producer.tpc_commit()
+
+    asyncio.run(main())
+    assert len(read(running, "beside")) == 1 + 5 * TOGETHER
 
 
 def test_a_topic_that_is_not_there_is_told_before_the_end(running: Cluster) -> None:
@@ -181,14 +238,6 @@ def test_a_block_that_was_left_leaves_what_its_task_began_since(running: Cluster
 
     asyncio.run(main())
     assert read(running, "left") == [b"of another task", b"of its own"]
-
-
-def hold_up(core: ProducerCore, topic: str) -> asyncio.Lock:
-    """As while ZooKeeper does not answer after the topic was altered; until it is released. In the loop."""
-    core.cluster._fresh_topics.discard(topic)
-    lock = core.cluster._reading[topic]
-    assert not lock.locked()
-    return lock
 
 
 @pytest.mark.parametrize("again", ["prepare", "commit"])

@@ -63,6 +63,8 @@ class Outbox:
         """The loop was told to take on what is here, and has not come to its end yet."""
         self._is_running = False
         self._pump: asyncio.Task[None] | None = None
+        self._run_end: asyncio.Future[None] | None = None
+        """Of the _run() that is under way, in whatever task; made by who waits for it."""
         self._given_up = False
         self._placeholders: dict[str, OutgoingBatch] = {}
 
@@ -144,7 +146,7 @@ class Outbox:
     # -- the loop's ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if not self._is_running and self._pump is None and not self.ended and not self._given_up:
+        if not self._is_under_way and not self.ended and not self._given_up:
             self._pump = self._loop.create_task(self._run_alone())
 
     async def _run_alone(self) -> None:
@@ -173,6 +175,9 @@ class Outbox:
             raise
         finally:
             self._is_running = False
+            if self._run_end is not None:
+                self._run_end.set_result(None)
+                self._run_end = None
 
     def _next(self) -> tuple[str, list[AnyMessage]] | None:
         """Some messages to one topic, as many as may go."""
@@ -192,13 +197,24 @@ class Outbox:
                 taken += item.messages
             return topic, taken
 
+    @property
+    def _is_under_way(self) -> bool:
+        return self._is_running or self._pump is not None
+
+    async def _until_run_ends(self) -> None:
+        if self._pump is not None:
+            await asyncio.wait([self._pump])
+        elif self._is_running:  # in a task of a settle()
+            if self._run_end is None:
+                self._run_end = self._loop.create_future()
+            await asyncio.wait([self._run_end])
+
     async def until_half(self) -> None:
         """Waits until half of the bound is free, or all that a savepoint does not keep has gone. Raises what failed the
         transaction; BufferFull when what it keeps leaves no room."""
         while self._bytes > self._limit_bytes // 2:
             self._begin()
-            if self._pump is not None:
-                await asyncio.wait([self._pump])
+            await self._until_run_ends()
             self.check()
             if self._kept_from is not None:
                 if self.is_full:
@@ -209,9 +225,9 @@ class Outbox:
         """Waits until the Work has all of it. Raises what failed the transaction."""
         with self._lock:
             self._kept_from = None
-        while self.failed is None and not self._given_up and (self._queue or self._pump is not None):
-            if self._pump is not None:
-                await asyncio.wait([self._pump])
+        while self.failed is None and not self._given_up and (self._queue or self._is_under_way):
+            if self._is_under_way:
+                await self._until_run_ends()
             else:  # without a task: nobody else waits for it
                 await self._run()
         if self.failed is not None:
