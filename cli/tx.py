@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -20,6 +20,7 @@ STATES = ("active", "idle", "prepared", "rollback-only", "decided", "heuristical
 
 if TYPE_CHECKING:
     from metamq import Admin
+    from metamq.client.admin_model import OpenBranches
 
 PREPARED, HEURISTIC, DECIDED = "prepared", "heuristically completed", "decided"
 BROKER = click.option("--broker", "broker_id", type=int, help="At this broker id only.  [every one that has it]")
@@ -109,7 +110,7 @@ def show(xid: str, output: str) -> None:
     """
     current().log()
     with current().admin() as admin:
-        found = _find(admin, xid, None)
+        found, problems = _find(admin, xid)
     if output == "json":
         print_json([_json(one) for one in found])
         return
@@ -123,6 +124,8 @@ def show(xid: str, output: str) -> None:
         which = "" if is_one else _branch(one)
         click.echo(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
     click.echo(f"  decided by: {_who_decides(first)}")
+    for number in problems:
+        say(f"Broker {number} cannot be asked: it may have more of it.")
     for line in _next_steps(first):
         say(line)
 
@@ -176,26 +179,62 @@ def _next_steps(one: BranchDescription) -> list[str]:
 _LAST = "Only if that is lost for good decide yourself: `metamq tx commit` or `metamq tx rollback`."
 
 
-def _find(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
-    """The branches of one id, or of one global transaction. Raises BranchNotKnown, ConfigError when several begin so,
-    ConnectError."""
+def _find(admin: Admin, text: str) -> tuple[list[BranchDescription], list[int]]:
+    """To look at: the branches of one id, or of one global transaction, or of the only one that begins so; and the
+    brokers that could not be asked. Raises BranchNotKnown, ConfigError when several begin so, ConnectError."""
     found = admin.transactions()
-    matching = [one for one in found.branches if str(one.xid).startswith(text)]
-    exact = [one for one in matching if str(one.xid) == text]
-    of_gtrid = [
-        one for one in found.branches if text in (one.xid.gtrid.hex(), one.xid.gtrid.decode("ascii", "replace"))
+    matching = _exact(found, text) or _beginning(found, text)
+    _check_one(matching, text)
+    if not matching:
+        _raise_unknown(text, None, found.problems, ())
+    return matching, list(found.problems)
+
+
+def _find_to_decide(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
+    """As _find(), of what was named in full; with a broker, at that one. Raises ConnectError, too, when one that could
+    not be asked may have more of it."""
+    found = admin.transactions()
+    matching = [one for one in _exact(found, text) if broker_id in (None, one.broker_id)]
+    _check_one(matching, text)
+    problems = [number for number in found.problems if broker_id in (None, number)]
+    if problems or not matching:
+        _raise_unknown(text, broker_id, problems, () if matching else _beginning(found, text))
+    return matching
+
+
+def _exact(found: OpenBranches, text: str) -> list[BranchDescription]:
+    """Of that id; else of that global transaction."""
+    if not text:
+        raise ConfigError("no transaction id was given", hint="`metamq tx list` shows what is open.")
+    return [one for one in found.branches if str(one.xid) == text] or [
+        one
+        for one in found.branches
+        if text in (one.xid.whole, one.xid.gtrid.hex(), one.xid.gtrid.decode("ascii", "replace"))
     ]
-    matching = [one for one in exact or of_gtrid or matching if broker_id in (None, one.broker_id)]
-    names = sorted({one.xid.whole for one in matching})
+
+
+def _beginning(found: OpenBranches, text: str) -> list[BranchDescription]:
+    return [one for one in found.branches if str(one.xid).startswith(text)]
+
+
+def _check_one(branches: Sequence[BranchDescription], text: str) -> None:
+    names = sorted({one.xid.whole for one in branches})
     if len(names) > 1:
         raise ConfigError(f"{len(names)} transactions begin with {text!r}", hint=f"They are: {listed(names)}.")
-    if matching:
-        return matching
-    if found.problems:
-        numbers = listed([str(number) for number in found.problems])
-        raise ConnectError(f"broker {numbers}", f"it may have {text}", hint="Nothing was done. Ask again later.")
+
+
+def _raise_unknown(
+    text: str, broker_id: int | None, problems: Collection[int], similar: Sequence[BranchDescription]
+) -> NoReturn:
+    if problems:
+        numbers = listed([str(number) for number in problems])
+        hint = "Nothing was done. Ask again later; with --broker only the branch at one broker is meant."
+        raise ConnectError(f"broker {numbers}", f"it may have {text}", hint=hint)
     where = "any broker" if broker_id is None else f"broker {broker_id}"
     hint = "`metamq tx list` shows what is open. A finished branch is not."
+    if similar:
+        names = sorted({one.xid.whole for one in similar})
+        hint = f"{listed(names)} {'begins' if len(names) == 1 else 'begin'} so: to decide about it give all of the id."
     raise BranchNotKnown(text, XACode.NOTA, f"it is not open at {where}", hint=hint)
 
 
@@ -209,6 +248,8 @@ def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
 
     Its messages are seen from then on. If the manager decides otherwise, what it holds together is torn: do so only
     when it is lost, or says that it has committed. It is told of it when it asks.
+
+    XID is given in full, as `metamq tx show` takes it. While a broker cannot be asked nothing is done without --broker.
 
     \b
     metamq tx commit 19793_b3JkZXItMTc=_MA==
@@ -256,7 +297,7 @@ _DONE = {"commit": "committed", "rollback": "rolled back", "forget": "forgotten"
 def _decide(text: str, broker_id: int | None, yes: bool, output: str, what: str) -> None:
     current().log()
     with current().admin() as admin:
-        found = _find(admin, text, broker_id)
+        found = _find_to_decide(admin, text, broker_id)
         wrong = [one for one in found if one.state not in _ALLOWED[what]]
         if wrong:
             states = listed([f"{one.state} at broker {one.broker_id}" for one in wrong])

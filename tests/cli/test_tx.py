@@ -187,9 +187,50 @@ def test_a_transaction_over_two_brokers_is_one(
     status, out, _err = command(capsys, "show", str(Xid(19793, gtrid, b"1")))
     assert "broker 1: prepared" in out
     assert "broker 0" not in out
+    if form == "beginning":  # will do to look at it, and no more
+        status, _out, err = command(capsys, "rollback", text, "--yes")
+        assert status == 1
+        assert "not open at any broker" in err
+        assert f"{whole} begins so" in err
+        text = whole
     status, out, _err = command(capsys, "rollback", text, "--yes", "-o", "json")
     assert (status, [one["broker_id"] for one in json.loads(out)]) == (0, [0, 1])
     assert command(capsys, "forget", text, "--yes")[0] == 0
+
+
+@pytest.mark.parametrize("what", ["show", "commit", "rollback", "forget"])
+def test_an_empty_id_is_no_transaction(
+    mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """As "$XID" is where that is not set: it must not be the only one that there is."""
+    xid = branch(mq, topic)
+    status, _out, err = command(capsys, what, "", *(["--yes"] if what != "show" else []))
+    assert status == 1
+    assert "no transaction id was given" in err
+    mq.rollback(xid)
+
+
+def test_a_decision_that_a_broker_may_miss_is_refused(
+    running: Cluster, mq: XAResource, topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    xid = branch(mq, topic)
+    running.brokers[1].stop()
+    try:
+        status, _out, err = command(capsys, "rollback", str(xid), "--yes")
+        assert status == 3
+        assert "broker 1" in err
+        assert "it may have" in err
+        assert "--broker" in err
+        status, out, err = command(capsys, "show", str(xid))
+        assert (status, "prepared" in out) == (0, True)
+        assert "Broker 1 cannot be asked" in err
+        status, _out, err = command(capsys, "rollback", str(Xid.random()), "--yes", "--broker", "0")
+        assert status == 1
+        assert "not open at broker 0" in err
+        assert command(capsys, "rollback", str(xid), "--yes", "--broker", "0")[0] == 0
+        mq.forget(xid)
+    finally:
+        running.brokers[1].start()
 
 
 def test_a_broker_that_does_not_answer_is_named(
