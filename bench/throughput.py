@@ -123,7 +123,7 @@ def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], N
     """Every way once, on topics of their own, which are deleted after.
 
     What is produced to has been used: its logs are there. What is consumed was sent by one `send_many`, nothing else
-    is in it: with many partitions, a batch of one message in each would be most of the batches. And it has been flushed.
+    is in it (with many partitions, a batch of one message in each would be most of the batches), and it is flushed.
     """
     produced, consumed = (f"bench-{size}-{partitions}-{time.monotonic_ns()}-{name}" for name in ("in", "out"))
     for topic in (produced, consumed):
