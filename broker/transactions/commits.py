@@ -15,7 +15,8 @@ the journal, for a later try here, or for the slave that is promoted because of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from metamq.broker.log import PartitionLog
 from metamq.broker.partition import Partition
@@ -24,12 +25,13 @@ from metamq.broker.transactions.journal import Appender, JournalStore
 from metamq.errors import CorruptData, MetamqError, TopicNotFound
 from metamq.tx.store.fold import Committed, JournalState
 from metamq.tx.store.records import Place
-from metamq.wire.batch import read_header
+from metamq.wire.batch import read_header, walk
 from metamq.words import count
 
 log = logging.getLogger("metamq.broker")
 
-READ_BYTES = 4 * 1024 * 1024
+SCAN_BYTES = 256 * 1024
+"""Of a partition, in one turn of the loop."""
 
 Key = tuple[str, str, int]
 """Topic, topic id, index."""
@@ -40,6 +42,14 @@ def key_of(partition: Partition) -> Key:
     return partition.topic, partition.topic_id, partition.index
 
 
+class Stuck(NamedTuple):
+    """A commit of which something waits for a partition that is not served."""
+
+    committed: Committed
+    numbers: frozenset[int]
+    """Of the bodies that wait. The others are in their partitions: nobody looks for them again in this term."""
+
+
 class Commits:
     """Brings commits into partitions. Used by the broker's loop only, in one term."""
 
@@ -47,87 +57,95 @@ class Commits:
         self._journal = journal
         self._topics = topics
         self._appender = appender
-        self.stuck: dict[int, Committed] = {}
+        self.stuck: dict[int, Stuck] = {}
         """By LSN, those that lack a partition which is not served, but may be again. No MARK passes them by."""
 
-    def bring(self, committed: Committed, present: Mapping[Key, set[int]] | None = None) -> int:
+    def bring(self, committed: Committed, present: Mapping[Partition, set[int]] | None = None) -> int:
         """Appends what is not there yet; returns how many batches that was. Raises StorageError, CorruptData.
 
         `present`: the ids that partitions have already; None when the commit is new.
         """
         brought = 0
-        for number, body in enumerate(committed.bodies):
-            batch_id = committed.first_batch_id + number
-            partition = self._partition(committed, body.place)
-            if partition is None or (present is not None and batch_id in present.get(key_of(partition), ())):
-                continue
-            batch = memoryview(self._journal.body(body))
-            try:
-                self._appender.append(partition, batch, read_header(batch), batch_id)
-                brought += 1
-            except CorruptData as error:
-                self._topics.is_damaged(partition, error)
-                self._waits(committed, error)
+        waiting: dict[int, object] = {}
+        for number in self._wanted(committed):
+            body, batch_id = committed.bodies[number], committed.first_batch_id + number
+            partition = self._find(body.place)
+            if partition is None:
+                messages = count(body.place.messages, "message")
+                log.warning("%s of %s are dropped: topic %r is gone", messages, committed.branch.xid, body.place.topic)
+            elif isinstance(partition, MetamqError):
+                waiting[number] = partition
+            elif present is not None and partition not in present:
+                waiting[number] = f"{partition.name} came back only now"
+            elif present is None or batch_id not in present[partition]:
+                batch = memoryview(self._journal.body(body))
+                try:
+                    self._appender.append(partition, batch, read_header(batch), batch_id)
+                    brought += 1
+                except CorruptData as error:
+                    self._topics.is_damaged(partition, error)
+                    waiting[number] = error
+        self._note(committed, waiting)
         return brought
 
     def redo(self, state: JournalState) -> Iterator[int]:
-        """Brings what a former master had committed and did not bring; yields after each commit."""
+        """Brings what a former master had committed and did not bring; yields how many batches that was, after each
+        commit, and 0 in between, where it may pause."""
         yield from self._redo(state, list(state.unmarked.values()))
 
     def retry(self, state: JournalState) -> Iterator[int]:
-        """Brings what was stuck, as far as its partitions are served again; yields after each commit."""
-        stuck, self.stuck = self.stuck, {}
-        try:
-            yield from self._redo(state, list(stuck.values()))
-        except BaseException:
-            self.stuck = stuck | self.stuck
-            raise
+        """Brings what was stuck, as far as its partitions are served again; yields as redo()."""
+        yield from self._redo(state, [stuck.committed for stuck in self.stuck.values()])
 
     def _redo(self, state: JournalState, commits: list[Committed]) -> Iterator[int]:
         ends = {(topic, topic_id, index): position for topic, topic_id, index, position in state.mark.ends}
-        present: dict[Key, set[int]] = {}
+        present: dict[Partition, set[int]] = {}
         for committed in commits:
-            for body in committed.bodies:
-                partition = self._partition(committed, body.place)
-                if partition is None or (key := key_of(partition)) in present:
+            for number in self._wanted(committed):
+                partition = self._find(committed.bodies[number].place)
+                if not isinstance(partition, Partition) or partition in present:
                     continue
+                found: set[int] = set()
                 try:
-                    present[key] = set(_ids_from(partition.log, ends.get(key, 0)))
+                    for ids in _ids_from(partition.log, ends.get(key_of(partition), 0)):
+                        found.update(ids)
+                        yield 0
+                        if partition.closed_by is not None:
+                            break
+                    else:  # in this turn of the loop it was read to its end; what comes later has other ids
+                        present[partition] = found
                 except CorruptData as error:
                     self._topics.is_damaged(partition, error)
             yield self.bring(committed, present)
 
-    def _partition(self, committed: Committed, place: Place) -> Partition | None:
-        """Where it is to go; None when the topic was deleted, or is not served at present."""
+    def _wanted(self, committed: Committed) -> Iterable[int]:
+        """Which of its bodies are not known to be in their partitions."""
+        stuck = self.stuck.get(committed.lsn)
+        return sorted(stuck.numbers) if stuck is not None else range(len(committed.bodies))
+
+    def _find(self, place: Place) -> Partition | MetamqError | None:
+        """Where it is to go, or why that is not served at present; None when the topic was deleted."""
         try:
             partition = self._topics.find(place.topic, place.topic_id, place.partition)
-            if partition.closed_by is None:
-                return partition
-            reason: MetamqError = partition.closed_by
         except TopicNotFound as error:
-            if self._topics.is_gone(place.topic, place.topic_id):
-                log.warning("%s of %s is dropped: %s", count(place.messages, "message"), committed.branch.xid, error)
-                return None
-            reason = error
+            return None if self._topics.is_gone(place.topic, place.topic_id) else error
         except CorruptData as error:
-            reason = error
-        self._waits(committed, reason)
-        return None
+            return error
+        return partition if partition.closed_by is None else partition.closed_by
 
-    def _waits(self, committed: Committed, reason: MetamqError) -> None:
+    def _note(self, committed: Committed, waiting: dict[int, object]) -> None:
+        if not waiting:
+            self.stuck.pop(committed.lsn, None)
+            return
         if committed.lsn not in self.stuck:
+            reason = next(iter(waiting.values()))
             log.error("what %s has committed waits in the journal: %s", committed.branch.xid, reason)
-            self.stuck[committed.lsn] = committed
+        self.stuck[committed.lsn] = Stuck(committed, frozenset(waiting))
 
 
-def _ids_from(partition_log: PartitionLog, position: int) -> Iterator[int]:
-    """The ids of the batches from a byte of the log on. Raises CorruptData, StorageError."""
-    position = max(position, partition_log.start_position)
-    while position < partition_log.end_position:
-        run = partition_log.read_position(position, READ_BYTES)
-        at = 0
-        while at < len(run.data):
-            header = read_header(run.data, at)
-            yield header.batch_id
-            at += header.size
+def _ids_from(partition_log: PartitionLog, position: int) -> Iterator[list[int]]:
+    """The ids of the batches from a byte of the log on, some at a time. Raises CorruptData, StorageError."""
+    while (position := max(position, partition_log.start_position)) < partition_log.end_position:
+        run = partition_log.read_position(position, SCAN_BYTES)
+        yield [header.batch_id for _at, header in walk(run.data)]
         position = run.end_position

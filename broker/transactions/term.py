@@ -85,4 +85,6 @@ class Term:
         """What lies before it may be removed: a MARK of this term says so, and every in-sync replica has that. One of
         an earlier term may yet be cut, and with it what was written down once more."""
         self.memory_lsn = store.journal.mark.needed_lsn
-        """From there on the journal has all that is remembered."""
+        """From there on the journal has all that is remembered, once what is there now is durable."""
+        self.written_down = 0, -1
+        """The journal's size and `needed_lsn` when what is needed of its older half was written down last."""

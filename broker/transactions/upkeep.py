@@ -45,14 +45,12 @@ class Upkeep:
         self._topics = topics
         self._flusher = flusher
 
-    async def mark(self, term: Term, memory_lsn: int | None = None) -> None:
-        """Writes a MARK for all commits that are in their partitions. `memory_lsn`: from there on the journal has all
-        that is remembered; None: that has not changed. Raises StorageError, and what ended the term."""
+    async def mark(self, term: Term) -> None:
+        """Writes a MARK for all commits that are in their partitions. Raises StorageError, and what ended the term."""
         if term.commits.stuck:  # they are looked for from where the last MARK says
             return
         state = term.store.journal
-        memory_lsn = term.memory_lsn if memory_lsn is None else memory_lsn
-        lsn = min(term.in_flight, default=term.journal.end_lsn)
+        lsn, memory_lsn = min(term.in_flight, default=term.journal.end_lsn), term.memory_lsn
         partitions = [p for p in self._topics.partitions() if not p.topic.startswith(OWN) and p.closed_by is None]
         ends = {partition: min(partition.log.end_position, partition.log.stable_position) for partition in partitions}
         for partition in self._reached_by(state):
@@ -62,7 +60,6 @@ class Upkeep:
         ]
         needed_lsn = state.first_needed_lsn(lsn, memory_lsn)
         await self._write(term, Mark(lsn, needed_lsn, term.generation, flushed))
-        term.memory_lsn = memory_lsn
         term.needed_lsn = term.journal.partition.needed_offset = needed_lsn
 
     def _reached_by(self, state: JournalState) -> list[Partition]:
@@ -90,11 +87,23 @@ class Upkeep:
 
     async def shorten(self, term: Term) -> None:
         """Writes down once more what is remembered, and the branches whose records stand in the older half of a journal
-        that is too long, and a MARK behind them. Raises as mark()."""
+        that is too long, and a MARK behind them. Where no MARK can follow, or the last one let nothing be cut, that
+        is not done again before the journal is twice as long. Raises as mark()."""
         state, journal = term.store.journal, term.journal
         alive_bytes = sum(branch.bytes for branch in state.branches.values())
-        if journal.size_bytes <= max(self.cut_bytes, 2 * alive_bytes):
+        if term.commits.stuck or journal.size_bytes <= max(self.cut_bytes, 2 * alive_bytes):
             return
+        size_bytes, needed_lsn = term.written_down
+        if journal.size_bytes > 2 * size_bytes or term.needed_lsn != needed_lsn:
+            journal.admit(0)
+            await self._write_down(term)
+            term.written_down = journal.size_bytes, term.needed_lsn
+            await self.mark(term)
+        elif state.first_needed_lsn(min(term.in_flight, default=journal.end_lsn), term.memory_lsn) > needed_lsn:
+            await self.mark(term)
+
+    async def _write_down(self, term: Term) -> None:
+        state, journal = term.store.journal, term.journal
         log = journal.partition.log
         middle = (log.start_offset + log.end_offset) // 2
         memory_lsn = min(term.in_flight, default=journal.end_lsn)  # a COMMIT under way is not remembered yet
@@ -102,11 +111,11 @@ class Upkeep:
         for start in range(0, len(outcomes), REMEMBERED_IN_ENTRY):
             self._append(term, [Remembered(outcomes[start : start + REMEMBERED_IN_ENTRY])], [])
             await asyncio.sleep(0)
+        term.memory_lsn = memory_lsn
         for branch in [b for b in state.branches.values() if 0 <= b.first_lsn < middle]:
             if not branch.busy and branch.state in LASTING and state.branches.get(branch.xid) is branch:
                 self._move(term, branch)
                 await asyncio.sleep(0)
-        await self.mark(term, memory_lsn)
 
     def _move(self, term: Term, branch: BranchState) -> None:
         """In one turn of the loop: nothing else is written about it meanwhile."""
