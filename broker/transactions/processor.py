@@ -50,7 +50,7 @@ from metamq.errors import (
 from metamq.tx.store.branch import BranchState
 from metamq.tx.store.fold import COMMITS
 from metamq.tx.store.records import Add, Heuristic, Place, Record
-from metamq.tx.store.table import State
+from metamq.tx.store.table import LASTING, State
 from metamq.tx.store.verbs import JournalTransactionStore, Limits, Step
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, unpack, unpack_list
@@ -254,6 +254,10 @@ class TransactionalCommandProcessor:
                     self._failed(error)
                 self._refused(work, error)
                 break
+            except Exception as error:  # a fault of ours: those that wait behind it are to get their answers
+                log.exception("%s of %s failed", verb.name, work.xid)
+                self._fault(term, work, error)
+                break
             work.verbs.popleft()
         if term is self._term:
             self._write_held(term, work)
@@ -336,6 +340,13 @@ class TransactionalCommandProcessor:
             self._not_stored(term, work)
             if isinstance(error, StorageError):
                 self._failed(error)
+
+    def _fault(self, term: Term, work: Work, error: Exception) -> None:
+        """Nobody knows how far it came: what is promised stays so, anything else is given up."""
+        branch = term.store.branches.get(work.xid)
+        if branch is not None and not branch.busy and branch.state not in LASTING:
+            self._not_stored(term, work)
+        self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, f"internal error of the broker: {error!r}"))
 
     def _not_stored(self, term: Term, work: Work) -> None:
         branch = term.store.branches.get(work.xid)

@@ -153,8 +153,10 @@ def test_a_request_that_ends_by_a_fault_of_ours_harms_no_other(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(replica, "admit", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            replica.ask(A, *WORK, Verb.COMMIT_ONE_PHASE, sends=[(0, b"a0")])
+        opaque = replica.ask(A, *WORK, Verb.COMMIT_ONE_PHASE, sends=[(0, b"a0")])
+    assert isinstance(error_of(replica, opaque), OutcomeUnknown)
+    assert replica.do(A, Verb.COMMIT_ONE_PHASE) == [XACode.RBOTHER], "the branch's next request is answered"
+    assert not replica.term.queues
     assert replica.do(B, *WORK, *verbs, sends=[(0, b"b0")]) == [OK] * (3 + len(verbs))
     if not verbs:
         assert replica.do(B, Verb.COMMIT_ONE_PHASE) == [OK]
@@ -405,3 +407,20 @@ def test_after_a_restart_the_oldest_outcomes_are_forgotten_first(own: DiskOs, mo
         committed(again, xid, (0, bytes(20)))
     remembered = [xid for xid in xids if again.do(xid, Verb.RESOLVE) == [OK]]
     assert remembered == xids[-20:]
+
+
+def test_a_fault_of_ours_in_what_waits_behind_a_commit_harms_neither_it_nor_the_broker(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(replica, A, (0, b"a0"))
+    first, *others = [replica.ask(A, verb) for verb in (Verb.COMMIT, Verb.RESOLVE, Verb.COMMIT)]
+    with monkeypatch.context() as patch:
+        ask = replica.term.store.ask
+        patch.setattr(
+            replica.term.store, "ask", lambda asked, *now: 1 / 0 if asked.verb is Verb.RESOLVE else ask(asked, *now)
+        )
+        replica.flush(replica.journal)
+    assert replica.connection.codes(first) == replica.connection.codes(others[1]) == [OK]
+    assert isinstance(error_of(replica, others[0]), OutcomeUnknown)
+    assert not replica.dead
+    assert replica.stored(0) == [b"a0"]
