@@ -183,7 +183,9 @@ class TransactionalCommandProcessor:
             for queue in term.queues.values():
                 for number, work in enumerate(queue):
                     # The first is under way, and may be in the journal.
-                    work.connection.answer_error(work.request, reason if number else reason.with_unknown_outcome())
+                    if not work.is_answered:
+                        error = reason if number else reason.with_unknown_outcome()
+                        work.connection.answer_error(work.request, error)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -389,7 +391,7 @@ class TransactionalCommandProcessor:
         if error is not None and not term.journal.is_durable(written):
             # The branch stays busy: what becomes of it, the next term finds in the journal.
             self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, error.problem))
-            self._answer(term, work)
+            self._answer(term, work)  # it stays at the head of its queue
             return
         branch = term.store.branches.get(work.xid)
         if branch is not None:
@@ -421,6 +423,7 @@ class TransactionalCommandProcessor:
         work.results.append(TxResult(number, code, 0, fields))
 
     def _answer(self, term: Term, work: Work) -> None:
+        work.is_answered = True
         work.connection.answer(work.request, TxReply(self._history(term), work.results))
 
     def _finish(self, term: Term, work: Work) -> Work | None:

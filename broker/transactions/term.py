@@ -45,7 +45,7 @@ _VERBS = {int(verb): verb for verb in Verb}
 class Work:
     """A request that is carried out, verb by verb."""
 
-    __slots__ = ("asked", "bodies", "connection", "header", "request", "results", "verbs", "xid")
+    __slots__ = ("asked", "bodies", "connection", "header", "is_answered", "request", "results", "verbs", "xid")
 
     def __init__(self, request: Request, connection: Connection, header: Tx, xid: Xid) -> None:
         """Raises KeyError: a verb that is not known."""
@@ -61,6 +61,7 @@ class Work:
         """The verb that it is at."""
         self.bodies: list[memoryview] = []
         self.results: list[TxResult] = []
+        self.is_answered = False
 
 
 class Term:

@@ -424,3 +424,22 @@ def test_a_fault_of_ours_in_what_waits_behind_a_commit_harms_neither_it_nor_the_
     assert isinstance(error_of(replica, others[0]), OutcomeUnknown)
     assert not replica.dead
     assert replica.stored(0) == [b"a0"]
+
+
+def test_what_was_answered_as_unknown_is_not_answered_again_when_the_term_ends(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client takes a second answer for a fault of the protocol."""
+    answered: list[int] = []
+    answer, answer_error = replica.connection.answer, replica.connection.answer_error
+    monkeypatch.setattr(replica.connection, "answer", lambda r, h: (answered.append(r.opaque), answer(r, h)))
+    refuse = lambda r, e: (answered.append(r.opaque), answer_error(r, e))  # noqa: E731
+    monkeypatch.setattr(replica.connection, "answer_error", refuse)
+    prepared(replica, A, (0, b"a0"))
+    opaques = [replica.ask(A, Verb.COMMIT), replica.ask(A, Verb.RESOLVE)]
+    replica.logs.is_damaged(replica.journal, DAMAGE)
+    assert isinstance(error_of(replica, opaques[0]), OutcomeUnknown)
+    answered.remove(opaques[0])
+    replica.end_term()
+    assert answered[-1:] == opaques[1:]
+    assert opaques[0] not in answered
