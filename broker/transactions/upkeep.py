@@ -32,7 +32,9 @@ from metamq.tx.store.table import LASTING, State
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES
 MOVED_BYTES = 4 * 1024 * 1024
-"""Of bodies, in one entry."""
+"""Of bodies, in one entry; a single one may be larger, and is an entry of its own then."""
+PLACE_BYTES = 300
+"""What a record says of each of them, at the most."""
 REMEMBERED_IN_ENTRY = 5000
 
 
@@ -135,14 +137,16 @@ class Upkeep:
         ]
         bodies: list[memoryview] = []
         add = Add(branch.key, 0, [], branch.owner)
-        done = 0
+        done = size = 0
         for body in list(branch.bodies):
-            bodies.append(memoryview(term.journal.body(body)))
-            add.places.append(body.place)
-            if sum(map(len, bodies)) >= MOVED_BYTES:
+            stored = memoryview(term.journal.body(body))
+            if bodies and size + len(stored) > MOVED_BYTES:
                 self._append(term, [*begins, add], bodies)
                 done += len(bodies)
-                begins, bodies, add = [], [], Add(branch.key, done, [], branch.owner)
+                begins, bodies, size, add = [], [], 0, Add(branch.key, done, [], branch.owner)
+            bodies.append(stored)
+            add.places.append(body.place)
+            size += len(stored) + PLACE_BYTES
         self._append(term, [*begins, *([add] if bodies else []), Moved(branch.key)], bodies)
 
     def _append(self, term: Term, records: list[Record], bodies: list[memoryview]) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from metamq.broker.partition import Partition
 from metamq.broker.transactions import commits
+from metamq.broker.transactions.processor import BODY_BYTES_MAX
+from metamq.broker.transactions.upkeep import MOVED_BYTES
 from metamq.errors import MetamqError, NotEnoughReplicas
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.tx.sim_broker import JOURNAL_LOG, TOPIC, TOPIC_ID, TOPIC_LOG, Replica, new_replica
@@ -133,3 +135,22 @@ def test_what_is_looked_for_in_a_partition_is_looked_for_in_slices(own: DiskOs) 
     assert not again.term.commits.stuck
     assert again.stored(0).count(b"a0") == 1
     assert again.stored(1) == [b"a1"]
+
+
+def test_a_branch_of_the_largest_batches_is_moved(own: DiskOs) -> None:
+    """An entry of the journal is a batch itself, and may not be larger than one."""
+    replica = new_replica(own, "a", journal_log=replace(JOURNAL_LOG, segment_bytes=1 << 30))
+    replica.begin_term(1)
+    sizes = [MOVED_BYTES - 5000, BODY_BYTES_MAX - 5000, 10, BODY_BYTES_MAX - 5000]
+    for number, size in enumerate(sizes):
+        verbs = (Verb.START, Verb.SEND) if number == 0 else (Verb.SEND,)
+        assert replica.do(A, *verbs, sends=[(0, bytes(size))])[-1] == XACode.OK
+    assert replica.do(A, Verb.END, Verb.PREPARE) == [XACode.OK] * 2
+    for number in range(6):
+        committed(replica, Xid(1, b"%d" % number), (1, bytes(14 << 20)))
+    replica.shorten()
+    assert replica.term.store.branches[A].first_lsn > 10, "it was written down once more"
+    again = Replica(own, "a", journal_log=replace(JOURNAL_LOG, segment_bytes=1 << 30))
+    again.begin_term(2)
+    assert again.do(A, Verb.COMMIT) == [XACode.OK]
+    assert [len(value) for value in again.stored(0)] == sizes
