@@ -85,13 +85,15 @@ class EpochList:
     def add(self, epoch: int, offset: int, position: int) -> EpochList:
         """With a batch of `epoch` at the log's end. It changes something only when it is the epoch's first.
 
-        Raises ValueError when the epoch is lower than the last: no log has such a batch.
+        Raises ValueError when the epoch is lower than that of the last batch: no log has such a batch. What an entry
+        at the end names is not in the log: retention took it, or a power cut.
         """
         if epoch == self.last:
             return self
-        if epoch < self.last:
-            raise ValueError(f"epoch {epoch} after epoch {self.last}")
-        return EpochList((*self.cut(position).entries, Epoch(epoch, offset, position)))
+        there = self.cut(position)
+        if epoch < there.last:
+            raise ValueError(f"epoch {epoch} after epoch {there.last}")
+        return EpochList((*there.entries, Epoch(epoch, offset, position)))
 
     def cut(self, position: int) -> EpochList:
         """Of the log up to `position`."""

@@ -183,7 +183,7 @@ class PartitionLog(DurableLog):
         they are damaged or not the next ones; StorageError, ClosedError.
         """
         self._check_writable()
-        last_epoch = self.epochs().last
+        last_epoch = self.epochs().cut(self.end_position).last
         headers = check_replicated(self.name, batches, position, self.end_offset, self.end_position, last_epoch)
         if not self._writing:
             self._begin_writing()

@@ -258,6 +258,22 @@ def crashed_at(shelf: Any, target: Path, size: int) -> Any:
     return copy
 
 
+def test_a_log_that_lost_all_it_had_takes_batches_of_an_earlier_epoch(make_shelf: Any, tmp_path: Path) -> None:
+    # It was the master of epoch 3 by an accepted loss, and lost power before anything was flushed; then so was the
+    # other one, whose log begins with epoch 2. What its list of epochs names is not there any more.
+    pair = Pair(make_shelf, ONE_SEGMENT)
+    pair.append(2, epoch=2)
+    pair.replica.clear_bound()
+    pair.shelf.append(pair.replica, [b"lost"], epoch=3)
+    pair.shelf = crashed_at(pair.shelf, tmp_path / "crashed", 0)
+    pair.replica = pair.shelf.open(pair.config, bound=True)
+    assert pair.replica.end_position == 0
+    assert pair.replica.epochs().last == 3
+    pair.append(1, epoch=4)
+    pair.catch_up()
+    pair.assert_equal()
+
+
 def test_torn_at_any_byte_of_what_was_copied(make_shelf: Any, tmp_path: Path) -> None:
     pair = Pair(make_shelf, ONE_SEGMENT)
     pair.append(4)
