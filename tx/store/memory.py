@@ -37,10 +37,15 @@ class OutcomeMemory:
 
     def restore(self, remembered: Iterable[Outcome]) -> None:
         """Some of what is remembered, as it was at that place of the journal: their COMMITs may be gone from it, and
-        newer ones stand before that place."""
-        for xid, rest in remembered:
-            self._known.setdefault(xid, rest)
-        self._in_order = False
+        newer ones stand before that place. Who has written it down knows all of it, but for what it forgot since."""
+        known, forgotten_us = self._known, -1
+        if self._in_order and len(known) >= self._most:
+            forgotten_us = _time_of(next(iter(known.items())))
+        for outcome in remembered:
+            xid, rest = outcome
+            if xid not in known and _time_of(outcome) > forgotten_us:
+                known[xid] = rest
+                self._in_order = False
 
     def epoch_of(self, xid: Xid) -> int | None:
         """Which use of the id was committed; None: it is not remembered."""
