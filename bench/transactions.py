@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import uvloop
-from flushed import flushes
+from flushed import flushes, until_flushed
 from settle import settle
 
 from metamq import aio
@@ -214,6 +214,7 @@ def beside(rounds: int, say: Say) -> dict[str, float]:
             values = [VALUES[0]] * (SENT_BYTES // 1024)
             with running.producer() as producer:
                 producer.send(topic, b"warm").result()
+                until_flushed(running.broker)
                 settle(2 * SENT_BYTES)
                 began = time.perf_counter()
                 producer.send_many(topic, values).result()
@@ -223,7 +224,7 @@ def beside(rounds: int, say: Say) -> dict[str, float]:
             return len(values) / took_s
 
         rate()  # the first one finds another machine
-        for number in range(max(rounds, 3)):
+        for number in range(2 * max((rounds + 1) // 2, 2)):  # each comes first, and second, as often as the other
             for name in ("without", "with")[:: -1 if number % 2 else 1]:
                 with _branches_open(running) if name == "with" else nullcontext():
                     found[name].append(rate())
