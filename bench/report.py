@@ -214,6 +214,8 @@ def main() -> None:
         f"This run: {results['date']}, {machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, "
         f"metamq {machine['metamq']}, {results['rounds']} rounds."
     )
+    if "remark" in results:
+        lines += ["", results["remark"]]
     if machine["gives_memory_back"]:
         lines += ["", "The machine gave freed memory back to its host meanwhile, so figures of writing vary by chance."]
     for part, write in (

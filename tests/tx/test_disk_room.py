@@ -76,33 +76,26 @@ def test_more_than_the_disk_has_room_for_is_refused_at_prepare_and_nothing_of_it
         assert seen(parts, "room") == [b"large"] * 88 + [b"one"] * 48 + [b"two"] * 48
 
 
-class Disk:
-    """Of one broker: what makes its writes fail."""
+class TooLargeFiles:
+    """No file may grow beyond what it is, and a bit: a write is cut short, and the next one fails."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def fails(self, broker: BrokerProcess) -> None:
-        raise NotImplementedError
-
-    def is_well(self) -> None:
-        """From the broker's next start on, or at once."""
-
-
-class TooLargeFiles(Disk):
-    """No file may grow beyond what it is, and a bit: a write is cut short, and the next one fails."""
 
     def fails(self, broker: BrokerProcess) -> None:
         largest = max(path.stat().st_size for path in self.folder.rglob("*~transactions*/**/*.log"))
         limits = resource.prlimit(broker.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (largest + 30_000, limits[1]))
 
+    def is_well(self) -> None:
+        """The broker's next process has no such limit."""
 
-class FullDisk(Disk):
+
+class FullDisk:
     """A file system of its own that has no room at all, without warning."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        self.folder = folder
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=True, capture_output=True)
 
     def fails(self, broker: BrokerProcess) -> None:
@@ -112,6 +105,9 @@ class FullDisk(Disk):
 
     def is_well(self) -> None:
         (self.folder / "ballast").unlink()
+
+
+Disk = TooLargeFiles | FullDisk
 
 
 @pytest.fixture(params=[TooLargeFiles, FullDisk])

@@ -28,9 +28,9 @@ from metamq.tx.store.records import (
 from metamq.wire.batch import make_batch_id, read_header, stamp
 from metamq.wire.columns import decode, encode
 from metamq.wire.xa import Xid
+from tests.hexdumps import bytes_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "journal-format.md"
-LINE = re.compile(r" *(\d+)  ((?:[0-9a-f]{2} ?)+)  +\S.*")
 SENT_US = 1357034400000000
 BRANCH = Branch(Xid(0x4D51, b"order-17", b"mq"), (3 << 32) + 1)
 PLACE = Place("orders", "0123456789abcdef", 0, 1)
@@ -43,16 +43,7 @@ RECORDS: dict[str, Record] = {
 
 
 def example(name: str) -> bytes:
-    """The bytes of an example; each line must begin where the one before ends."""
-    block = re.search(rf"^```hexdump {name}\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    assert block is not None
-    data = b""
-    for line in block[1].splitlines():
-        match = LINE.fullmatch(line)
-        assert match is not None, line
-        assert int(match[1]) == len(data), line
-        data += bytes.fromhex(match[2])
-    return data
+    return bytes_of(DOCUMENT.read_text(), name)
 
 
 def entry_of(values: list[bytes], lsn: int) -> bytes:

@@ -201,10 +201,7 @@ def test_one_that_took_too_long_is_rolled_back(shop: Shop, topic: str) -> None:
     with Producer(shop.cluster.zookeeper, batch_bytes=100) as producer:
         with pytest.raises(RolledBack), producer.transaction(timeout_s=0.2):  # noqa: PT012
             producer.send(topic, bytes(100), partition="0-0")
-            deadline = time.monotonic() + 30
-            while "rollback-only" not in {state for _broker, state in shop.open_branches()}:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: "rollback-only" in {state for _broker, state in shop.open_branches()}, 30, "its end")
             producer.send(topic, b"1", partition="1-0")
         with producer.transaction():
             producer.send(topic, b"again")
@@ -414,10 +411,8 @@ def test_who_follows_a_broker_that_may_have_lost_its_decision_waits_for_a_person
         mq.send(topic, b"1", partition="1-0")
         mq.end(other)
         mq._background.run(core._client.ask(core._branch_of(other), [Verb.PREPARE], follows=[0, 1, 1]))
-    deadline = time.monotonic() + 30
-    while {one.xid for one in shop.branches(1)} != {xid}:  # the other one is asked about behind it, and ended
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # The other one is asked about behind it, and ended.
+    wait_until(lambda: {one.xid for one in shop.branches(1)} == {xid}, 30, "the end of the other one")
     with Producer(shop.cluster.zookeeper) as producer, pytest.raises(TryLater):
         producer.tpc_rollback(xid)
     assert "has lost acknowledged data since" in shop.cluster.brokers[1].log_path.read_text()

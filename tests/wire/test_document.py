@@ -16,26 +16,17 @@ from metamq.wire.commands import Command, Get, GetPartition, GetResult, Hello, H
 from metamq.wire.connection import ClientConnection, Greeted, ServerConnection
 from metamq.wire.frames import PREFIX, Buffer, encode_frame
 from metamq.wire.xa import Verb
+from tests.hexdumps import bytes_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "wire-protocol.md").read_text()
-LINE = re.compile(r" *(\d+)  ((?:[0-9a-f]{2} ?)+)(?: +\S.*)?")
 SENT_US = 1357034400000000
 TOPIC_ID = "5f0c9a3e71b2d864"
 GREETING = HelloReply(1, 0, 3, limits.MESSAGE_BYTES_MAX, limits.BATCH_BYTES_MAX, limits.FRAME_BYTES_MAX, "metamq 0.1.0")
 
 
 def example(name: str, text: str = TEXT) -> bytes:
-    """The bytes of an example; each line must begin where the one before ends."""
-    block = re.search(rf"^```hexdump {name}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert block is not None
-    data = b""
-    for line in block[1].splitlines():
-        match = LINE.fullmatch(line)
-        assert match is not None, line
-        assert int(match[1]) == len(data), line
-        data += bytes.fromhex(match[2])
-    return data
+    return bytes_of(text, name)
 
 
 def joined(buffers: list[Buffer]) -> bytes:

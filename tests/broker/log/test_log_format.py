@@ -12,23 +12,14 @@ from metamq.broker.log import LogConfig
 from metamq.broker.log.flushed import SLOT_BYTES
 from metamq.wire.batch import BROKER_PART, PRODUCER_PART, make_batch_id, read_header
 from metamq.wire.columns import decode
+from tests.hexdumps import bytes_of
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "log-format.md"
-LINE = re.compile(r" *(\d+)  ((?:[0-9a-f]{2} ?)+)  +\S.*")
 SENT_US = 1357034400000000
 
 
 def example(name: str) -> bytes:
-    """The bytes of an example; each line must begin where the one before ends."""
-    block = re.search(rf"^```hexdump {name}\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
-    assert block is not None
-    data = b""
-    for line in block[1].splitlines():
-        match = LINE.fullmatch(line)
-        assert match is not None, line
-        assert int(match[1]) == len(data), line
-        data += bytes.fromhex(match[2])
-    return data
+    return bytes_of(DOCUMENT.read_text(), name)
 
 
 def write_the_example(shelf: Any) -> None:
