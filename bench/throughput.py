@@ -16,7 +16,7 @@ from metamq.testing import Cluster
 BYTES = {100: 300_000_000, 1024: 512 * 1024 * 1024}
 """How much is moved, by message size: enough for about a second of the fastest way."""
 SINGLE_SENDS = 1_000_000
-LISTENED = 200_000
+LISTENED = 1_000_000
 IDLE_S = 10.0
 
 
