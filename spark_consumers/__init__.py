@@ -20,14 +20,23 @@ if __name__ != "metamq.spark_consumers":
     raise ImportError(f"import metamq.spark_consumers, not {__name__}: a bare import makes a second copy")
 
 if TYPE_CHECKING:
+    from metamq.spark_consumers.lag import QueryLag as QueryLag
+    from metamq.spark_consumers.lag_listener import LagListener as LagListener
     from metamq.spark_consumers.spark_session import recommended_conf as recommended_conf
     from metamq.spark_consumers.spark_session import session as session
 
-__all__ = ["recommended_conf", "session"]
+__all__ = ["LagListener", "QueryLag", "recommended_conf", "session"]
+
+_HOMES = {
+    "LagListener": "lag_listener",
+    "QueryLag": "lag",
+    "recommended_conf": "spark_session",
+    "session": "spark_session",
+}
 
 
 def __getattr__(name: str) -> Any:
     # On first use: each Python worker of Spark imports this package, and has no use for them.
-    if name in __all__:
-        return getattr(importlib.import_module("metamq.spark_consumers.spark_session"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"metamq.spark_consumers.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

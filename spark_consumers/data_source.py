@@ -25,12 +25,13 @@ class DefaultSource(DataSource):
         return "metamq"
 
     def schema(self) -> StructType | str:
-        """All columns; a schema of the user's own may be some of them. Raises ConfigError for a table's options."""
-        from metamq.spark_consumers.options import parse_options, wants_headers
+        """All columns; a schema of the user's own may be some of them. Raises ConfigError for a wrong option."""
+        from metamq.spark_consumers.options import check_options, parse_options, wants_headers
         from metamq.spark_consumers.table_options import given_for_table, schema_with_options
 
         of_table = given_for_table(self.options)
         if of_table is None:
+            check_options(self.options)  # load() asks for the schema; readers are made only when a query is planned
             return full_schema(wants_headers(self.options))
         parse_options(of_table, streaming=False)
         return schema_with_options(wants_headers(of_table), of_table)

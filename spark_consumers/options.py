@@ -6,6 +6,7 @@ is wrong is told with its name and with what to write instead, and so is one tha
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,6 +108,18 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         max_trigger_delay_s=texts.seconds("maxTriggerDelay", 900.0),
         group=_group(texts),
     )
+
+
+def check_options(given: Mapping[str, str]) -> None:
+    """Raises ConfigError for what is wrong in whichever kind of query it is; the kind is not known yet."""
+    is_for_stream = any(name.lower() in map(str.lower, STREAM) for name in given)
+    try:
+        parse_options(given, streaming=is_for_stream)
+    except ConfigError:
+        with contextlib.suppress(ConfigError):
+            parse_options(given, streaming=not is_for_stream)
+            return
+        raise
 
 
 def wants_headers(given: Mapping[str, str]) -> bool:

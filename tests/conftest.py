@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,17 @@ def report_figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
         request.node.user_properties.append((FIGURES, line))  # pytest-xdist's workers send these along
 
     return report
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In a run of Spark's tests, files that do not speak of Spark are not imported: that would take ten seconds."""
+    is_passed_over = (
+        config.option.markexpr.startswith("spark")
+        and collection_path.name.startswith("test_")
+        and collection_path.is_file()
+        and "spark" not in f"{collection_path.parent.name}\n{collection_path.read_text()}"
+    )
+    return True if is_passed_over else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

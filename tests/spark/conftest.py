@@ -1,4 +1,4 @@
-"""One Spark session and one cluster for all tests here. They need pyspark, and are a run of their own."""
+"""One Spark session and one cluster for all tests here. Those that need pyspark are a run of their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 from metamq.testing import Cluster, cluster
 
 HERE = Path(__file__).parent
+WITHOUT_SPARK = {"test_fetch.py", "test_lag.py", "test_plans.py", "test_stream_plans.py"}
+"""They run wherever pyarrow is, with the others."""
 _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(HERE):
+        if item.path.is_relative_to(HERE) and item.path.name not in WITHOUT_SPARK:
             item.add_marker(pytest.mark.spark)
 
 
@@ -41,6 +43,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "spark.local.dir": place / "local",
         "spark.driver.memory": "1g",
         "spark.driver.host": "127.0.0.1",
+        # What a short run compiles well is never earned back: this halves the JVM's time.
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
     started = session("tests", "local[2,4]", conf)
     started.sparkContext.setLogLevel("ERROR")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from metamq.errors import ConfigError, OffsetOutOfRange
 from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.columns import check_columns, full_schema
-from metamq.spark_consumers.options import SourceOptions, Subscription, parse_options
+from metamq.spark_consumers.options import SourceOptions, Subscription, check_options, parse_options
 from metamq.spark_consumers.pushdown import Narrowing, narrowing
 from metamq.spark_consumers.ranges import OffsetRange, split
 from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
@@ -50,6 +50,35 @@ def test_defaults_are_those_of_kafkas_source() -> None:
     assert batch.fail_on_data_loss
     assert not batch.include_headers
     assert stream.max_trigger_delay_s == 900
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"startingOffsets": "latest"},
+        {"endingOffsets": "latest"},
+        {"pushdown": "true"},
+        {"MAXOFFSETSPERTRIGGER": "5"},
+        {"groupId": "g", "startingOffsets": "latest"},
+    ],
+)
+def test_what_one_kind_of_query_takes_passes_before_the_kind_is_known(given: dict[str, str]) -> None:
+    check_options({"subscribe": "a", **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "nothing is subscribed to"),
+        ({"subscribe": "a", "maxTriggerDelay": "soon"}, "option 'maxTriggerDelay' is 'soon', not a time"),
+        ({"subscribe": "a", "endingOffsets": "soon"}, "option 'endingOffsets' is not JSON"),
+    ],
+)
+def test_what_neither_takes_is_told_in_the_words_of_the_kind_that_it_looks_like(
+    given: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_options(given)
 
 
 def test_a_time_outranks_times_by_partition_and_these_outrank_offsets() -> None:

@@ -27,7 +27,12 @@ from metamq.spark_consumers import session
 place, zookeeper, topic = sys.argv[1:]
 assert Path(metamq.__file__).is_relative_to(place), metamq.__file__
 DataSourceRegistration.register = lambda *_arguments: None
-conf = {"spark.ui.enabled": "false", "spark.sql.warehouse.dir": f"{place}/tables", "spark.driver.host": "127.0.0.1"}
+conf = {
+    "spark.ui.enabled": "false",
+    "spark.sql.warehouse.dir": f"{place}/tables",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
 spark = session("discovery", "local[1]", conf)
 options = {"zookeeper": zookeeper, "subscribe": topic}
 found = [spark.read.format("metamq").options(**options).load().count()]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from metamq.spark_consumers import LagListener, QueryLag
 from metamq.testing import Cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
@@ -116,6 +117,32 @@ def test_a_running_query_follows_new_messages_and_partitions_and_shows_its_lag(
         assert sum(json.loads(source["latestOffset"])[topic].values()) == 201
     finally:
         active.stop()
+
+
+def test_a_listener_tells_how_far_a_query_is_behind(spark: Any, running: Cluster, tmp_path: Path) -> None:
+    topic = new_topic(running, 1)
+    send(running, topic, numbers(0, 100))
+    told: list[QueryLag] = []
+    listener = LagListener(on_lag=told.append)
+    spark.streams.addListener(listener)
+    try:
+        query = Query(spark, running, tmp_path / "checkpoint", subscribe=topic, maxOffsetsPerTrigger=40)
+        query.run()
+        wait_until(lambda: len(told) >= 3, what="the progress of three batches")
+        assert [lag.messages for lag in told[:3]] == [60, 20, 0]
+        assert [lag.batch_id for lag in told[:3]] == [0, 1, 2]
+        assert told[0].partitions == {(topic, "0-0"): 60}
+        wait_until(lambda: listener.queries() == [], what="the word that the query has ended")
+        active = query.start()
+        try:
+            send(running, topic, numbers(100, 110))
+            wait_until(lambda: any(lag.run_id == str(active.runId) for lag in listener.queries()), 60)
+            (lag,) = listener.queries()
+            assert (lag.query_id, lag.messages) == (told[0].query_id, 0)
+        finally:
+            active.stop()
+    finally:
+        spark.streams.removeListener(listener)
 
 
 def test_a_topic_that_was_made_anew_ends_the_query_unless_it_may_lose_messages(
