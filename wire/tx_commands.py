@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Tx(NamedTuple):
     """Verbs of one branch, carried out in this order up to the first that fails. Answered by a TxReply."""
 
-    xid: Any
+    xid: list[Any]
     """[format id, gtrid, bqual]."""
     epoch: int
     """Which use of the id is meant, as START answered it; 0: whichever there is, or one that these verbs begin."""
@@ -61,7 +61,7 @@ class Branches(NamedTuple):
 class BranchInfo(NamedTuple):
     """One branch."""
 
-    xid: Any
+    xid: list[Any]
     epoch: int
     state: str
     owner: str

@@ -129,6 +129,11 @@ class Membership:
         """The set as ZooKeeper last confirmed it, the master included."""
         return frozenset(m for m, stage in self._stages.items() if stage in _IN_ZOOKEEPER) | {self.master}
 
+    @property
+    def insync_count(self) -> int:
+        """How many they are: every append asks."""
+        return 1 + sum([stage in _IN_ZOOKEEPER for stage in self._stages.values()])
+
     def stage(self, member: Member) -> Stage | None:
         """What a slave is at present; None: OUT."""
         return self._stages.get(member)

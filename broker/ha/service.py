@@ -160,7 +160,7 @@ class HAService:
     @property
     def insync_count(self) -> int:
         """Members of the in-sync set, the master included, as ZooKeeper last confirmed."""
-        return len(self.membership.insync)
+        return self.membership.insync_count
 
     @property
     def alone(self) -> bool:

@@ -77,6 +77,7 @@ ENTRY_BYTES = 8 * 1024 * 1024
 """Of bodies, in one entry of the journal; a single one may be larger."""
 BODY_BYTES_MAX = BATCH_BYTES_MAX - 64 * 1024
 """An entry of one body is a batch itself."""
+BEGINNING = [Verb.START, Verb.SEND, Verb.END]
 PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 
@@ -273,6 +274,8 @@ class TransactionalCommandProcessor:
             raise TryLater(
                 work.xid, XACode.RMERR, f"the journal has {term.journal.size_bytes:,} bytes, the most allowed"
             )
+        if verb is Verb.START and self._begin_at_once(term, work):
+            return False
         step = term.store.ask(asked, time.monotonic(), time.time_ns() // 1000)
         if step.error is not None:
             raise step.error
@@ -289,6 +292,20 @@ class TransactionalCommandProcessor:
         branch.busy = True
         term.in_flight.add(written.entry.lsn)
         term.journal.when_durable(written, lambda error: self._durable(term, work, step, written, error))
+        return True
+
+    def _begin_at_once(self, term: Term, work: Work) -> bool:
+        """START, SEND and END at once where they come together: a third of what a small transaction costs. END is left
+        to be taken off. False, and nothing is done, when one of them would be refused."""
+        if work.header.verbs[:3] != BEGINNING or (step := term.store.begin(work.asked, time.monotonic())) is None:
+            return False
+        assert isinstance(step.record, Add)
+        self._done(work, step)
+        work.verbs.popleft()
+        self._write_bodies(term, work, step.record)
+        self._done(work, step)
+        work.verbs.popleft()
+        self._done(work, step)
         return True
 
     def _write_bodies(self, term: Term, work: Work, record: Add) -> None:

@@ -210,6 +210,22 @@ class JournalTransactionStore:
             branch.state = State.IDLE
         return _ok(branch)
 
+    def begin(self, asked: Asked, now_s: float) -> Step | None:
+        """START, SEND and END in one, which is how most transactions begin: what these three come to. None where one of
+        them would be refused: then they are to be asked for, each by itself."""
+        messages = sum([place.messages for place in asked.places])
+        if asked.epoch or asked.first or not 0 < messages <= self.limits.messages or asked.xid in self.branches:
+            return None
+        step = self._start(asked, now_s)
+        if step.error is not None:
+            return None
+        branch = self.branches[asked.xid]
+        branch.state = State.IDLE
+        branch.sessions.clear()
+        branch.batches_of[asked.session] = len(asked.places)
+        branch.messages_of[asked.session] = messages
+        return step._replace(record=Add(branch.key, 0, [*asked.places], branch.owner))
+
     # -- verbs that write ---------------------------------------------------------------------------------------------
 
     def _do(self, asked: Asked, branch: BranchState, now_us: int) -> Step:

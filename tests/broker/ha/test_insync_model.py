@@ -150,6 +150,7 @@ class World:
     def check(self) -> None:
         membership = self.membership
         assert (membership.version, membership.insync) in self.history, "it believes in a set that never was"
+        assert membership.insync_count == len(membership.insync)
         replicas = [replica for replica, _incarnation in self.members]
         assert len(replicas) == len(set(replicas)), "one replica counts twice"
         if self.promoted is None:
