@@ -10,13 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.errors import OffsetDiverged, OffsetOutOfRange, TopicNotFound
+from metamq.client.settings import zookeeper_root
+from metamq.errors import ConfigError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.arrow_batches import ArrowBatches
 from metamq.spark_consumers.cluster_view import ClusterView
 from metamq.spark_consumers.fetch import FETCH_BYTES, FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges, tasks
+from metamq.spark_consumers.stream_offsets import StreamPlace
 from metamq.testing import Cluster, cluster
+from metamq.zk.partitions import TopicPartition
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
 
@@ -182,6 +185,40 @@ def test_what_is_gone_is_an_error_or_left_out(own: Cluster) -> None:
     with pytest.raises(TopicNotFound, match="deleted and made anew"):
         table([task])
     assert table([task._replace(fail_on_data_loss=False)]).num_rows == 0
+
+
+def test_damage_on_the_brokers_disk_is_raised_after_what_is_before_it(own: Cluster) -> None:
+    own.create_topic("t", partitions=1)
+    with own.producer() as producer:
+        for value in (b"before", b"flip this", b"behind"):
+            producer.send("t", value).result(20)
+    (task,) = planned(own, "t")
+    assert table([task])["value"].to_pylist() == [b"before", b"flip this", b"behind"]
+    assert own.broker.stop() == 0
+    (segment,) = (own.broker.data / "topics").glob("t@*/0/*.log")
+    stored = segment.read_bytes()
+    segment.write_bytes(stored.replace(b"flip this", b"flip that"))
+    assert segment.read_bytes() != stored
+    own.broker.start()
+    reading = fetch(task)
+    assert [header.base_offset for header, _data in next(reading)] == [0]
+    with pytest.raises(CorruptData):
+        next(reading)
+
+
+def test_a_group_with_members_is_refused(own: Cluster) -> None:
+    """Where a query publishes its progress, no consumer's own offsets may be."""
+    own.create_topic("t", partitions=1)
+    place = {TopicPartition("t", "0-0"): StreamPlace("id", 1)}
+    with ClusterView(own.zookeeper, zookeeper_root(None)) as view:
+        view.check_group("g")
+        with own.consumer(topics="t", group="g") as consumer:
+            wait_until(lambda: consumer.assignment, what="the assignment")
+            with pytest.raises(ConfigError, match="a query cannot publish its progress there"):
+                view.check_group("g")
+            with pytest.raises(ConfigError, match="a query cannot publish its progress there"):
+                view.publish("g", place)
+        view.publish("g", place)
 
 
 def test_a_reader_that_stops_early_leaves_nothing_behind(running: Cluster) -> None:

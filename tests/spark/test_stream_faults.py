@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
+from tests.spark.test_source_losses import GatedQuery
 from tests.spark.test_stream_source import Query, numbers
 
 FROZEN_BATCHES = 3
+DAEMON = ["pyspark.daemon", "pyspark.worker"]
 
 
 @pytest.fixture
@@ -82,26 +87,81 @@ def test_few_messages_wait_for_others_but_not_for_ever(spark: Any, running: Clus
         active.stop()
 
 
-def test_a_killed_worker_is_replaced_and_counts_are_exact(spark: Any, running: Cluster, tmp_path: Path) -> None:
-    """A Python worker that dies in the middle of its range: the task runs again, in another one."""
+@pytest.mark.timeout(240)
+def test_a_master_that_is_killed_and_its_slave_promoted_while_a_query_runs(
+    spark: Any, own: Cluster, tmp_path: Path
+) -> None:
+    """A batch that was planned with the dead master is read from the slave, what comes later from the new master."""
+    own.add_slave()
+    own.create_topic("t", partitions=2, replication="sync")
+    wait_until(lambda: in_sync(own), what="a slave in sync")
+    send(own, "t", numbers(0, 1000))
+    query = GatedQuery(spark, own, tmp_path / "checkpoint", subscribe="t")
+    active = query.start()
+    try:
+        wait_until(lambda: query.planned.is_set() or active.exception() is not None, 60, "a batch")
+        own.broker.kill()
+        query.gate.set()
+        wait_until(lambda: query.seen() == Counter(numbers(0, 1000)) or active.exception() is not None, 60, "the batch")
+        with own.admin() as admin:
+            admin.promote(0, 1)
+        send(own, "t", numbers(1000, 1500), keys=numbers(1000, 1500))  # to both brokers
+        wait_until(lambda: query.seen() == Counter(numbers(0, 1500)) or active.exception() is not None, 90, "the rest")
+        assert active.exception() is None, str(active.exception())
+        assert query.seen() == Counter(numbers(0, 1500))
+    finally:
+        query.gate.set()
+        active.stop()
+
+
+def in_sync(own: Cluster) -> bool:
+    with own.admin() as admin:
+        first = admin.replicas()[0]
+    return len(first.replicas) == 2 and all(one.in_sync for one in first.replicas)
+
+
+def test_killed_workers_are_replaced_and_counts_are_exact(spark: Any, running: Cluster, tmp_path: Path) -> None:
+    """kill -9 of every Python worker that has a task, while each is in the middle of its range."""
     topic = new_topic(running, 1)
-    send(running, topic, numbers(0, 50_000))
-    frame = spark.read.format("metamq").options(zookeeper=running.zookeeper, subscribe=topic).load()
-    counted = frame.select("value").mapInArrow(_dying_once(str(tmp_path / "mark")), "value binary")
-    assert Counter(bytes(row.value) for row in counted.collect()) == Counter(numbers(0, 50_000))
-    assert (tmp_path / "mark").exists()
+    send(running, topic, [number.ljust(300) for number in numbers(0, 60_000)])
+    frame = spark.read.format("metamq").options(zookeeper=running.zookeeper, subscribe=topic, minPartitions=2).load()
+    counted = frame.select("value").mapInArrow(_waiting_in_the_middle(str(tmp_path)), "value binary")
+    with ThreadPoolExecutor(1) as pool:
+        collecting = pool.submit(counted.collect)
+        try:
+            wait_until(lambda: len(list(tmp_path.glob("*.begun"))) == 2 or collecting.done(), 60, "two tasks")
+            workers = task_workers()
+            assert len(workers) == 4  # for each task one that fetches and one that maps
+            for worker in workers:
+                worker.kill()
+        finally:
+            (tmp_path / "go").touch()
+        rows = collecting.result(90)
+    assert Counter(bytes(row.value).rstrip() for row in rows) == Counter(numbers(0, 60_000))
+    assert len(list(tmp_path.glob("*.begun"))) == 4  # each task was run twice
 
 
-def _dying_once(mark: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def task_workers() -> list[psutil.Process]:
+    """The Python processes that run tasks: the children of the executor's daemon."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            parent = process.parent()
+            if parent is not None and process.cmdline()[-2:] == parent.cmdline()[-2:] == DAEMON:
+                found.append(process)
+    return found
+
+
+def _waiting_in_the_middle(place: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def each(batches: Iterator[Any]) -> Iterator[Any]:
         import os
+        import time
 
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if number == 1:
+                open(f"{place}/{os.getpid()}.begun", "w").close()
+                while not os.path.exists(f"{place}/go"):
+                    time.sleep(0.01)
             yield batch
-            try:
-                os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                continue
-            os._exit(1)
 
     return each

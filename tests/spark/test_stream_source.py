@@ -146,25 +146,6 @@ def test_a_listener_tells_how_far_a_query_is_behind(spark: Any, running: Cluster
         spark.streams.removeListener(listener)
 
 
-def test_a_topic_that_was_made_anew_ends_the_query_unless_it_may_lose_messages(
-    running: Cluster, make_query: Callable[..., Query]
-) -> None:
-    topic = new_topic(running)
-    send(running, topic, numbers(0, 10))
-    query = make_query(subscribe=topic)
-    query.run()
-    with running.admin() as admin:
-        admin.delete(topic)
-    running.create_topic(topic, partitions=2)
-    send(running, topic, numbers(100, 103))
-    with pytest.raises(Exception, match="deleted and made anew since the query read it"):
-        query.run()
-    assert query.seen() == Counter(numbers(0, 10))
-    query.options["failOnDataLoss"] = "false"
-    query.run()
-    assert query.seen() == Counter(numbers(0, 10) + numbers(100, 103))
-
-
 def test_a_wrong_option_is_told_before_anything_runs(topic: str, make_query: Callable[..., Query]) -> None:
     with pytest.raises(Exception, match=r"option 'endingOffsets' is for batch queries"):
         make_query(subscribe=topic, endingOffsets="latest").run()
