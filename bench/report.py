@@ -165,6 +165,29 @@ def _transactions(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def _spark(measured: dict[str, Any]) -> list[str]:
+    trickle = measured["trickle"]
+    lines = ["", "## Spark", ""]
+    lines.append(
+        "A session of `local[2]` with the recommended settings, all columns, written nowhere (`noop`). The ceiling is "
+        "a source in Python that yields the same RecordBatch again and again: Spark's own path from the Python worker "
+        "into the JVM. Broker, workers and JVM share the cores."
+    )
+    lines += ["", "| bytes | scan | ceiling | scan / ceiling |", "|---|---|---|---|"]
+    for row in measured["scans"]:
+        size = row["message_bytes"]
+        rates = (row["rows_per_s"], row["ceiling_rows_per_s"])
+        cells = [f"{rate / 1e6:.2f} M, {rate * size / 1e6:,.0f}" for rate in rates]
+        lines.append(f"| {size:,.0f} | {cells[0]} | {cells[1]} | {row['ratio']:.2f} |")
+    lines += ["", "Rows per second, and MB/s of values."]
+    lines += [
+        "",
+        f"20 messages/s through a streaming query, trigger of 0 seconds, from `send` to the row in `foreachBatch`: "
+        f"{trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms p99.",
+    ]
+    return lines
+
+
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Against what was promised", ""]
     lines += ["Targets in messages per second are for a loopback of 2 GB/s, and scaled by what it is here.", ""]
@@ -225,6 +248,7 @@ def main() -> None:
         ("rebalance", _rebalance),
         ("replication", _replication),
         ("transactions", _transactions),
+        ("spark", _spark),
     ):
         if part in results:
             lines += write(results[part])

@@ -1,8 +1,8 @@
 """`./dev bench`: every figure of docs/performance.md, in one run on this machine, raw limits beside them.
 
-    ./dev bench                 all of it, about ten minutes
+    ./dev bench                 all of it, about fifteen minutes
     ./dev bench --quick         one round, for a look
-    ./dev bench --only produce  a part: throughput, latency, lifecycle, rebalance, replication, transactions
+    ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
 
 Writes bench/results/latest.json, of which bench/report.py makes docs/performance.md. Figures are medians over the
 rounds; the raw limits are measured in every round, so that both see the same machine.
@@ -37,7 +37,7 @@ import transactions
 from settle import gives_memory_back
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions")
+PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
 COMPARED = (1024, 4)
 """The shape that is compared with the raw limits, which are measured right before it."""
 ENOUGH_FSYNCS = 1250
@@ -124,6 +124,13 @@ def run_transactions(rounds: int) -> dict[str, Any]:
     return transactions.measure(rounds, say)
 
 
+def run_spark(rounds: int) -> dict[str, Any]:
+    """Spark's scan and its latency. It needs pyspark, which the other parts do not."""
+    import spark
+
+    return spark.measure(rounds, say)
+
+
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """(what, figure, target, reached) for the ratios that the project promises itself."""
     found: list[tuple[str, float, float, bool]] = []
@@ -178,6 +185,11 @@ def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
         at_most("an open branch with a million messages, MB", measured["open_branch"]["mb"], 50)
         at_most("recovery of a journal of 1 GB, s", measured["recovery"]["s"], 10)
         at_least("send_many with / without open branches", measured["beside"]["ratio"], 0.95)
+    if "spark" in results:
+        measured = results["spark"]
+        for row, target in zip(measured["scans"], (0.70, 0.50), strict=True):
+            at_least(f"Spark's scan / its ceiling, {row['message_bytes']:.0f} B", row["ratio"], target)
+        at_most("Spark, a trickle end to end p50, ms", measured["trickle"]["p50_ms"], 100)
     return found
 
 
@@ -215,6 +227,7 @@ def main() -> int:
         "rebalance": run_rebalance,
         "replication": run_replication,
         "transactions": run_transactions,
+        "spark": run_spark,
     }
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds

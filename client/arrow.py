@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -50,10 +51,12 @@ def _values(decoded: Columns, _header: BatchHeader) -> pa.Array:
 
 
 def _timestamps(decoded: Columns, header: BatchHeader) -> pa.Array:
-    if decoded.timestamps is None:
-        return pa.repeat(pa.scalar(header.base_timestamp_us, SCHEMA.field("timestamp").type), decoded.count)
-    buffers = [None, pa.py_buffer(decoded.timestamps)]
-    return pa.Array.from_buffers(SCHEMA.field("timestamp").type, decoded.count, buffers)
+    data: memoryview | bytes
+    if decoded.timestamps is None:  # bytes repeat themselves at four times the speed of pa.repeat()
+        data = header.base_timestamp_us.to_bytes(8, sys.byteorder, signed=True) * decoded.count
+    else:
+        data = decoded.timestamps
+    return pa.Array.from_buffers(SCHEMA.field("timestamp").type, decoded.count, [None, pa.py_buffer(data)])
 
 
 def _headers_or_nulls(decoded: Columns, _header: BatchHeader) -> pa.Array:

@@ -66,8 +66,14 @@ class ArrowBatches:
 
 
 def _constant(value: object) -> Maker:
+    """The same value in every row: one array for all batches, of which each has a part."""
+    whole: pa.Array | None = None
+
     def make(decoded: Columns, _header: BatchHeader, kind: pa.DataType) -> pa.Array:
-        return pa.repeat(pa.scalar(value, kind), decoded.count)
+        nonlocal whole
+        if whole is None or len(whole) < decoded.count:
+            whole = pa.repeat(pa.scalar(value, kind), decoded.count)
+        return whole.slice(0, decoded.count)
 
     return make
 

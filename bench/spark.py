@@ -1,0 +1,176 @@
+"""Spark beside its own limits: a scan against the ceiling of Spark's path from Python, and the latency of a trickle.
+
+One session of `local[2]` with the recommended settings, one broker. What is compared runs in turns within a round, each
+first as often as second; each has run before it counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import latency
+from flushed import until_flushed
+from settle import settle
+
+from metamq import Producer
+from metamq.spark_consumers import session
+from metamq.testing import Cluster, cluster
+
+Say = Callable[[str], None]
+
+HERE = Path(__file__).parent
+BYTES = {100: 1_000_000_000, 1024: 2 * 1024**3}
+"""How much a scan reads, by message size: enough for two seconds."""
+PARTITIONS = 4
+BATCH_BYTES = 1024 * 1024
+"""Of the ceiling's Arrow batches: beyond a thousand rows it makes no difference."""
+WARM_UPS = 2
+TRICKLE = 20
+"""Messages a second."""
+TRICKLE_S, TRICKLE_WARM_UP_S = 20.0, 6.0
+_STAMP = struct.Struct("<q")
+
+
+@contextmanager
+def sparked(folder: str) -> Iterator[Any]:
+    """A session of two cores."""
+    # The workers import the ceiling's module.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": "2g",
+        "spark.local.dir": folder,
+        "spark.sql.warehouse.dir": f"{folder}/tables",
+    }
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+    spark = session("bench", "local[2]", conf)
+    spark.sparkContext.setLogLevel("ERROR")
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def seconds_of(frame: Any) -> float:
+    """Until Spark has had every row of it."""
+    began = time.perf_counter()
+    frame.write.format("noop").mode("overwrite").save()
+    return time.perf_counter() - began
+
+
+def fill(running: Cluster, topic: str, size: int) -> int:
+    """Makes the topic, and the messages in it; how many."""
+    running.create_topic(topic, partitions=PARTITIONS)
+    count = BYTES[size] // size
+    settle(BYTES[size])
+    with running.producer() as producer:
+        values = [os.urandom(size)] * (count // 10)
+        for _ in range(10):
+            producer.send_many(topic, values).result()
+    until_flushed(running.broker)
+    return len(values) * 10
+
+
+def scans(running: Cluster, spark: Any, size: int, rounds: int, say: Say) -> dict[str, float]:
+    """Rows per second of a scan with all columns, and of the ceiling."""
+    topic = f"scan-{size}"
+    count = fill(running, topic, size)
+    source = {"zookeeper": running.zookeeper, "subscribe": topic}
+    ceiling = {"tasks": PARTITIONS, "rows": count // PARTITIONS, "batch": BATCH_BYTES // size, "bytes": size}
+
+    def ours() -> float:
+        return count / seconds_of(spark.read.format("metamq").options(**source).load())
+
+    def limit() -> float:
+        return ceiling["rows"] * PARTITIONS / seconds_of(spark.read.format("ceiling").options(**ceiling).load())
+
+    assert spark.read.format("metamq").options(**source).load().count() == count
+    for _ in range(WARM_UPS):
+        ours()
+        limit()
+    measured = []
+    for _ in range(rounds):
+        pairs = [(ours(), limit())]
+        reverse = (limit(), ours())
+        pairs.append(reverse[::-1])
+        for rate, most in pairs:
+            measured.append({"rows_per_s": rate, "ceiling_rows_per_s": most, "ratio": rate / most})
+        rate, most = (statistics.mean(column) for column in zip(*pairs, strict=True))
+        say(f"scan {size} B: {rate / 1e6:.2f} M rows/s, ceiling {most / 1e6:.2f} M rows/s, {rate / most:.2f}")
+    with running.admin() as admin:
+        admin.delete(topic)
+    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    return {"message_bytes": float(size), **found}
+
+
+def trickle(running: Cluster, spark: Any, folder: str) -> dict[str, float]:
+    """From `send` in another process until the row is in a streaming query's foreachBatch."""
+    topic = f"trickle-{time.monotonic_ns()}"
+    running.create_topic(topic, partitions=1)
+    samples: list[tuple[int, float]] = []
+    lock = threading.Lock()
+
+    def take(frame: Any, _batch: int) -> None:
+        rows = frame.collect()
+        now = time.monotonic_ns()
+        with lock:
+            samples.extend((sent := _STAMP.unpack_from(row.value)[0], (now - sent) / 1e9) for row in rows)
+
+    options = {"zookeeper": running.zookeeper, "subscribe": topic, "startingOffsets": "earliest"}
+    stream = spark.readStream.format("metamq").options(**options).load().writeStream.foreachBatch(take)
+    query = stream.option("checkpointLocation", f"{folder}/{topic}").trigger(processingTime="0 seconds").start()
+    try:
+        count = int((TRICKLE_WARM_UP_S + TRICKLE_S) * TRICKLE)
+        subprocess.run([sys.executable, __file__, running.zookeeper, topic, str(count)], check=True)
+        deadline = time.monotonic() + 60
+        while len(samples) < count:
+            assert time.monotonic() < deadline, f"{len(samples)} of {count} messages came"
+            assert query.isActive, query.exception()
+            time.sleep(0.05)
+    finally:
+        query.stop()
+    steady = sorted(samples)[int(TRICKLE_WARM_UP_S * TRICKLE) :]
+    return latency.percentiles([seconds for _sent, seconds in steady])
+
+
+def _send(zookeeper: str, topic: str, count: int) -> None:
+    with Producer[bytes](zookeeper) as producer:
+        due = time.monotonic()
+        for _ in range(count):
+            producer.send(topic, _STAMP.pack(time.monotonic_ns()) + bytes(92)).result()
+            due += 1 / TRICKLE
+            time.sleep(max(due - time.monotonic(), 0))
+
+
+def measure(rounds: int, say: Say) -> dict[str, Any]:
+    """All of it."""
+    from spark_ceiling import CeilingSource
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        cluster(folder=Path(folder) / "cluster") as running,
+        sparked(folder) as spark,
+    ):
+        spark.dataSource.register(CeilingSource)
+        found: dict[str, Any] = {"scans": [scans(running, spark, size, rounds, say) for size in BYTES]}
+        measured = [trickle(running, spark, folder) for _ in range(min(rounds, 3))]
+        found["trickle"] = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+        say("trickle: " + ", ".join(f"{name} {value:.0f}" for name, value in found["trickle"].items()))
+    return found
+
+
+if __name__ == "__main__":
+    _send(sys.argv[1], sys.argv[2], int(sys.argv[3]))
