@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    DataSourceWriter,
+    Filter,
+    InputPartition,
+)
 
 from metamq.spark_consumers.columns import check_columns, full_schema
 from metamq.spark_consumers.partitions import RangePartition, read_partition
@@ -17,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DefaultSource(DataSource):
-    """`spark.read.format("metamq")`, and `readStream`."""
+    """`spark.read.format("metamq")`, and `readStream`, `write`, `writeStream`."""
 
     @classmethod
     def name(cls) -> str:
@@ -53,6 +61,18 @@ class DefaultSource(DataSource):
         options = parse_options(self.options, streaming=True)
         _check(schema)
         return StreamReader(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """For a batch query that writes. Raises ConfigError for a wrong option or column."""
+        from metamq.spark_consumers.sink import BatchWriter, sink_options
+
+        return BatchWriter(sink_options(self.options, schema, overwrite, streaming=False))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        """For a streaming query that writes. Raises ConfigError for a wrong option or column."""
+        from metamq.spark_consumers.sink import StreamWriter, sink_options
+
+        return StreamWriter(sink_options(self.options, schema, overwrite, streaming=True))
 
 
 def _check(schema: StructType) -> None:

@@ -87,7 +87,7 @@ class SourceOptions:
 def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     """The options of a batch or of a streaming query. Raises ConfigError, which names the option and the next step."""
     allowed = (*BOTH, *(STREAM if streaming else BATCH))
-    texts = _Texts(given, allowed, streaming)
+    texts = Texts(given, allowed, streaming)
     strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
     return SourceOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
@@ -125,14 +125,20 @@ def check_options(given: Mapping[str, str]) -> None:
 def wants_headers(given: Mapping[str, str]) -> bool:
     """Whether there is a column of headers; asked for before it is known what kind of query it is."""
     text = next((text for name, text in given.items() if name.lower() == "includeheaders"), "false")
-    return _Texts({"includeHeaders": text}, BOTH, False).flag("includeHeaders", False)
+    return Texts({"includeHeaders": text}, BOTH, False).flag("includeHeaders", False)
 
 
-class _Texts:
+class Texts:
     """The options as texts, by their proper names."""
 
-    def __init__(self, given: Mapping[str, str], allowed: tuple[str, ...], streaming: bool) -> None:
-        names = {name.lower(): name for name in (*BOTH, *BATCH, *STREAM)}
+    def __init__(
+        self,
+        given: Mapping[str, str],
+        allowed: tuple[str, ...],
+        streaming: bool,
+        known: tuple[str, ...] = (*BOTH, *BATCH, *STREAM),
+    ) -> None:
+        names = {name.lower(): name for name in known}
         self._texts: dict[str, str] = {}
         for key, text in given.items():
             name = names.get(key.lower())
@@ -150,15 +156,19 @@ class _Texts:
             self._texts[name] = str(text)
 
     def get(self, name: str) -> str | None:
+        """What was given, None for nothing."""
         return self._texts.get(name)
 
     def first_of(self, *names: str) -> tuple[str, str] | None:
+        """(name, text) of the first that was given."""
         return next(((name, self._texts[name]) for name in names if name in self._texts), None)
 
     def present(self, names: tuple[str, ...]) -> list[str]:
+        """Those that were given."""
         return [name for name in names if name in self._texts]
 
     def whole(self, name: str) -> int | None:
+        """A whole number, 1 or more. Raises ConfigError, as the next ones."""
         text = self._texts.get(name)
         if text is None:
             return None
@@ -167,15 +177,18 @@ class _Texts:
         return int(text)
 
     def flag(self, name: str, default: bool) -> bool:
+        """ "true" or "false"."""
         return self.choice(name, ("true", "false"), str(default).lower()) == "true"
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
+        """One of some, in lower case."""
         text = self._texts.get(name, default)
         if text.strip().lower() not in choices:
             raise ConfigError(f"option {name!r} is {text!r}", hint=f"Choose {' or '.join(map(repr, choices))}.")
         return text.strip().lower()
 
     def seconds(self, name: str, default: float) -> float:
+        """A time with its unit."""
         text = self._texts.get(name)
         if text is None:
             return default
@@ -185,7 +198,7 @@ class _Texts:
         return float(match.group(1)) * _UNITS_S[match.group(2)]
 
 
-def _subscription(texts: _Texts) -> Subscription:
+def _subscription(texts: Texts) -> Subscription:
     present = texts.present(SUBSCRIPTIONS)
     if len(present) != 1:
         what = f"the options {' and '.join(map(repr, present))} are given" if present else "nothing is subscribed to"
@@ -217,7 +230,7 @@ def _subscription(texts: _Texts) -> Subscription:
     return Subscription(partitions=tuple(dict.fromkeys(partitions)))
 
 
-def _starting(texts: _Texts, streaming: bool) -> Boundary:
+def _starting(texts: Texts, streaming: bool) -> Boundary:
     found = texts.first_of("startingTimestamp", "startingOffsetsByTimestamp", "startingOffsets")
     if found is None:
         return Boundary("startingOffsets", LATEST if streaming else EARLIEST)
@@ -227,7 +240,7 @@ def _starting(texts: _Texts, streaming: bool) -> Boundary:
     return time_boundary(name, text) if name == "startingTimestamp" else times_boundary(name, text)
 
 
-def _ending(texts: _Texts) -> Boundary:
+def _ending(texts: Texts) -> Boundary:
     found = texts.first_of("endingTimestamp", "endingOffsetsByTimestamp", "endingOffsets")
     if found is None:
         return Boundary("endingOffsets", LATEST)
@@ -237,7 +250,7 @@ def _ending(texts: _Texts) -> Boundary:
     return time_boundary(name, text) if name == "endingTimestamp" else times_boundary(name, text)
 
 
-def _min_offsets(texts: _Texts) -> int | None:
+def _min_offsets(texts: Texts) -> int | None:
     least, most = texts.whole("minOffsetsPerTrigger"), texts.whole("maxOffsetsPerTrigger")
     if least is not None and most is not None and least > most:
         problem = f"option 'minOffsetsPerTrigger' is {least:,}, more than 'maxOffsetsPerTrigger', {most:,}"
@@ -245,7 +258,7 @@ def _min_offsets(texts: _Texts) -> int | None:
     return least
 
 
-def _group(texts: _Texts) -> str | None:
+def _group(texts: Texts) -> str | None:
     name = texts.get("groupId")
     if name is not None:
         try:

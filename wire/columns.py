@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate
 from operator import sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -74,9 +74,17 @@ def encode(
     if headers is not None:
         flags |= layout.HAS_HEADERS
         size += _add_binary(parts, [msgpack.packb(dict(h)) if h else b"" for h in headers])
-    if size > BATCH_BYTES_MAX:
-        raise MessageTooLarge("batch", size, BATCH_BYTES_MAX)
-    body_size = size
+    return _sealed(
+        parts, codec=codec, flags=flags, count=count, producer_id=producer_id, sequence=sequence, plain_size=size,
+        base_timestamp_us=base_timestamp_us, max_timestamp_us=max_timestamp_us,
+    )  # fmt: skip
+
+
+def _sealed(parts: list[Buffer], *, codec: Codec, plain_size: int, **fields: int) -> bytearray:
+    """The batch of a header's place and a body in parts of `plain_size` together. Raises MessageTooLarge."""
+    if plain_size > BATCH_BYTES_MAX:
+        raise MessageTooLarge("batch", plain_size, BATCH_BYTES_MAX)
+    body_size = plain_size
     if codec is not Codec.NONE:
         body = compress(codec, b"".join(parts[1:]))
         body_size = len(body)
@@ -85,11 +93,65 @@ def encode(
     if whole_size > BATCH_BYTES_MAX:
         raise MessageTooLarge("batch", whole_size, BATCH_BYTES_MAX)
     batch = bytearray().join(parts)
-    layout.seal(
-        batch, codec=codec, flags=flags, count=count, producer_id=producer_id, sequence=sequence, plain_size=size,
-        base_timestamp_us=base_timestamp_us, max_timestamp_us=max_timestamp_us, body_size=body_size,
-    )  # fmt: skip
+    layout.seal(batch, codec=codec, plain_size=plain_size, body_size=body_size, **fields)
     return batch
+
+
+class ReadyColumn(NamedTuple):
+    """A binary column as it is to lie in the body: Arrow's buffers, each of exactly the bytes that belong to it."""
+
+    offsets: Buffer
+    """int32, one more than messages; the first is 0."""
+    data: Buffer
+    validity: Buffer | None = None
+    """A bit a message, for keys of which some are null."""
+
+
+class ReadyColumns(NamedTuple):
+    """Messages whose columns somebody has made already, as Arrow has: no work a message is left."""
+
+    messages: int
+    values: ReadyColumn
+    keys: ReadyColumn | None = None
+    headers: ReadyColumn | None = None
+    """Each entry a msgpack map, empty for none."""
+
+    def encode(
+        self,
+        *,
+        base_timestamp_us: int,
+        codec: Codec = Codec.NONE,
+        producer_id: int = layout.NO_PRODUCER,
+        sequence: int = 0,
+    ) -> bytearray:
+        """A whole batch, as encode() makes it of lists. Raises MessageTooLarge, and ValueError as that."""
+        if not 0 < self.messages <= BATCH_COUNT_MAX:
+            raise ValueError(f"a batch of {self.messages} messages, allowed are 1 to {BATCH_COUNT_MAX}")
+        parts: list[Buffer] = [_EMPTY_HEADER]
+        flags = 0
+        size = self._add(parts, self.values)
+        if self.keys is not None:
+            flags |= layout.HAS_KEYS | (layout.HAS_NULL_KEYS if self.keys.validity is not None else 0)
+            size += self._add(parts, self.keys)
+        if self.headers is not None:
+            flags |= layout.HAS_HEADERS
+            size += self._add(parts, self.headers)
+        return _sealed(
+            parts, codec=codec, flags=flags, count=self.messages, producer_id=producer_id, sequence=sequence,
+            plain_size=size, base_timestamp_us=base_timestamp_us, max_timestamp_us=base_timestamp_us,
+        )  # fmt: skip
+
+    def _add(self, parts: list[Buffer], column: ReadyColumn) -> int:
+        size = 0
+        expected = 4 * (self.messages + 1)
+        if memoryview(column.offsets).nbytes != expected:
+            raise ValueError(f"a column has offsets of {memoryview(column.offsets).nbytes} bytes, not {expected}")
+        for part in (column.validity, column.offsets, column.data):
+            if part is not None:
+                part_size = memoryview(part).nbytes
+                parts += [part, _PADS[padded(part_size) - part_size]]
+                size += padded(part_size)
+        return size
 
 
 def _add_binary(parts: list[Buffer], column: Sequence[Buffer]) -> int:

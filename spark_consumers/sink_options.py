@@ -1,0 +1,102 @@
+"""The options and columns of a query that writes, checked in the driver before any task starts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.errors import ConfigError, MetamqError
+from metamq.spark_consumers.options import Texts
+from metamq.wire.compression import Codec, codec_named
+from metamq.zk.names import check_topic
+
+OPTIONS = ("topic", "delivery", "zookeeper", "root", "compression", "deliveryTimeoutMs")
+TEXT_OR_BYTES = ("string", "binary")
+HEADERS = "array<struct<key:string,value:binary>>"
+TYPES: dict[str, tuple[str, ...]] = {
+    "value": TEXT_OR_BYTES,
+    "key": TEXT_OR_BYTES,
+    "headers": (HEADERS,),
+    "topic": ("string",),
+    "partition": ("string",),
+}
+"""Spark's types that each column may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """What the user asked for."""
+
+    zookeeper: str
+    root: str
+    topic: str | None
+    """None: the column `topic` says it."""
+    delivery: Literal["at_least_once"]
+    codec: Codec
+    delivery_timeout_s: float
+
+
+def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
+    """The options of a query that writes. Raises ConfigError, which names the option and the next step."""
+    texts = Texts(given, OPTIONS, streaming, OPTIONS)
+    texts.choice("delivery", ("at_least_once",), "at_least_once")
+    return SinkOptions(
+        zookeeper=zookeeper_servers(texts.get("zookeeper")),
+        root=zookeeper_root(texts.get("root")),
+        topic=_topic(texts),
+        delivery="at_least_once",
+        codec=_codec(texts),
+        delivery_timeout_s=(texts.whole("deliveryTimeoutMs") or 120_000) / 1000,
+    )
+
+
+def _topic(texts: Texts) -> str | None:
+    topic = texts.get("topic")
+    if topic is not None:
+        try:
+            check_topic(topic)
+        except MetamqError as error:
+            raise ConfigError(f"option 'topic': {error.problem}", hint=error.hint) from None
+    return topic
+
+
+def _codec(texts: Texts) -> Codec:
+    name = texts.choice("compression", ("none", "lz4", "zstd"), "none")
+    try:
+        return codec_named(None if name == "none" else name)
+    except ConfigError as error:
+        raise ConfigError(f"option 'compression': {error.problem}", hint=error.hint) from None
+
+
+def check_sink_columns(columns: Sequence[tuple[str, str]], topic: str | None) -> None:
+    """Given (name, type) of each. Raises ConfigError, which names the column and the next step."""
+    names = [name for name, _kind in columns]
+    for name, kind in columns:
+        allowed = TYPES.get(name)
+        if allowed is None:
+            raise ConfigError(
+                f"the query has a column {name!r}, which a message does not",
+                hint=f"Select what is to be written, under these names: {', '.join(TYPES)}.",
+            )
+        if kind.replace(" ", "").lower() not in allowed:
+            raise ConfigError(f"the column {name!r} is of type {kind}", hint=_how_to_cast(name, allowed))
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"the query has the column {name!r} twice", hint="Name each once.")
+    if "value" not in names:
+        hint = "Name what is to be written so, as with select(to_json(struct('*')).alias('value'))."
+        raise ConfigError("the query has no column 'value'", hint=hint)
+    if topic is None and "topic" not in names:
+        raise ConfigError(
+            "nothing says to which topic", hint="Give the option 'topic', or a column 'topic' with one for each row."
+        )
+
+
+def _how_to_cast(name: str, allowed: tuple[str, ...]) -> str:
+    if name == "partition":
+        return "It has to be a string, as in '0-3': broker id and index, as everywhere in metamq."
+    if len(allowed) > 1:
+        return f"It has to be {' or '.join(allowed)}: use cast({name} as string), or to_json(…)."
+    return f"It has to be {allowed[0]}."

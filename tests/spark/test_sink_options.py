@@ -1,0 +1,50 @@
+"""What is wrong with a query that writes is told in the driver, with its name and the next step."""
+
+from __future__ import annotations
+
+import pytest
+
+from metamq.errors import ConfigError
+from metamq.spark_consumers.sink_options import HEADERS, check_sink_columns, parse_sink_options
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"subscribe": "t"}, "unknown option 'subscribe'"),
+        ({"topc": "t"}, "unknown option 'topc'.*topic"),
+        ({"topic": "a b"}, "option 'topic'"),
+        ({"delivery": "exactly-once"}, "option 'delivery' is 'exactly-once'.*at_least_once"),
+        ({"compression": "gzip"}, "option 'compression' is 'gzip'"),
+        ({"deliveryTimeoutMs": "0"}, "option 'deliveryTimeoutMs' is '0'"),
+        ({"kafka.bootstrap.servers": "x"}, "it is Kafka's"),
+    ],
+)
+def test_a_wrong_option(given: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_sink_options(given, streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "topic", "said"),
+    [
+        ([("key", "binary")], "t", "no column 'value'"),
+        ([("value", "bigint")], "t", r"'value' is of type bigint. .*cast\(value as string\)"),
+        ([("value", "string"), ("partition", "int")], "t", "'partition' is of type int. .*'0-3'"),
+        ([("value", "string"), ("headers", "map<string,binary>")], "t", "'headers' is of type map"),
+        ([("value", "string"), ("offset", "bigint")], "t", "a column 'offset'"),
+        ([("value", "string"), ("value", "string")], "t", "the column 'value' twice"),
+        ([("value", "string")], None, "nothing says to which topic"),
+    ],
+)
+def test_a_wrong_column(columns: list[tuple[str, str]], topic: str | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_sink_columns(columns, topic)
+
+
+def test_right_ones() -> None:
+    check_sink_columns([("value", "string")], "t")
+    every = [("key", "binary"), ("value", "binary"), ("topic", "string"), ("partition", "string"), ("headers", HEADERS)]
+    check_sink_columns(every, None)
+    options = parse_sink_options({"Topic": "t", "checkpointlocation": "x", "path": "y"}, streaming=True)
+    assert (options.topic, options.delivery) == ("t", "at_least_once")
