@@ -295,8 +295,8 @@ class TransactionalCommandProcessor:
         return True
 
     def _begin_at_once(self, term: Term, work: Work) -> bool:
-        """START, SEND and END at once where they come together; END is left to be taken off. False, and nothing is done,
-        when one of them would be refused."""
+        """START, SEND and END at once where they come together; END is left to be taken off. False, and nothing is
+        done, when one of them would be refused."""
         if work.header.verbs[:3] != BEGINNING or (step := term.store.begin(work.asked, time.monotonic())) is None:
             return False
         assert isinstance(step.record, Add)

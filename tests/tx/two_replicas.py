@@ -12,6 +12,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from metamq.broker.log import PartitionLog
 from metamq.broker.partition import Partition
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
@@ -352,7 +353,7 @@ def _agreement(partition: Partition, source: Partition, is_masters: bool) -> int
     removed was the other's, too."""
     log, other = partition.log, source.log
     begin = position = max(log.start_position, other.start_position)
-    if position > min(log.end_position, other.end_position):
+    if position > min(log.end_position, other.end_position) or _offset_at(log, position) != _offset_at(other, position):
         return None
     while position < min(log.end_position, other.end_position):
         try:
@@ -364,6 +365,17 @@ def _agreement(partition: Partition, source: Partition, is_masters: bool) -> int
             break
         position += header.size
     return position if position > begin or not begin or is_masters else None
+
+
+def _offset_at(log: PartitionLog, position: int) -> int | None:
+    """The offset that goes with a byte; None: no batch begins there."""
+    if position == log.end_position:
+        return log.end_offset
+    try:
+        _at, header = next(iter(walk(log.read_position(position, 1).data)))
+    except CorruptData:
+        return None
+    return header.base_offset
 
 
 def random_life(pair: Pair, steps: int) -> None:
