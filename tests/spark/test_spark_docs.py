@@ -1,0 +1,41 @@
+"""The Python snippets of docs/spark.md run as printed, one after the other, in one session."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.testing import Cluster
+from tests.spark.conftest import send
+
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "spark.md"
+SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.timeout(240)
+def test_the_snippets_of_spark_run_as_printed(
+    spark: Any, running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
+    running.create_topic("flights", partitions=2)
+    send(running, "flights", [b"EWR to IAH"])
+    found = SNIPPET.findall(DOCUMENT.read_text())
+    assert len(found) >= 3
+    names: dict[str, Any] = {}
+    try:
+        for snippet in found:
+            # Relative paths would be below the JVM's working folder.
+            here = re.sub(r'"(out|checkpoint)"', lambda name: repr(str(tmp_path / name[1])), snippet)
+            exec(compile(here, str(DOCUMENT), "exec"), names)
+        for query in spark.streams.active:
+            query.processAllAvailable()
+    finally:
+        for query in spark.streams.active:
+            query.stop()
+        spark.sql("DROP TABLE IF EXISTS flights")
+        if "lag" in names:
+            spark.streams.removeListener(names["lag"])
+    assert "EWR to IAH" in capfd.readouterr().out
