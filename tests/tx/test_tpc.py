@@ -220,7 +220,7 @@ def test_a_prepare_that_fails_is_rolled_back(shop: Shop, producer: Producer[byte
 def test_recovery_is_complete_or_fails(shop: Shop, producer: Producer[bytes], topic: str) -> None:
     xid = begun(producer, topic)
     producer.tpc_prepare()
-    producer._left()
+    producer._abandon()
     second = shop.cluster.brokers[1]
     second.kill()
     try:
@@ -264,7 +264,7 @@ def test_asyncio(shop: Shop, topic: str) -> None:
                 if ends == "rollback":
                     await producer.tpc_rollback()
                 elif ends == "left":
-                    producer._left()
+                    producer._abandon()
                     assert xid in await producer.tpc_recover()
                     await producer.tpc_rollback(xid)
                 else:

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from metamq.client.checks import check_seconds, wrong_type
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MetamqError, OutcomeUnknown, RolledBack
-from metamq.tx.app.decision_log import DecisionLog
+from metamq.tx.app.decision_log import DecisionLog, LogEnded
+from metamq.tx.app.transactional import TransactionalFace
 from metamq.wire.xa import FORMAT_ID, XACode, Xid
 
 log = logging.getLogger("metamq.tx")
@@ -136,12 +137,12 @@ class Coordinator:
         self._undecided: set[str] = set()
         """Of which nobody knows whether they are in the log: only who opens it again finds out."""
         self._recovering = threading.Lock()
-        self._left = threading.Event()
+        self._unfinished = threading.Event()
         """Something may be prepared that no thread works at."""
         self._closed = threading.Event()
         self._every_s = recover_every_s
         self._log = DecisionLog(Path(folder))
-        self._left.set()
+        self._unfinished.set()
         self.recover()
         self._thread = threading.Thread(target=self._keep_recovering, name="metamq-coordinator", daemon=True)
         self._thread.start()
@@ -152,11 +153,13 @@ class Coordinator:
     def begin(self) -> Iterator[CoordinatedTransaction]:
         """Commits at the end of the block, or rolls back when it raises.
 
+        Entering raises StorageError once the log has failed: begin again with a new Coordinator on the same folder.
         Leaving raises what a resource raised when it could not prepare: then nothing has happened, anywhere.
         OutcomeUnknown: all of it happens, or nothing, once it is known. What could not be told to a resource after the
         decision is not raised: it is logged, and told later.
         """
         self._check_open()
+        self._log.check()
         gtrid = f"co-{self._log.identity}-{secrets.token_hex(12)}"
         tx = CoordinatedTransaction(self, gtrid)
         self._running.add(gtrid)
@@ -168,7 +171,7 @@ class Coordinator:
                 raise
             self._commit(tx)
         except BaseException:
-            self._left.set()
+            self._unfinished.set()
             raise
         finally:
             for part in tx._parts.values():
@@ -209,24 +212,28 @@ class Coordinator:
             self._commit_alone(tx, parts[0])
             return
         try:
+            self._log.check()
             prepared = [part for part in parts if part.prepare()]
         except BaseException:
             self._roll_back(tx)
             raise
         if prepared:
-            self._decide(tx.gtrid, tuple(part.name for part in prepared))
+            self._decide(tx, tuple(part.name for part in prepared))
         self._tell(tx.gtrid, parts)
 
-    def _decide(self, gtrid: str, names: tuple[str, ...]) -> None:
+    def _decide(self, tx: CoordinatedTransaction, names: tuple[str, ...]) -> None:
         try:
-            self._log.commit(gtrid, names)
+            self._log.commit(tx.gtrid, names)
+        except LogEnded:  # by another one's decision, or close(): nothing of this one is in it
+            self._roll_back(tx)
+            raise
         except BaseException as error:
             # It may be on the disk, or not: this process leaves it alone from here on.
-            self._undecided.add(gtrid)
+            self._undecided.add(tx.gtrid)
             if not isinstance(error, MetamqError):
                 raise
             raise OutcomeUnknown(
-                _named(gtrid), XACode.RMFAIL, f"the decision could not be written down: {error.problem}",
+                _named(tx.gtrid), XACode.RMFAIL, f"the decision could not be written down: {error.problem}",
                 hint="Begin again with a new Coordinator on the same folder: it finds out, and ends it.",
             ) from error  # fmt: skip
 
@@ -249,7 +256,7 @@ class Coordinator:
                 done = False
                 log.warning("transaction %s is decided; %r is told later: %s", _named(gtrid), part.name, error)
         if not done:
-            self._left.set()
+            self._unfinished.set()
             return
         try:
             self._log.ended(gtrid)
@@ -257,7 +264,7 @@ class Coordinator:
             log.warning(
                 "transaction %s is committed everywhere, and its log could not say so: %s", _named(gtrid), error
             )
-            self._left.set()
+            self._unfinished.set()
 
     def _roll_back(self, tx: CoordinatedTransaction) -> None:
         for part in tx._parts.values():
@@ -266,14 +273,13 @@ class Coordinator:
                 part.ended = True
             except Exception as error:
                 log.info("transaction %s: %r is rolled back later: %s", _named(tx.gtrid), part.name, error)
-                self._left.set()
+                self._unfinished.set()
 
     def _abandon(self, part: _Part) -> None:
         """A Producer goes on without what it could not end, or was not told of, as after Ctrl-C; a connection is closed
         with the block."""
-        leave = getattr(part.connection, "_left", None)
-        if not part.ended and not part.is_own and callable(leave):
-            leave()
+        if not part.ended and isinstance(part.connection, TransactionalFace):
+            part.connection._abandon()
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
@@ -282,29 +288,37 @@ class Coordinator:
         resource raises: `left` names it, and the log has the reason."""
         self._check_open()
         with self._recovering:
-            self._log.check()
-            self._left.clear()
-            # Before the resources are asked: what is decided, or left, later, they may not show as it will be.
-            busy = self._running | self._undecided
-            decided = {gtrid: names for gtrid, names in list(self._log.open.items()) if gtrid not in busy}
-            committed = rolled_back = 0
-            clean: set[str] = set()
-            for name in self._resources:
-                try:
-                    commits, rollbacks = self._recover_at(name)
-                except Exception as error:
-                    log.warning("resource %r cannot be recovered now: %s", name, error)
-                    continue
-                clean.add(name)
-                committed += commits
-                rolled_back += rollbacks
-            for gtrid, names in decided.items():
-                if clean.issuperset(names):
-                    self._log.ended(gtrid)
-            left = tuple(name for name in self._resources if name not in clean)
-            if left:
-                self._left.set()
-            return Settled(committed, rolled_back, left)
+            try:
+                return self._recover()
+            finally:
+                if self._closed.is_set():  # close() did not wait for so long
+                    self._log.close()
+
+    def _recover(self) -> Settled:
+        self._log.check()
+        self._unfinished.clear()
+        # Before the resources are asked: what is decided, or left, later, they may not show as it will be.
+        busy = self._running | self._undecided
+        decided = {gtrid: names for gtrid, names in list(self._log.open.items()) if gtrid not in busy}
+        committed = rolled_back = 0
+        clean: set[str] = set()
+        for name in self._resources:
+            self._check_open()
+            try:
+                commits, rollbacks = self._recover_at(name)
+            except Exception as error:
+                log.warning("resource %r cannot be recovered now: %s", name, error)
+                continue
+            clean.add(name)
+            committed += commits
+            rolled_back += rollbacks
+        for gtrid, names in decided.items():
+            if clean.issuperset(names):
+                self._log.ended(gtrid)
+        left = tuple(name for name in self._resources if name not in clean)
+        if left:
+            self._unfinished.set()
+        return Settled(committed, rolled_back, left)
 
     def _recover_at(self, name: str) -> tuple[int, int]:
         """Ends what is prepared at a resource. Raises whatever it raises."""
@@ -320,6 +334,7 @@ class Coordinator:
                     continue
                 if gtrid in self._running or gtrid in self._undecided:
                     continue
+                self._check_open()  # the folder may be another Coordinator's soon, and with it what is prepared
                 commits = gtrid in self._log.open
                 getattr(connection, "rollback", lambda: None)()  # psycopg's tpc_recover() leaves a transaction open
                 (connection.tpc_commit if commits else connection.tpc_rollback)(xid)
@@ -332,13 +347,13 @@ class Coordinator:
 
     def _keep_recovering(self) -> None:
         while not self._closed.wait(self._every_s):
-            if self._left.is_set():
+            if self._unfinished.is_set():
                 try:
                     self.recover()
                 except MetamqError as error:
                     if not self._closed.is_set():
                         log.warning("recovery is to be tried again: %s", error)
-                        self._left.set()
+                        self._unfinished.set()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -347,11 +362,20 @@ class Coordinator:
             raise ClosedError("Coordinator", hint="Make a new one.")
 
     def close(self) -> None:
-        """Ends recovery and lets go of the folder; may be repeated. The resources are the caller's."""
+        """Ends recovery and lets go of the folder; may be repeated. The resources are the caller's.
+
+        While one of them does not answer to a recovery that is under way, the folder stays in use until it does.
+        """
         if not self._closed.is_set():
             self._closed.set()
+            if not self._recovering.acquire(timeout=CLOSE_S):
+                log.warning("a resource does not answer: the folder of the decision log is in use until it does")
+                return
+            try:
+                self._log.close()
+            finally:
+                self._recovering.release()
             self._thread.join(CLOSE_S)
-            self._log.close()
 
     def __enter__(self) -> Self:
         return self

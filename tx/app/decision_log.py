@@ -29,7 +29,7 @@ from typing import Any
 import msgpack
 from crc32c import crc32c
 
-from metamq.errors import ConfigError, CorruptData, StorageError
+from metamq.errors import ConfigError, CorruptData, Outcome, StorageError
 
 _PREFIX = struct.Struct("<II")
 _RECORD_BYTES_MAX = 1 << 20
@@ -37,8 +37,14 @@ _ID, _COMMIT, _END = 0, 1, 2
 COMPACT_BYTES = 1 << 20
 
 
+class LogEnded(StorageError):
+    """It takes no more, and has not taken this: something failed before, or it is closed."""
+
+    outcome: Outcome = "not_done"
+
+
 class DecisionLog:
-    """Thread-safe. Raises StorageError for what the disk refuses; after that always."""
+    """Thread-safe. Raises StorageError for what the disk refuses; LogEnded after that, and behind close()."""
 
     def __init__(self, folder: Path, *, fsync: Callable[[int], None] = os.fsync) -> None:
         """Opens the log, and makes it when it is not there. Raises ConfigError while another process has it,
@@ -121,12 +127,12 @@ class DecisionLog:
         self._end = self._synced = sum(map(len, packed))
 
     def check(self) -> None:
-        """Raises what ended the log's life: what it knows is not all that may be on the disk then."""
+        """Raises LogEnded: what it knows is not all that may be on the disk then."""
         if self._failed is not None:
-            raise self._failed.with_traceback(None)
+            raise LogEnded(self._failed.problem)
 
     def commit(self, gtrid: str, resources: tuple[str, ...]) -> None:
-        """Decides. Raises StorageError: nobody knows then, before the log is opened again."""
+        """Decides. Raises LogEnded: it is not decided; StorageError: nobody knows, before the log is opened again."""
         with self._lock:
             self._append(_COMMIT, gtrid, list(resources))
             try:
@@ -162,11 +168,13 @@ class DecisionLog:
         return self._failed
 
     def close(self) -> None:
-        """Lets go of the folder; may be repeated."""
-        for file in (self._file, self._locked):
-            if file >= 0:
-                os.close(file)
-        self._file = self._locked = -1
+        """Lets go of the folder, behind what is being written; may be repeated."""
+        with self._lock:  # a decision is there for who opens the log next, or is not made
+            self._failed = self._failed or StorageError(f"the decision log {self._path} is closed")
+            for file in (self._file, self._locked):
+                if file >= 0:
+                    os.close(file)
+            self._file = self._locked = -1
 
 
 def records(data: bytes) -> Iterator[tuple[int, list[Any]]]:

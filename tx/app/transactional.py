@@ -70,8 +70,8 @@ class TransactionalFace(ProducerFace[T]):
             self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
         return one
 
-    def _left(self) -> None:
-        """The caller's transaction is over."""
+    def _abandon(self) -> None:
+        """The caller goes on without its transaction, whatever becomes of that."""
         one = self._transactions.of(self._owner())
         if one is not None:
             self._leave(one)
