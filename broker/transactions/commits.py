@@ -61,10 +61,12 @@ class Commits:
         """By LSN, those that lack a partition which is not served, but may be again. No MARK passes them by."""
 
     def bring(self, committed: Committed, present: Mapping[Partition, set[int]] | None = None) -> int:
-        """Appends what is not there yet; returns how many batches that was. Raises StorageError, CorruptData.
+        """Appends what is not there yet; returns how many batches that was. Raises StorageError, CorruptData, and what
+        ended the term: what it has not brought, the next one does.
 
         `present`: the ids that partitions have already; None when the commit is new.
         """
+        self._journal.check_term()
         brought = 0
         waiting: dict[int, object] = {}
         for number in self._wanted(committed):
@@ -110,6 +112,7 @@ class Commits:
                     for ids in _ids_from(partition.log, ends.get(key_of(partition), 0)):
                         found.update(ids)
                         yield 0
+                        self._journal.check_term()  # the log of a slave may be cut meanwhile
                         if partition.closed_by is not None:
                             break
                     else:  # in this turn of the loop it was read to its end; what comes later has other ids

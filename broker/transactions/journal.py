@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from metamq.broker.partition import BatchIds, Done, Partition
+from metamq.errors import MetamqError
 from metamq.tx.store.branch import Body
 from metamq.tx.store.fold import Entry, Retained
 from metamq.tx.store.records import Record, pack, unpack
@@ -60,7 +61,7 @@ class Written(NamedTuple):
 
 
 class JournalStore:
-    """The journal of a master. Used by the broker's loop only."""
+    """The journal of a master, for one term. Used by the broker's loop only."""
 
     def __init__(self, partition: Partition, ids: BatchIds, appender: Appender) -> None:
         self.partition = partition
@@ -71,6 +72,13 @@ class JournalStore:
         """Bodies of small entries by position, oldest first: most are committed at once, and need not be read."""
         self._held: tuple[list[Record], list[memoryview]] = [], []
         """What the next entry begins with."""
+        self.ended: MetamqError | None = None
+        """Why its term is over."""
+
+    def check_term(self) -> None:
+        """Raises what ended its term: a task that was begun in it may go on only now, beside the next one's."""
+        if self.ended is not None:
+            raise self.ended.with_traceback(None)
 
     @property
     def end_lsn(self) -> int:
@@ -111,7 +119,8 @@ class JournalStore:
     def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
         """Appends an entry; it is not durable yet. What was held stands in it, too, but is not told once more.
 
-        Raises StorageError, CorruptData, MessageTooLarge; what was held is gone then."""
+        Raises StorageError, CorruptData, MessageTooLarge, and what ended the term; what was held is gone then."""
+        self.check_term()
         if bodies:  # each entry numbers its own
             self.append_held()
         log = self.partition.log

@@ -181,6 +181,7 @@ class TransactionalCommandProcessor:
         """This replica is not the master any more: answers all that wait."""
         term, self._term, self._not_ready = self._term, None, reason
         if term is not None:
+            term.journal.ended = reason
             for queue in term.queues.values():
                 for number, work in enumerate(queue):
                     # The first is under way, and may be in the journal.

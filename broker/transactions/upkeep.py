@@ -9,6 +9,8 @@
 A MARK says what is not needed any more; each replica removes that for itself, once the MARK is durable everywhere. The
 order is the whole of it: the partitions are flushed before a MARK says so, and what replaces an older record stands
 before it. A branch that is moved costs its size once for each time that the journal doubles.
+
+All of it pauses, and the term may end meanwhile, or the next one begin: whatever it does then raises why.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Upkeep:
         partitions = [p for p in self._topics.partitions() if not p.topic.startswith(OWN) and p.closed_by is None]
         ends = {partition: min(partition.log.end_position, partition.log.stable_position) for partition in partitions}
         for partition in self._reached_by(state):
-            await self._settle(partition)
+            await self._settle(term, partition)
         flushed = [
             (*key_of(partition), min(end, partition.log.flushed_position)) for partition, end in ends.items() if end
         ]
@@ -71,12 +73,13 @@ class Upkeep:
                 found.append(self._topics.find(*place))
         return found
 
-    async def _settle(self, partition: Partition) -> None:
+    async def _settle(self, term: Term, partition: Partition) -> None:
         """Until all that is there now is flushed here, and held by every in-sync replica: whoever of them is promoted
-        will not look for it in the journal. Raises StorageError, and what closed the partition."""
+        will not look for it in the journal. Raises StorageError, what closed the partition, and what ended the term."""
         log = partition.log
         end_offset, end_position = log.end_offset, log.end_position
         await self._flusher.settle(partition)
+        term.journal.check_term()  # a slave's log may have been cut: that is no failure of its disk
         if partition.closed_by is not None:
             raise partition.closed_by.with_traceback(None)
         if log.flushed_position < end_position:
@@ -159,6 +162,7 @@ class Upkeep:
         term.journal.when_durable(written, lambda error: None if durable.done() else durable.set_result(error))
         if (error := await durable) is not None:
             raise error
+        term.journal.check_term()
         term.store.written(written.entry)
 
 

@@ -47,7 +47,7 @@ def test_two_replicas_whatever_happens_to_them(seconds: float, report_figures: C
 
 
 def marks_that_do_not_wait_for_the_slave(patch: pytest.MonkeyPatch) -> None:
-    async def settle(self: upkeep.Upkeep, partition: upkeep.Partition) -> None:
+    async def settle(self: upkeep.Upkeep, term: Term, partition: upkeep.Partition) -> None:
         await self._flusher.settle(partition)
 
     patch.setattr(upkeep.Upkeep, "_settle", settle)
