@@ -13,7 +13,14 @@ from metamq.testing import Cluster, cluster
 from metamq.zk.ports import free_port
 
 HERE = Path(__file__).parent
-WITHOUT_SPARK = {"test_fetch.py", "test_lag.py", "test_plans.py", "test_stream_plans.py"}
+WITHOUT_SPARK = {
+    "test_fetch.py",
+    "test_gathering.py",
+    "test_lag.py",
+    "test_plans.py",
+    "test_sink_options.py",
+    "test_stream_plans.py",
+}
 """They run wherever pyarrow is, with the others."""
 _numbers = itertools.count()
 

@@ -107,6 +107,36 @@ def test_a_streaming_query_outlives_an_executor_that_is_killed_in_the_middle(
         active.stop()
 
 
+def test_a_stream_into_a_topic_outlives_an_executor_that_is_killed_in_the_middle(
+    spark: Any, executors: Standalone, running: Cluster, tmp_path: Path
+) -> None:
+    """At least once: nothing is lost, and twice is only what the killed executor's task had stored already."""
+    topic, to = new_topic(running, 1), new_topic(running, 2)
+    send(running, topic, [number.ljust(300) for number in numbers(0, 60_000)])
+    wait_until(lambda: len(executors.executors()) == 2, 60, "two executors")
+    source = spark.readStream.format("metamq").options(
+        zookeeper=running.zookeeper, subscribe=topic, startingOffsets="earliest", minPartitions=2
+    )
+    frame = source.load().select("value").mapInArrow(waiting_in_the_middle(str(tmp_path)), "value binary")
+    writer = frame.writeStream.format("metamq").options(zookeeper=running.zookeeper, topic=to)
+    writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+    active = writer.trigger(availableNow=True).start()
+    try:
+        wait_until(lambda: begun(tmp_path) == 2 or active.exception() is not None, 90, "two tasks")
+        kill_an_executor(executors)
+        (tmp_path / "go").touch()
+        assert active.awaitTermination(120)
+    finally:
+        (tmp_path / "go").touch()
+        active.stop()
+    with running.consumer(topics=to, start="earliest", idle_timeout_s=1) as consumer:
+        found = Counter(int(value) for batch in consumer.batches() for value in batch.values)
+    assert found.keys() == set(range(60_000))
+    assert max(found.values()) <= 2
+    twice = {value for value, times in found.items() if times > 1}
+    assert twice <= set(range(30_000)) or twice <= set(range(30_000, 60_000)), "the other task did it once"
+
+
 def test_a_streaming_query_outlives_zookeeper_being_away_for_half_a_minute(spark: Any, tmp_path: Path) -> None:
     """Three times its session's time-out: the driver and the brokers need new ones."""
     with cluster(brokers=2, folder=tmp_path / "cluster") as own:
