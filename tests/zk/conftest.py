@@ -58,7 +58,7 @@ def unique() -> str:
 def until() -> Until:
     """`await until(condition)`: returns once it holds, fails after a limit."""
 
-    async def wait(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    async def wait(condition: Callable[[], object], limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, f"not within {limit_s} s"

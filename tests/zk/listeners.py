@@ -48,6 +48,6 @@ def talker(says: bytes | None) -> Iterator[int]:
             yield listener.getsockname()[1]
         finally:
             listener.shutdown(socket.SHUT_RDWR)
-            thread.join(5)
+            thread.join(60)
             for connection in taken:
                 connection.close()
