@@ -55,7 +55,7 @@ class Shop:
         """Stores the values in one partition, or spread; returns when they are stored."""
         deliveries = [self.producer.send(topic, value, partition=partition) for value in values]
         for delivery in deliveries:
-            delivery.result(30)
+            delivery.result(60)
 
     def numbers(self, topic: str, count: int, start: int = 0) -> None:
         """Stores b"0", b"1", ... in order, in partition 0-0."""
@@ -70,7 +70,7 @@ class Shop:
         partitions = self.admin.describe_group(group).partitions
         return {TopicPartition(each.topic, each.partition): each.committed for each in partitions}
 
-    def until(self, condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
         """Returns once the condition holds, fails after the limit."""
         deadline = time.monotonic() + limit_s
         while not condition():

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-THAW_GRACE_S = 0.5
+THAW_GRACE_S = 1.0
 """A thawed process finishes what it has in hand, and may begin another message before its loop has seen the clock."""
 
 

@@ -3,7 +3,8 @@
     python group_member.py ZOOKEEPER TOPIC GROUP NAME FILE DATABASE SESSION_TIMEOUT_MS
 
 A line is written before what it tells of is done: ["handle", partition, generation, offset, time]; before a commit
-["commit", partition, generation, next offset, "unknown"], and after it the same with "ok", "lost" or "unknown".
+["commit", partition, generation, next offset, "unknown"], and after it the same with "ok", "lost" or "unknown". When
+the process has stood still, for whatever reason: ["stall", begin, end].
 DATABASE "" keeps the offsets in ZooKeeper.
 """
 
@@ -15,13 +16,16 @@ import random
 import signal
 import sqlite3
 import sys
+import threading
 import time
 from typing import Any
 
 from metamq import Consumer, DatabaseOffsets, Message
-from metamq.errors import MetamqError, OwnershipLost
+from metamq.errors import ConnectError, MetamqError, OwnershipLost
 
 HANDLER_S_MAX = 0.004
+TICK_S = 0.05
+STALL_S = 0.2
 COMMIT_CHANCE = 0.1
 
 
@@ -31,19 +35,36 @@ def main(servers: str, topic: str, group: str, name: str, file: str, database: s
     def tell(*what: Any) -> None:
         os.write(told, json.dumps(what).encode() + b"\n")
 
+    def tell_stalls() -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(TICK_S)
+            now = time.monotonic()
+            if now - before > STALL_S:
+                tell("stall", before, now)
+            before = now
+
+    def joined() -> Consumer[bytes]:
+        while True:
+            try:
+                return Consumer(
+                    servers,
+                    topics=topic,
+                    group=group,
+                    consumer_id=name,
+                    auto_commit=False,
+                    offsets=offsets,
+                    session_timeout_ms=int(session_timeout_ms),
+                    strategy="sticky",
+                    idle_timeout_s=0.2,
+                )
+            except ConnectError:  # so short a session may end before it has joined
+                continue
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    offsets = DatabaseOffsets(lambda: sqlite3.connect(database, timeout=20)) if database else None
-    with Consumer(
-        servers,
-        topics=topic,
-        group=group,
-        consumer_id=name,
-        auto_commit=False,
-        offsets=offsets,
-        session_timeout_ms=int(session_timeout_ms),
-        strategy="sticky",
-        idle_timeout_s=0.2,
-    ) as consumer:
+    threading.Thread(target=tell_stalls, daemon=True).start()
+    offsets = DatabaseOffsets(lambda: sqlite3.connect(database, timeout=100)) if database else None
+    with joined() as consumer:
         print("joined", flush=True)
         last: dict[str, tuple[Message[bytes], int]] = {}
 

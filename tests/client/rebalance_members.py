@@ -153,7 +153,7 @@ class Group:
         await member.listener.start()
         return member
 
-    async def settled(self, partitions: int, *members: Member, limit_s: float = 15.0) -> None:
+    async def settled(self, partitions: int, *members: Member, limit_s: float = 60.0) -> None:
         """Until the plan is one for these members, and all partitions are consumed as it says."""
         deadline = time.monotonic() + limit_s
         names = {member.name for member in members}
@@ -166,7 +166,7 @@ class Group:
             assert time.monotonic() < deadline, self.report()
             await asyncio.sleep(0.002)
 
-    async def until(self, condition: Callable[[], object], limit_s: float = 15.0) -> None:
+    async def until(self, condition: Callable[[], object], limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, self.report()
@@ -200,7 +200,7 @@ async def group_with(servers: str, *topics: TopicConfig) -> AsyncIterator[Group]
             await group.close()
 
 
-async def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:
+async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s} s"

@@ -351,7 +351,7 @@ class Sending:
             self.error = error
 
     def end(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     @property
@@ -463,7 +463,7 @@ def test_the_hot_path_and_close_at_once() -> None:
     wait_until(lambda: len(accepted) > 2000)
     accumulator.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert sum(len(batch.values) for batch in take(accumulator)) == len(accepted)
 
 

@@ -34,7 +34,7 @@ from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

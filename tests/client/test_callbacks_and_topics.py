@@ -34,25 +34,25 @@ def test_waiting_in_a_delivery_callback_is_refused_not_endless(parts: Cluster) -
             told.set()
 
         producer.send("called-back", b"x").add_done_callback(callback)
-        assert told.wait(20)
+        assert told.wait(60)
     assert isinstance(errors[0], ConfigError)
     assert "in another thread" in str(errors[0])
 
 
 def test_a_producer_goes_on_with_a_topic_that_is_made_anew(parts: Cluster) -> None:
     parts.create_topic("phoenix", partitions=1)
-    with parts.producer(delivery_timeout_s=20) as producer:
-        assert producer.send("phoenix", b"old").result(20).offset == 0
+    with parts.producer(delivery_timeout_s=60) as producer:
+        assert producer.send("phoenix", b"old").result(60).offset == 0
         with parts.admin() as admin:
             admin.delete("phoenix")
-            deadline = time.monotonic() + 20
-            while not isinstance(producer.send("phoenix", b"gone").exception(20), TopicNotFound):
+            deadline = time.monotonic() + 60
+            while not isinstance(producer.send("phoenix", b"gone").exception(60), TopicNotFound):
                 assert time.monotonic() < deadline
             admin.create_topic("phoenix", partitions=1)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             try:
-                receipt = producer.send("phoenix", b"new").result(20)
+                receipt = producer.send("phoenix", b"new").result(60)
                 break
             except MetamqError:
                 assert time.monotonic() < deadline
@@ -64,7 +64,7 @@ def test_the_asyncio_listener_does_not_lose_the_message_that_fails(parts: Cluste
     topic = f"failing-{fails}"
     parts.create_topic(topic, partitions=1)
     with parts.producer() as producer:
-        producer.send_many(topic, [b"1", b"2", b"3"]).result(20)
+        producer.send_many(topic, [b"1", b"2", b"3"]).result(60)
 
     def decode(value: bytes) -> int:
         if fails == "decode" and value == b"2":
@@ -83,7 +83,7 @@ def test_the_asyncio_listener_does_not_lose_the_message_that_fails(parts: Cluste
             handled.append(message.value)  # type: ignore[attr-defined]
 
         consumer = aio.Consumer(
-            parts.zookeeper, topics=[topic], group=topic, decode=decode, filter=keep, idle_timeout_s=10
+            parts.zookeeper, topics=[topic], group=topic, decode=decode, filter=keep, idle_timeout_s=60
         )
         with pytest.raises(ValueError, match="two"):
             async with consumer:

@@ -80,7 +80,7 @@ def test_damage_on_the_way_is_asked_for_again_and_nothing_comes_twice(parts: Clu
     parts.create_topic("damaged", 1)
     with parts.producer() as producer:
         for number in range(5):
-            producer.send_many("damaged", [b"%d" % number, MARK, b"."]).result(10)
+            producer.send_many("damaged", [b"%d" % number, MARK, b"."]).result(60)
     line.left = 4
     with parts.consumer(topics="damaged", group="damaged") as consumer:
         messages = list(islice(consumer, 15))
@@ -96,14 +96,14 @@ def test_damage_on_the_brokers_disk_is_raised_after_what_is_before_it_and_a_seek
     parts.create_topic("rotten", 1)
     with parts.producer() as producer:
         for value in (b"before", MARK, b"behind"):
-            producer.send("rotten", value).result(10)
+            producer.send("rotten", value).result(60)
     assert broker.stop() == 0
     (segment,) = (broker.data / "topics").glob("rotten@*/0/*.log")
     stored = segment.read_bytes()
     segment.write_bytes(stored.replace(MARK, MARK.upper()))
     assert segment.read_bytes() != stored
     broker.start()
-    with parts.consumer(topics="rotten", group="rotten", idle_timeout_s=10) as consumer:
+    with parts.consumer(topics="rotten", group="rotten", idle_timeout_s=60) as consumer:
         messages = iter(consumer)
         assert next(messages).value == b"before"
         with pytest.raises(CorruptData, match="rotten/0-0 at offset 1 is damaged") as caught:
@@ -124,12 +124,12 @@ def test_fetches_without_an_answer_recover(
     parts.create_topic("silent", 1)
     with parts.producer() as producer, parts.consumer(topics="silent", group="silent", fetch_wait_ms=100) as consumer:
         messages = iter(consumer)
-        producer.send("silent", b"0").result(10)
+        producer.send("silent", b"0").result(60)
         assert next(messages).offset == 0
         line.swallow()
         wait_until(lambda: "did not answer a long poll: reconnecting" in caplog.text)
         line.cut()
-        producer.send("silent", b"1").result(20)
+        producer.send("silent", b"1").result(60)
         assert next(messages).offset == 1
 
 
@@ -140,7 +140,7 @@ def test_a_small_batch_does_not_keep_the_answer_it_came_in_and_a_large_one_is_no
     topic = shop.topic(2)
     shop.send(topic, [b"small"], "0-0")
     shop.send(topic, [b"x" * 300_000], "0-1")
-    with shop.consumer(topic, idle_timeout_s=5) as consumer:
+    with shop.consumer(topic, idle_timeout_s=60) as consumer:
         shop.until(lambda: len(consumer.health().partitions) == 2 and consumer.health().buffered_bytes > 300_000)
         consumer.pause()
         consumer.resume()  # now both are asked for at once
@@ -196,7 +196,7 @@ def test_a_closed_consumer_is_followed_by_another_of_its_name(shop: Shop, group:
 def test_a_thousand_partitions_of_which_one_is_busy(shop: Shop) -> None:
     # A poll that is parked for the others takes on what becomes due, and a busy partition keeps nobody waiting.
     topic = shop.topic(1_000)
-    with shop.consumer(topic, fetch_wait_ms=60_000, idle_timeout_s=20) as consumer:
+    with shop.consumer(topic, fetch_wait_ms=60_000, idle_timeout_s=60) as consumer:
         messages = iter(consumer)
         shop.send(topic, [b"."] * 50, "0-7")
         assert [next(messages).partition for _ in range(50)] == ["0-7"] * 50
@@ -204,8 +204,8 @@ def test_a_thousand_partitions_of_which_one_is_busy(shop: Shop) -> None:
         for index in (0, 7, 999):
             shop.send(topic, [b"."], f"0-{index}")
             assert next(messages).partition == f"0-{index}"
-        assert time.monotonic() - start < 5, "somebody waited for the long poll to end"
-        shop.producer.send_many(topic, [b"." * 100] * 20_000).result(20)
+        assert time.monotonic() - start < 30, "somebody waited for the long poll to end"
+        shop.producer.send_many(topic, [b"." * 100] * 20_000).result(60)
         for index in range(0, 1_000, 100):
             shop.producer.send(topic, b"rare", partition=f"0-{index}")
         shop.producer.flush()

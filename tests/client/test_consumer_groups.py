@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -79,8 +79,8 @@ DOCTORED: dict[str, tuple[Callable[[History], History], str]] = {
         "a begins 5 1.000 s after",
     ),
     "one that was frozen goes on for long": (
-        lambda h: replace(h, handled=[*h.handled, Handled("a", "0-0", 100, 5, 16.0)], freezes=[Freeze("a", 4.5, 15.0)]),
-        "a begins 5 3.000 s after",
+        lambda h: replace(h, handled=[*h.handled, Handled("a", "0-0", 100, 5, 16.5)], freezes=[Freeze("a", 4.5, 15.0)]),
+        "a begins 5 3.500 s after",
     ),
     "two members have one claim": (
         lambda h: replace(h, handled=[*h.handled[:-1], h.handled[-1]._replace(member="c")]),
@@ -156,7 +156,7 @@ class Attacked:
         self.thaw(member)
         member.process.send_signal(number)
         self.members.remove(member)
-        member.process.communicate(timeout=30)
+        member.process.communicate(timeout=90)
 
     def freeze(self, member: Member) -> None:
         if member.frozen_at is None:
@@ -181,24 +181,33 @@ class Attacked:
 
     def committed(self) -> dict[str, int]:
         if self.database:
-            with closing(sqlite3.connect(self.database, timeout=20)) as connection:
+            with closing(sqlite3.connect(self.database, timeout=60)) as connection:
                 rows = connection.execute("SELECT partition_name, next_offset FROM metamq_offsets").fetchall()
             return {partition: max(offset, 0) for partition, offset in rows}
         return {tp.partition: offset or 0 for tp, offset in self.shop.committed(self.group).items()}
 
     def history(self) -> History:
-        return History(*self.told(), self.freezes, self.ends(), self.committed())
+        return History(*self.told(), [*self.freezes, *self.stalls()], self.ends(), self.committed())
+
+    def lines(self) -> Iterator[tuple[str, str, list[Any]]]:
+        """(member, what, fields) of what the members wrote down."""
+        for file in self.folder.glob("*.log"):
+            for line in file.read_text().splitlines():
+                what, *fields = json.loads(line)
+                yield file.stem, what, fields
+
+    def stalls(self) -> list[Freeze]:
+        """When members stood still, frozen or on a machine that had no time for them."""
+        return [Freeze(member, *fields) for member, what, fields in self.lines() if what == "stall"]
 
     def told(self) -> tuple[list[Handled], list[Commit]]:
         """What the members wrote down. It asks no database: a frozen member may hold SQLite's lock."""
         handled, commits = [], []
-        for file in self.folder.glob("*.log"):
-            for line in file.read_text().splitlines():
-                what, *fields = json.loads(line)
-                if what == "handle":
-                    handled.append(Handled(file.stem, *fields))
-                    continue
-                commit = Commit(file.stem, *fields)
+        for member, what, fields in self.lines():
+            if what == "handle":
+                handled.append(Handled(member, *fields))
+            elif what == "commit":
+                commit = Commit(member, *fields)
                 if commits and commits[-1] == commit._replace(outcome="unknown"):
                     commits.pop()  # it was told before it was tried
                 commits.append(commit)
@@ -207,7 +216,7 @@ class Attacked:
     def errors(self) -> str:
         return "\n".join(f"{file.name}: {file.read_text()}" for file in self.folder.glob("*.err"))
 
-    def drain(self, limit_s: float = 60.0) -> None:
+    def drain(self, limit_s: float = 120.0) -> None:
         """Until everything is handled and committed; then all leave."""
         self.shop.producer.flush()
         ends = self.ends()
@@ -271,7 +280,7 @@ class Watcher:
 
     def _look_at_database(self, seen: dict[str, tuple[int, int]]) -> None:
         if self._attacked.database:
-            with closing(sqlite3.connect(self._attacked.database, timeout=20)) as connection:
+            with closing(sqlite3.connect(self._attacked.database, timeout=60)) as connection:
                 rows = list(connection.execute("SELECT partition_name, generation, next_offset FROM metamq_offsets"))
             for partition, generation, next_offset in rows:
                 self._compare(f"row of {partition}", seen, generation, next_offset)
@@ -335,7 +344,12 @@ def test_a_member_frozen_past_its_session_finds_its_partitions_gone_and_commits_
         members = [target.join() for _ in range(2)]
         target.joined()
         target.produce(200)
-        shop.until(lambda: len({(each.member, each.partition) for each in target.history().handled}) == 6)
+
+        def are_all_busy() -> bool:
+            handled = target.told()[0]
+            return len({each.partition for each in handled}) == 6 and len({each.member for each in handled}) == 2
+
+        shop.until(are_all_busy)
         target.freeze(members[0])
 
         def is_back() -> bool:
@@ -343,14 +357,22 @@ def test_a_member_frozen_past_its_session_finds_its_partitions_gone_and_commits_
             target.produce(1)
             return any(each.member == "m0" and each.generation not in claimed for each in target.history().handled)
 
+        def is_followed() -> bool:
+            target.produce(1)
+            return len({each.partition for each in target.told()[0] if each.member == "m1"}) == 6
+
         shop.until(lambda: [each.consumer_id for each in shop.admin.describe_group(group).members] == ["m1"])
+        if storage == "zookeeper":  # in the database the frozen member may hold the lock
+            shop.until(is_followed)
         handled, told_before = target.told()
         claimed = {each.generation for each in handled if each.member == "m0"}
+        followed = {each.partition: each.generation for each in handled if each.member == "m1"}
         # It may have been stopped in a transaction of the database, which then waits for it.
         target.thaw(members[0])
         shop.until(is_back)
-    # What it commits under its old claims once it is thawed fails, but for what had reached the storage before.
-    late = [each for each in target.told()[1] if each.member == "m0" and each.generation in claimed]
+    # What it commits under claims that were followed once it is thawed fails, but for what had reached the storage.
+    mine = [each for each in target.told()[1] if each.member == "m0"]
+    late = [each for each in mine if each.generation < followed.get(each.partition, 0)]
     through = [each for each in late if each.outcome == "ok" and each not in told_before]
     assert [each for each in through if each._replace(outcome="unknown") not in told_before] == []
 
@@ -412,42 +434,66 @@ def test_ten_members_that_come_and_go_at_random(
 def test_a_stuck_member_is_seen_from_outside_and_can_be_evicted(
     shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for turn in range(10):  # so short a session may end on a machine that is slow
+        if is_seen_and_evicted(shop, f"{group}-{turn}", monkeypatch):
+            return
+    raise AssertionError("no session lives")
+
+
+def is_seen_and_evicted(shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """False: its session has ended."""
     # Its session lives, so it keeps its partitions; but its beat tells that nothing gets done.
     monkeypatch.setattr("metamq.client.rebalance.BEAT_S", 0.05)
     monkeypatch.setattr("metamq.client.consumer_core.PROGRESS_CHECK_S", 0.05)
     topic = shop.topic(2)
     stuck, go_on = threading.Event(), threading.Event()
+    ends: list[ClosedError] = []
 
     def handler(message: Message[bytes]) -> None:
         stuck.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     def ages() -> dict[str, int]:
         return {each.consumer_id: each.progress_age_ms for each in shop.admin.describe_group(group).members}
 
     with (
         shop.consumer(topic, group, consumer_id="a", session_timeout_ms=1_000) as a,
-        shop.consumer(topic, group, consumer_id="b", idle_timeout_s=20) as b,
+        shop.consumer(topic, group, consumer_id="b", idle_timeout_s=60) as b,
     ):
-        shop.until(lambda: len(a.assignment) == len(b.assignment) == 1)
-        running = threading.Thread(target=run_until_evicted, args=(a, handler))
+        session = a._core._session
+        assert session is not None
+        shop.until(lambda: len(a.assignment) == len(b.assignment) == 1 or session.generation > 1)
+        if session.generation > 1:
+            return False
+        running = threading.Thread(target=run_and_tell, args=(a, handler, ends))
         running.start()
         shop.numbers(topic, 1)  # to 0-0, which is a's
-        assert stuck.wait(10)
+        assert stuck.wait(60)
         # Longer than its session's time-out. b has nothing to do either, but says so.
-        shop.until(lambda: ages()["a"] > 1_500)
-        assert ages()["b"] < 1_000
+        shop.until(lambda: ages().get("a", 0) > 1_500 or session.generation > 1)
+        shop.until(lambda: ages()["b"] < 1_000)
+        if session.generation > 1:
+            go_on.set()
+            a.close()
+            running.join(60)
+            return False
         assert b.assignment == [TopicPartition(topic, "0-1")]
         assert shop.admin.evict(group, "a") == (TopicPartition(topic, "0-0"),)
         assert next(iter(b)).offset == 0
         go_on.set()
-        running.join(10)
+        running.join(60)
+        assert "evicted" in str(ends[0])
         with pytest.raises(ClosedError, match="evicted"):
             next(iter(a))
         b.commit({TopicPartition(topic, "0-0"): 1})
     assert shop.committed(group)[TopicPartition(topic, "0-0")] == 1
+    return True
 
 
-def run_until_evicted(consumer: Consumer[bytes], handler: Callable[[Message[bytes]], object]) -> None:
-    with pytest.raises(ClosedError, match="evicted"):
+def run_and_tell(
+    consumer: Consumer[bytes], handler: Callable[[Message[bytes]], object], ends: list[ClosedError]
+) -> None:
+    try:
         consumer.run(handler)
+    except ClosedError as error:
+        ends.append(error)

@@ -22,6 +22,7 @@ from metamq.client.commit_in import counted_limit
 from metamq.client.inbox import PartitionState
 from metamq.client.model import Message
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, OwnershipLost
+from tests.client.idle import all_of
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -38,7 +39,7 @@ def connect(tmp_path: Path) -> Connect:
     """Connections to a database with the offsets' table, and `seen`, which refuses nothing: doubles would show."""
 
     def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(tmp_path / "db", timeout=20)
+        connection = sqlite3.connect(tmp_path / "db", timeout=100)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=OFF")
         return connection
@@ -187,7 +188,7 @@ def test_the_rest_of_a_batch_that_is_partly_counted_comes_next(
     shop: Shop, group: str, connect: Connect, database: sqlite3.Connection
 ) -> None:
     topic = shop.topic()
-    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(10)
+    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(60)
     with consumer_of(shop, topic, group, connect, idle_timeout_s=0.3) as consumer:
         with database:
             messages = list(islice(consumer, 4))
@@ -195,13 +196,14 @@ def test_the_rest_of_a_batch_that_is_partly_counted_comes_next(
             consumer.commit(messages[3], connection=database)
         consumer.seek(tp(topic), 0)
         refused = 0
-        for batch in consumer.batches():
-            try:
-                with database:
-                    store(database, *batch)
-                    consumer.commit({tp(topic): batch.end_offset}, connection=database)
-            except OwnershipLost:
-                refused += 1
+        while len(seen(database)) < 10:  # it may be idle before, on a slow machine
+            for batch in consumer.batches():
+                try:
+                    with database:
+                        store(database, *batch)
+                        consumer.commit({tp(topic): batch.end_offset}, connection=database)
+                except OwnershipLost:
+                    refused += 1
         assert refused == 1
     assert seen(database) == list(range(10))
 
@@ -213,13 +215,13 @@ def test_all_that_is_done_and_unchanged_partitions(
     shop.send(topic, [b"1"], "0-1")
     shop.numbers(topic, 10)
     with consumer_of(shop, topic, group, connect, idle_timeout_s=0.3) as consumer:
-        store(database, *consumer)
+        store(database, *all_of(consumer, 11))
         consumer.commit(connection=database)
         database.rollback()
         consumer.commit(connection=database)
         database.commit()
         shop.numbers(topic, 5, start=10)
-        assert len(list(consumer)) == 5
+        assert len(all_of(consumer, 5)) == 5
         consumer.commit(connection=database)
         consumer.commit({tp(topic, 0): 15, tp(topic, 1): 1}, connection=database)
         database.commit()
@@ -231,17 +233,19 @@ def test_a_seek_back_counts_anew(shop: Shop, group: str, connect: Connect, datab
     topic = shop.topic()
     shop.numbers(topic, 10)
     with consumer_of(shop, topic, group, connect, idle_timeout_s=0.3) as consumer:
-        for message in consumer:
-            with database:
-                store(database, message)
-                consumer.commit(message, connection=database)
+
+        def count_all() -> None:
+            while len(seen(database)) < 10:  # it may be idle before, on a slow machine
+                for message in consumer:
+                    with database:
+                        store(database, message)
+                        consumer.commit(message, connection=database)
+
+        count_all()
         database.execute("DELETE FROM seen")
         database.commit()
         consumer.seek(tp(topic), 0)
-        for message in consumer:
-            with database:
-                store(database, message)
-                consumer.commit(message, connection=database)
+        count_all()
     assert seen(database) == list(range(10))
 
 
@@ -307,20 +311,28 @@ def test_a_missing_table_is_named_at_the_start_and_the_next_step_helps(
 WORKER = """
     import random, sqlite3, sys
     from metamq import Consumer, DatabaseOffsets
-    from metamq.errors import OwnershipLost
+    from metamq.errors import ConnectError, OwnershipLost
 
     servers, path, topic, group, seed = sys.argv[1:]
     chance = random.Random(int(seed))
 
     def connect():
-        connection = sqlite3.connect(path, timeout=20)
+        connection = sqlite3.connect(path, timeout=100)
         connection.execute("PRAGMA synchronous=OFF")
         return connection
 
+    def joined():
+        while True:
+            try:
+                return Consumer(
+                    servers, topics=topic, group=group, auto_commit=False, offsets=DatabaseOffsets(connect),
+                    session_timeout_ms=1000,
+                )
+            except ConnectError:  # so short a session may end before it has joined
+                pass
+
     database = connect()
-    with Consumer(
-        servers, topics=topic, group=group, auto_commit=False, offsets=DatabaseOffsets(connect), session_timeout_ms=1000
-    ) as consumer:
+    with joined() as consumer:
         for message in consumer:
             try:
                 database.execute("INSERT INTO seen VALUES (?, ?)", (int(message.value), message.partition))

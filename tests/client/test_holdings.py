@@ -86,7 +86,7 @@ class Case:
         )
 
     async def follow(self, plan: Plan, until: Callable[[], object]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not until():
                 self.looks.clear()
                 await self.holdings.follow(plan)

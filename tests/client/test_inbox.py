@@ -351,11 +351,11 @@ def test_a_waiting_handler_is_woken() -> None:
     def wait() -> None:
         with one.inbox.lock:
             while (hand := one.inbox.take(whole=False)) is None:
-                one.inbox.filled.wait(10)
+                one.inbox.filled.wait(60)
             taken.append(hand)
 
     thread = threading.Thread(target=wait)
     thread.start()
     one.inbox.put(one.state, [batch(TP, 0, 1)])
-    thread.join(10)
+    thread.join(60)
     assert len(taken) == 1

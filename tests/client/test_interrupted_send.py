@@ -119,7 +119,7 @@ def test_ctrl_c_while_the_sender_is_woken() -> None:
         with parts.admin() as admin:
             admin.create_topic("t", partitions=4)
         with parts.producer() as producer:
-            producer.send("t", b"first", key="k").result(20)
+            producer.send("t", b"first", key="k").result(60)
             accumulator = producer._core.accumulator
             wake = accumulator._wake
 
@@ -130,8 +130,8 @@ def test_ctrl_c_while_the_sender_is_woken() -> None:
             accumulator._wake = interrupted
             with pytest.raises(KeyboardInterrupt):
                 producer.send("t", b"x", key="k")
-            producer.send("t", b"y", key="k").result(20)
-            producer.flush(20)
+            producer.send("t", b"y", key="k").result(60)
+            producer.flush(60)
 
 
 def test_handlers_that_send_within_a_send_neither_wait_for_ever_nor_lose_a_message(alarm: Alarm) -> None:
@@ -148,7 +148,7 @@ def test_handlers_that_send_within_a_send_neither_wait_for_ever_nor_lose_a_messa
     alarm.rings = handler
     alarm.set(1e-4, 1e-4)
     until = time.monotonic() + 0.5
-    while time.monotonic() < until:
+    while time.monotonic() < until or alarm.count <= 50:  # more time for a slow machine
         sent.append(accumulator.send_full("t", b"x", b"k", None, None, None))
         sent.append(accumulator.send("t", b"x"))
     alarm.set(0)
@@ -171,7 +171,7 @@ def test_who_waits_within_a_send_is_told_instead_of_waiting_for_ever(alarm: Alar
         parts.create_topic("t", 1)
         with parts.producer() as producer:
             delivery = producer.send("t", b"x")
-            assert delivery.result(20).offset == 0
+            assert delivery.result(60).offset == 0
             with producer._core.accumulator.lock:  # as in the middle of a send
                 waiting = producer.send("t", b"x")
                 for wait in (producer.flush, producer.close, waiting.result):
@@ -181,20 +181,20 @@ def test_who_waits_within_a_send_is_told_instead_of_waiting_for_ever(alarm: Alar
 
             def handler() -> None:
                 try:
-                    producer.flush(20)
+                    producer.flush(60)
                     flushed.append(True)
                 except ConfigError:
                     refused.append(True)
 
             alarm.rings = handler
-            until = time.monotonic() + 5
+            until = time.monotonic() + 60
             while not (refused and flushed):
                 assert time.monotonic() < until
                 alarm.set(1e-4)
                 for _ in range(100):
                     producer.send("t", b"x", b"k")
             alarm.set(0)
-            assert waiting.result(20).offset == 1
+            assert waiting.result(60).offset == 1
 
 
 def test_a_partitioner_may_send() -> None:
@@ -210,7 +210,7 @@ def test_a_partitioner_may_send() -> None:
     known(accumulator)
     waiting = threading.Thread(target=accumulator.send_full, args=("t", b"x", b"k", None, None, None), daemon=True)
     waiting.start()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
     owner.run()
     assert [batch.values for batch in take(accumulator)] == [[b"x", b"log"]]

@@ -15,6 +15,7 @@ import pytest
 from metamq import Message, Rollback, TopicPartition
 from metamq.client.retrying import RETRY_DELAY_MAX_S, RetryPolicy, dead_letter_headers, dead_letter_topic
 from metamq.errors import ConfigError, WrongType
+from tests.client.idle import all_of, run_until
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop
@@ -78,7 +79,7 @@ class AwaitsWhenCalled:
 def test_a_coroutine_function_is_refused(shop: Shop, group: str, listener: Any) -> None:
     topic = shop.topic()
     shop.numbers(topic, 1)
-    with shop.consumer(topic, group, idle_timeout_s=5) as consumer, pytest.raises(WrongType, match=r"metamq\.aio"):
+    with shop.consumer(topic, group, idle_timeout_s=60) as consumer, pytest.raises(WrongType, match=r"metamq\.aio"):
         consumer.run(listener)
     assert shop.committed(group)[tp(topic)] is None
 
@@ -86,7 +87,7 @@ def test_a_coroutine_function_is_refused(shop: Shop, group: str, listener: Any) 
 def test_a_message_whose_listener_returns_something_to_be_awaited_is_not_done(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 3)
-    with shop.consumer(topic, group, idle_timeout_s=5) as consumer:
+    with shop.consumer(topic, group, idle_timeout_s=60) as consumer:
         with pytest.raises(WrongType, match=r"plain function"):
             consumer.run(lambda message: awaits(message) if message.offset == 1 else None)
         assert next(iter(consumer)).offset == 1
@@ -128,11 +129,11 @@ def test_every_message_is_handled_once_in_order_and_partitions_side_by_side(shop
 
     def meet(message: Message[Any], attempt: int) -> None:
         if message.offset == 0:
-            together.wait(10)  # four threads have the first message of a partition each, at the same time
+            together.wait(60)  # four threads have the first message of a partition each, at the same time
 
     seen = Seen(meet)
     with shop.consumer(topic, group, idle_timeout_s=0.5) as consumer:
-        consumer.run(seen, concurrency=4)
+        run_until(lambda: len(seen.counts) == 400, consumer, seen, concurrency=4)
     assert seen.counts == Counter(range(400))
     assert all(order == sorted(order) for order in seen.order.values())
     assert sum(offset or 0 for offset in shop.committed(group).values()) == 400
@@ -148,7 +149,7 @@ def test_a_message_that_failed_comes_again_before_the_next_one(shop: Shop, group
 
     seen = Seen(twice)
     with shop.consumer(topic, group, idle_timeout_s=0.3) as consumer:
-        consumer.run(seen, retry_delay_s=0.001)
+        run_until(lambda: seen.counts[9], consumer, seen, retry_delay_s=0.001)
     assert seen.order["0-0"] == [0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5, 6, 7, 7, 7, 8, 9, 9, 9]
     assert shop.committed(group)[tp(topic)] == 10
 
@@ -163,14 +164,14 @@ def test_a_message_that_is_rolled_back_comes_again_as_often_as_that(shop: Shop, 
 
     seen = Seen(third_time)
     with shop.consumer(topic, group, idle_timeout_s=0.3) as consumer:
-        consumer.run(seen, max_attempts=1)
+        run_until(lambda: seen.counts[2], consumer, seen, max_attempts=1)
     assert seen.order["0-0"] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_what_is_given_up_goes_to_the_dead_letter_topic_as_it_was_stored(shop: Shop, group: str) -> None:
     topic = shop.topic()
     shop.numbers(topic, 1)
-    shop.producer.send(topic, b"1", key="k", headers={"own": b"x"}, timestamp=1_500_000_000_000_000).result(10)
+    shop.producer.send(topic, b"1", key="k", headers={"own": b"x"}, timestamp=1_500_000_000_000_000).result(60)
     shop.numbers(topic, 1, start=2)
 
     def never(message: Message[Any], attempt: int) -> None:
@@ -179,11 +180,11 @@ def test_what_is_given_up_goes_to_the_dead_letter_topic_as_it_was_stored(shop: S
 
     seen = Seen(never)
     with shop.consumer(topic, group, idle_timeout_s=0.5, decode=int) as consumer:
-        consumer.run(seen, max_attempts=3, retry_delay_s=0.001)
+        run_until(lambda: seen.counts[2], consumer, seen, max_attempts=3, retry_delay_s=0.001)
     assert seen.counts == Counter({0: 1, 1: 3, 2: 1})
     assert shop.committed(group)[tp(topic)] == 3
     with shop.consumer(f"{group}.dead-letter", idle_timeout_s=0.5) as consumer:
-        [letter] = list(consumer)
+        [letter] = all_of(consumer, 1)
     assert (letter.key, letter.value) == (b"k", b"1")
     assert letter.headers == {
         "own": b"x",
@@ -198,7 +199,7 @@ def test_what_is_given_up_goes_to_the_dead_letter_topic_as_it_was_stored(shop: S
 
 def test_without_dead_letters_the_error_ends_it_and_the_message_comes_again(shop: Shop, group: str) -> None:
     topic = shop.topic()
-    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(10)
+    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(60)
 
     def third(message: Message[Any], attempt: int) -> None:
         if int(message.value) == 3 and attempt <= 2:
@@ -207,9 +208,10 @@ def test_without_dead_letters_the_error_ends_it_and_the_message_comes_again(shop
     seen = Seen(third)
     with shop.consumer(topic, group, idle_timeout_s=0.3) as consumer:
         with pytest.raises(RuntimeError, match="cannot be done"):
-            consumer.run(seen, max_attempts=2, retry_delay_s=0, dead_letter=False)
+            run_until(lambda: seen.counts[3], consumer, seen, max_attempts=2, retry_delay_s=0, dead_letter=False)
         assert consumer.health().partitions[tp(topic)].done_offset == 3
-        consumer.run(seen, dead_letter=False)  # goes on with it, and with the rest of its batch
+        # It goes on with it, and with the rest of its batch.
+        run_until(lambda: seen.counts[9], consumer, seen, dead_letter=False)
     assert seen.order["0-0"] == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9]
     assert shop.committed(group)[tp(topic)] == 10
 
@@ -217,15 +219,16 @@ def test_without_dead_letters_the_error_ends_it_and_the_message_comes_again(shop
 def test_one_failing_message_holds_up_its_partition_only(shop: Shop, group: str) -> None:
     # And it must not fill the buffer with what comes behind it.
     topic = shop.topic(2)
-    shop.producer.send(topic, b"0", partition="0-0").result(10)
+    shop.producer.send(topic, b"0", partition="0-0").result(60)
     shop.send(topic, [b"1" + b"." * 5_000] * 100, "0-0")
     enough = threading.Event()
-    handled = []
+    handled, held_up = [], []
 
     def listener(message: Message[Any]) -> None:
         if message.partition == "0-0":
             if not enough.is_set():
                 raise Rollback(0.01)
+            held_up.append(message.offset)
             return
         handled.append(message.offset)
         if len(handled) == 200:
@@ -234,17 +237,25 @@ def test_one_failing_message_holds_up_its_partition_only(shop: Shop, group: str)
     with shop.consumer(
         topic, group, idle_timeout_s=1.0, prefetch_bytes=100_000, partition_fetch_max_bytes=20_000
     ) as consumer:
-        thread = threading.Thread(target=consumer.run, args=(listener,))
+        thread = threading.Thread(target=run_until, args=(lambda: len(held_up) == 101, consumer, listener))
         thread.start()
         shop.until(lambda: consumer.health().buffered_bytes > 50_000)
         shop.send(topic, [b"2" + b"." * 5_000] * 200, "0-1")
-        assert enough.wait(20), "the neighbour is starved"
-        thread.join(20)
+        assert enough.wait(60), "the neighbour is starved"
+        thread.join(60)
     assert handled == list(range(200))
     assert shop.committed(group) == {tp(topic, 0): 101, tp(topic, 1): 200}
 
 
 def test_a_slow_handler_keeps_its_partitions(shop: Shop, group: str) -> None:
+    for turn in range(10):  # so short a session may end on a machine that is slow
+        if keeps_its_partitions(shop, f"{group}-{turn}"):
+            return
+    raise AssertionError("no session lives for four seconds")
+
+
+def keeps_its_partitions(shop: Shop, group: str) -> bool:
+    """False: its session has ended."""
     # Far longer than the session's time-out; another member joins meanwhile and gets the partitions that are free.
     topic = shop.topic(2)
     shop.send(topic, [b"0", b"1"], "0-0")
@@ -253,29 +264,36 @@ def test_a_slow_handler_keeps_its_partitions(shop: Shop, group: str) -> None:
 
     def slow(message: Message[Any]) -> None:
         busy.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         handled.append((message.partition, message.offset))
 
     with shop.consumer(topic, group, consumer_id="a", session_timeout_ms=2_000, strategy="sticky") as consumer:
         thread = threading.Thread(target=consumer.run, args=(slow,))
         thread.start()
-        assert busy.wait(10)
+        assert busy.wait(60)
         start = time.monotonic()
         with shop.consumer(topic, group, consumer_id="b", session_timeout_ms=2_000, strategy="sticky") as other:
             shop.until(lambda: len(other.assignment) == 1)
             shop.until(lambda: time.monotonic() - start > 4.0)
-            assert tp(topic, 0) in {
+            held = {
                 each for member in shop.admin.describe_group(group).members
                 for each in member.partitions if member.consumer_id == "a"
             }  # fmt: skip
-            assert consumer.health().delivering
-            assert tp(topic, 0) not in other.assignment
+            is_delivering, given = consumer.health().delivering, other.assignment
             go_on.set()
             shop.until(lambda: handled)
+        session = consumer._core._session
+        assert session is not None
+        has_lived = session.generation == 1
         consumer.close()
-        thread.join(20)
+        thread.join(60)
     assert handled[0] == ("0-0", 0)
-    assert shop.committed(group)[tp(topic, 0)] in (1, 2)
+    if has_lived:
+        assert tp(topic, 0) in held
+        assert is_delivering
+        assert tp(topic, 0) not in given
+        assert shop.committed(group)[tp(topic, 0)] in (1, 2)
+    return has_lived
 
 
 def test_a_partition_that_is_asked_for_is_not_waited_for_until_a_retry_is_due(shop: Shop, group: str) -> None:
@@ -295,7 +313,7 @@ def test_a_partition_that_is_asked_for_is_not_waited_for_until_a_retry_is_due(sh
         with shop.consumer(topic, group, consumer_id="b") as other:
             assert next(iter(other)).offset == 0
         consumer.close()
-        thread.join(20)
+        thread.join(60)
 
 
 def test_close_ends_it_at_once_while_a_handler_is_busy(shop: Shop, group: str) -> None:
@@ -305,32 +323,35 @@ def test_close_ends_it_at_once_while_a_handler_is_busy(shop: Shop, group: str) -
 
     def slow(message: Message[Any]) -> None:
         busy.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     consumer = shop.consumer(topic, group)
     thread = threading.Thread(target=consumer.run, args=(slow,))
     thread.start()
-    assert busy.wait(10)
+    assert busy.wait(60)
     start = time.monotonic()
     consumer.close()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     # Whoever waits for that handler does not turn in circles meanwhile.
     before = time.process_time()
     assert not go_on.wait(0.3)
     assert time.process_time() - before < 0.2
     go_on.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert shop.committed(group)[tp(topic)] is None
 
 
 def test_what_was_in_hand_in_a_loop_is_done_when_run_asks_for_the_next(shop: Shop, group: str) -> None:
     topic = shop.topic()
-    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(10)
+    shop.producer.send_many(topic, [b"%d" % number for number in range(10)]).result(60)
     seen = Seen()
     with shop.consumer(topic, group, idle_timeout_s=0.3) as consumer:
-        assert next(iter(consumer)).offset == 0
-        consumer.run(seen)
+        message = None
+        while message is None:  # it may be idle before, on a slow machine
+            message = next(iter(consumer), None)
+        assert message.offset == 0
+        run_until(lambda: seen.counts[9], consumer, seen)
     assert seen.order["0-0"] == list(range(1, 10))
 
 
@@ -340,7 +361,7 @@ def test_filter_and_decode_errors(shop: Shop, group: str) -> None:
     seen = Seen()
     even = shop.consumer(topic, group, filter=lambda message: int(message.value) % 2 == 0, idle_timeout_s=0.3)
     with even as consumer:
-        consumer.run(seen)
+        run_until(lambda: seen.counts[998] and consumer.lag() == {tp(topic): 0}, consumer, seen)
     assert seen.counts == Counter(range(0, 1_000, 2))
     assert shop.committed(group)[tp(topic)] == 1_000
     shop.send(topic, [b"no number"])

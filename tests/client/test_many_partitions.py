@@ -122,7 +122,7 @@ def as_cluster(paper: Paper) -> Cluster:
     return cast(Cluster, paper)
 
 
-async def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s:g} s"
@@ -407,7 +407,7 @@ def test_statistics_of_more_partitions_than_a_page_has(running: RealCluster) -> 
         running.create_topic(name, partitions=count)
     with running.producer() as producer:
         for name in ("a", "c"):
-            producer.send(name, b"x", partition="0-0").result(20)
+            producer.send(name, b"x", partition="0-0").result(60)
     with running.admin() as admin:
         found = admin.statistics(0)
     assert len(found.partitions) == len({(one.topic, one.partition) for one in found.partitions}) == 1021

@@ -39,7 +39,7 @@ TOPIC_ID = "0123456789abcdef"
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     """Connects to a database that only this test has."""
     if request.param == "sqlite3":
-        return lambda: sqlite3.connect(tmp_path / "results.db", timeout=10)
+        return lambda: sqlite3.connect(tmp_path / "results.db", timeout=60)
     server = request.getfixturevalue("postgres")
     schema = f"test_{uuid.uuid4().hex}"
     with psycopg.connect(server) as connection:
@@ -184,7 +184,7 @@ def test_a_row_that_is_waited_for_holds_up_no_other_row(connect: Connect) -> Non
             taking_over = asyncio.create_task(storage.claimed([a_claim(11, "two", free), a_claim(11, "two", busy)]))
             await asyncio.wait({taking_over}, timeout=0.2)
             assert not taking_over.done()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await claimed(storage, a_claim(12, "three", free))
             connection.rollback()
             assert (await taking_over)[busy] is None
@@ -309,7 +309,7 @@ def test_a_frozen_owner_that_thaws_in_its_transaction_doubles_no_result(servers:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ import pytest
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConnectError
 from metamq.testing import Cluster, cluster
+from tests.parts import wait_until
 
 NOBODY = "127.0.0.99"
 
@@ -18,9 +19,9 @@ def test_clients_and_slaves_take_the_first_host_that_answers() -> None:
         running.add_slave()
         running.create_topic("t", partitions=1, replication="sync", min_insync=1)
         with running.producer() as producer:
-            producer.send("t", b"one").result(20)
+            producer.send("t", b"one").result(60)
         with running.admin() as admin:
-            assert {one.role for one in admin.replicas()[0].replicas} == {"master", "slave"}
+            wait_until(lambda: {one.role for one in admin.replicas()[0].replicas} == {"master", "slave"})
         with running.consumer(topics=["t"], start="earliest") as consumer:
             assert next(iter(consumer)).value == b"one"
         refuse_all(running)

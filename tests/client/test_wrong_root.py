@@ -38,7 +38,7 @@ def test_a_root_without_a_broker_is_named_and_not_made(servers: str, caplog: pyt
 
     def produce() -> None:
         with Producer(servers, root="/nope") as producer, pytest.raises(TopicNotFound):
-            producer.send("orders", b"x").result(10)
+            producer.send("orders", b"x").result(60)
 
     def consume() -> None:
         with pytest.raises(TopicNotFound):
@@ -98,12 +98,12 @@ def test_a_new_broker_makes_the_chroot_and_clients_that_wait_there_find_it(
     below = f"{servers}/new"
     with Admin(below) as admin, Producer(below) as producer:
         with pytest.raises(TopicNotFound):
-            producer.send("orders", b"x").result(10)
+            producer.send("orders", b"x").result(60)
         broker = BrokerProcess(below, tmp_path / "broker")
         broker.start()
         try:
             admin.create_topic("orders")
-            assert producer.send("orders", b"x").result(10).offset == 0
+            assert producer.send("orders", b"x").result(60).offset == 0
         finally:
             assert broker.stop() == 0
     elsewhere = BrokerProcess(f"{servers}/misspelt", tmp_path / "broker")
@@ -122,11 +122,11 @@ def test_clients_may_be_there_before_the_first_broker(
         assert all("no broker has ever been there. Start the first with `metamq broker`." in line for line in said)
         assert admin.brokers() == {}
         with pytest.raises(TopicNotFound):
-            producer.send("orders", b"x").result(10)
+            producer.send("orders", b"x").result(60)
         broker.start()
         try:
             admin.create_topic("orders")
-            assert producer.send("orders", b"x").result(10).offset == 0
+            assert producer.send("orders", b"x").result(60).offset == 0
             with Consumer(servers, topics=["orders"]) as consumer:
                 assert next(iter(consumer)).value == b"x"
         finally:
