@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["BrokerProcess", "Cluster", "cluster", "metamq_cluster"]
 
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 LOG_CHARACTERS = 2000
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from metamq import Consumer, Message
 from metamq.broker.config import BrokerConfig
 from metamq.broker.server import Broker
 from metamq.client.in_pieces import ask_statistics
@@ -28,12 +29,22 @@ from metamq.zk.session import Session
 FETCH_BYTES = 4 * 1024 * 1024
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 20.0, what: str = "it") -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0, what: str = "it") -> None:
     """Returns once the condition holds; fails after the limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {limit_s:g} s"
         time.sleep(0.01)
+
+
+def read_to_end(consumer: Consumer[Any]) -> list[Message[Any]]:
+    """All messages there are, whose consumer has an `idle_timeout_s` that may be too short on a slow machine."""
+    messages: list[Message[Any]] = []
+    while True:
+        messages += consumer
+        left = consumer.lag()
+        if len(left) == len(consumer.assignment) > 0 and not any(left.values()):
+            return messages
 
 
 def make_chroot(servers: str) -> str:
@@ -117,7 +128,7 @@ async def _read_partition(
 def http_get(port: int, path: str) -> tuple[int, str]:
     """(status, text) of a page of a broker's status server."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as page:
             return page.status, page.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -197,7 +208,7 @@ class Line:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
 
     def __enter__(self) -> Line:
         return self

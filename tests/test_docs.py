@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from metamq.testing import Cluster, cluster
+from tests.parts import read_to_end
 from tests.postgres import running_postgres
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,7 @@ def snippets(document: str) -> list[str]:
 def run(snippet: str, running: Cluster, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "METAMQ_ZOOKEEPER": running.zookeeper, "PYTHONWARNINGS": "error", **variables}
     return subprocess.run(
-        [sys.executable, "-c", snippet], env=environment, cwd=folder, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", snippet], env=environment, cwd=folder, capture_output=True, text=True, timeout=250
     )
 
 
@@ -64,7 +65,7 @@ def test_snippets_run_as_printed(document: str, running: Cluster, tmp_path: Path
 def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path: Path) -> None:
     fill_orders(running)
     with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
-        before = Counter(message.value for message in consumer)
+        before = Counter(message.value for message in read_to_end(consumer))
     with running_postgres("-c max_prepared_transactions=10") as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             for name in ("orders", "stock"):
@@ -82,7 +83,7 @@ def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path:
         with psycopg.connect(server.dsn.replace("dbname=postgres", "dbname=orders")) as connection:
             assert connection.execute("SELECT id FROM orders").fetchall() == [("20",)]
     with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
-        sent = Counter(message.value for message in consumer) - before
+        sent = Counter(message.value for message in read_to_end(consumer)) - before
     assert sent == {b"17": 2, **{b"%d" % number: 1 for number in range(18, 25)}}
 
 

@@ -39,7 +39,7 @@ def files_of_the_product() -> set[str]:
 
 def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=250, check=False
     )
 
 

@@ -28,7 +28,7 @@ def pytest_says(*arguments: str, **settings: str) -> tuple[int, list[str]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     return done.returncode, done.stdout.splitlines()
 

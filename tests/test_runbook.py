@@ -18,7 +18,9 @@ import pytest
 from metamq import Admin, Consumer, Producer
 from metamq.testing import EmbeddedZooKeeper
 from metamq.zk.ports import free_port
-from tests.parts import wait_until
+from tests.parts import read_to_end, wait_until
+
+pytestmark = pytest.mark.timeout(600)
 
 RUNBOOK = Path(__file__).parent.parent / "docs" / "runbook.md"
 TOPIC = "orders"
@@ -58,7 +60,7 @@ class Pair:
         with (self.folder / "said.txt").open("w+") as said:
             done = subprocess.run(
                 ["bash", "-e", "-c", commands], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
-                stdout=said, stderr=said, start_new_session=True, timeout=100,
+                stdout=said, stderr=said, start_new_session=True, timeout=280,
             )  # fmt: skip
             said.seek(0)
             text = said.read()
@@ -79,7 +81,7 @@ class Pair:
         for process in psutil.process_iter(["cwd"]):
             if process.info["cwd"] == str(self.folder):
                 process.kill()
-                process.wait(10)
+                process.wait(60)
 
     def lose_disk(self, number: int) -> None:
         self.kill(number)
@@ -109,12 +111,12 @@ class Pair:
     def send(self) -> None:
         values = [b"%d" % number for number in range(len(self.sent), len(self.sent) + 50)]
         with Producer[bytes](self.zookeeper) as producer:
-            producer.send_many(TOPIC, values).result(30)
+            producer.send_many(TOPIC, values).result(60)
         self.sent += values
 
     def read(self) -> list[bytes]:
         with Consumer[bytes](self.zookeeper, topics=[TOPIC], start="earliest", idle_timeout_s=0.5) as consumer:
-            return [message.value for message in consumer]
+            return [message.value for message in read_to_end(consumer)]
 
     def wait_in_sync(self) -> None:
         wait_until(self._is_in_sync, what="both replicas in sync")
@@ -130,7 +132,7 @@ class Pair:
             if number not in self.roles():
                 self.start(number)
         self.wait_in_sync()
-        if self.roles()[1] == "master":
+        if self.roles().get(1) == "master":
             self.admin.promote(0, 0)
             self.wait_in_sync()
 

@@ -30,7 +30,7 @@ def test_a_broker_that_never_serves_is_given_up(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(Timeout, match=r"the start of broker 0 took longer than 0\.5 s") as caught:
         broker.start(timeout_s=0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # of 60 by default
     assert f"Its log {broker.log_path}" in caught.value.hint
     assert not broker.running
 

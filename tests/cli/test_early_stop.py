@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from metamq.zk.ports import free_port
+from tests.cli.test_up import free_ports
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
@@ -36,7 +37,7 @@ class Starting:
     def stop(self, number: signal.Signals, *, group: bool = False) -> tuple[int, str]:
         """The exit status, and all that was said."""
         (os.killpg if group else os.kill)(self.process.pid, number)
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=90)
         return self.process.returncode, (out + err).decode()
 
     def left(self) -> list[psutil.Process]:
@@ -59,7 +60,7 @@ def _command(child: psutil.Process) -> list[str]:
     ],
 )
 def test_up(process: Start, tmp_path: Path, temporary: Path, until: Until, stage: str, number: signal.Signals) -> None:
-    starting = Starting(process("up", "--ephemeral", cwd=tmp_path, env={"TMPDIR": str(temporary)}))
+    starting = Starting(process("up", "--ephemeral", *free_ports(), cwd=tmp_path, env={"TMPDIR": str(temporary)}))
     until(lambda: any(temporary.iterdir()) if stage == "its folder" else starting.has_child(stage), stage)
     status, talk = starting.stop(number)
     assert (status, talk) == (0, "Stopping.\n")
@@ -69,7 +70,7 @@ def test_up(process: Start, tmp_path: Path, temporary: Path, until: Until, stage
 
 def test_up_and_an_impatient_second_ctrl_c(process: Start, tmp_path: Path, until: Until) -> None:
     """It may come at any step of the stop: no child is left in any case."""
-    starting = Starting(process("up", cwd=tmp_path))
+    starting = Starting(process("up", *free_ports(), cwd=tmp_path))
     until(lambda: starting.has_child("--with-parent"))
     starting.process.send_signal(signal.SIGINT)
     status, talk = starting.stop(signal.SIGINT)

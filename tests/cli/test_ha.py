@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -49,20 +50,26 @@ def ha(offline: Metamq, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Metamq:
 def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None:
     running, slave = pair
     with running.producer() as producer:
-        producer.send("t", b"both").result(10)
+        producer.send("t", b"both").result(60)
     shown = ha("status", "--broker", 0)
     assert (shown.status, shown.talk) == (0, "")
     lines = [line.split() for line in shown.text.splitlines()]
+    with running.admin() as admin:
+        before = admin.replicas()[0].epoch
     assert lines[0][:3] == ["BROKER", "REPLICA", "ROLE"]
     assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
 
-    assert ha("wait", "--in-sync", 2).talk == "2 replicas of broker 0 in sync.\n"
-    late = ha("wait", "--in-sync", 3, "--limit", "100ms")
-    assert late.status == 1
+    # On a slow machine the slave may leave the set for a moment.
+    assert ha("wait", "--in-sync", 2).talk.endswith("2 replicas of broker 0 in sync.\n")
     why = "broker 0 has 2 of 3 replicas in sync (replica 0, 1)"
-    assert late.talk.startswith(
-        f"Waiting: {why}.\nmetamq: waiting for 3 replicas in sync ({why}) took longer than 0.1 s"
-    )
+    told = f"Waiting: {why}.\nmetamq: waiting for 3 replicas in sync ({why}) took longer than 0.1 s"
+
+    def is_late() -> bool:
+        late = ha("wait", "--in-sync", 3, "--limit", "100ms")
+        assert late.status == 1
+        return bool(late.talk.startswith(told))
+
+    wait_until(is_late, what=told)
     late = ha("wait", "--broker", 7, "--limit", "100ms")
     assert "waiting for 2 replicas in sync (broker 7 was never started) took longer than 0.1 s" in late.talk
 
@@ -70,6 +77,7 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert refused.status == 1
     assert "broker 0 has no slave 7" in refused.talk
     assert "Its slaves are: 1." in refused.talk
+    assert ha("wait", "--in-sync", 2).status == 0
     unconfirmed = ha("promote", "--slave", 1)
     assert unconfirmed.status == 1
     assert "in place of replica 0, which lives and hands over" in unconfirmed.talk
@@ -77,15 +85,17 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert "Give --yes to do it" in unconfirmed.talk
 
     promoted = ha("promote", "--slave", 1, "--yes", "-o", "json")
-    assert promoted.json == {"broker_id": 0, "master": 1, "epoch": 2}
+    epoch = promoted.json["epoch"]
+    assert promoted.json == {"broker_id": 0, "master": 1, "epoch": epoch}
+    assert epoch > before
     with running.admin() as admin:
         wait_until(lambda: all(one.in_sync for one in admin.replicas()[0].replicas), what="the former master in sync")
 
         # Now replica 0 is away while something is written, and comes back after the master is gone.
         running.broker.kill()
         with running.producer() as producer:
-            producer.send("t", b"one").result(20)
-            producer.send("t", b"two").result(20)
+            producer.send("t", b"one").result(60)
+            producer.send("t", b"two").result(60)
         slave.kill()
         running.broker.start()
         wait_until(
@@ -105,7 +115,8 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     accepted = ha("promote", "--slave", 0, "--accept-loss", "--yes")
     assert accepted.status == 0
     assert "What it lacks nobody can tell: no other replica answers." in accepted.talk
-    assert "Replica 0 is the master of broker 0, epoch 3." in accepted.talk
+    (said,) = re.findall(r"Replica 0 is the master of broker 0, epoch (\d+)\.", accepted.talk)
+    assert int(said) > epoch
 
 
 def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(ha: Metamq, pair: Pair) -> None:
@@ -143,7 +154,7 @@ def test_with_the_master_dead_it_is_said_what_is_missing(ha: Metamq, offline: Me
         master = next(one.replica for one in replicas() if one.role == "master")
         (running.broker, slave)[master].kill()
         wait_until(lambda: replicas()[master].address is None, what="the end of the master's session")
-        assert admin.create_topic("t", exist_ok=True, timeout_s=5).topic == "t"
+        assert admin.create_topic("t", exist_ok=True, timeout_s=60).topic == "t"
     late = ha("wait", "--limit", "100ms")
     missing = f"broker 0 has 1 of 2 replicas in sync (replica {1 - master}), replica {master} (the master) is down"
     assert f"Waiting: {missing}.\n" in late.talk
@@ -162,7 +173,7 @@ def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_p
         assert any(b"no broker has ever been there" in line for line in lines)
         broker = BrokerProcess(zookeeper.address, tmp_path / "broker")
         broker.start()
-        assert b"1 replica of broker 0 in sync." in waiting.communicate(timeout=30)[1]
+        assert b"1 replica of broker 0 in sync." in waiting.communicate(timeout=90)[1]
         assert waiting.returncode == 0
         assert broker.stop() == 0
 
@@ -178,7 +189,7 @@ def test_wait_outlives_an_outage_of_zookeeper(process: Start) -> None:
         running.zookeeper_server.restart()
         slave = BrokerProcess(running.zookeeper, running.folder / "replica-1", 0, replica=1)
         slave.start()
-        assert b"2 replicas of broker 0 in sync." in waiting.communicate(timeout=60)[1]
+        assert b"2 replicas of broker 0 in sync." in waiting.communicate(timeout=90)[1]
         assert waiting.returncode == 0
         slave.stop()
 
@@ -215,16 +226,16 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Behind]:
         try:
             group.wait_insync(0, 1)
             with running.producer(compression=None, linger_ms=0) as producer:
-                producer.send("one", bytes(LARGE_BYTES)).result(20)
+                producer.send("one", bytes(LARGE_BYTES)).result(60)
                 both = sum(size for _end, size in group.ends(0).values())
                 began = time.monotonic()
                 first = producer.send("one", b"0")
                 wait_until(lambda: group.ends(0)["one", 0][0] == 2, what="the first that it lacks")
                 since = began, time.monotonic()
-                first.result(20)  # once it has left the set
+                first.result(60)  # once it has left the set
                 for topic, count in LACKED.items():
                     for number in range(count - (topic == "one")):
-                        producer.send(topic, b"%d" % number).result(20)
+                        producer.send(topic, b"%d" % number).result(60)
             yield Behind(group, sum(size for _end, size in group.ends(0).values()) - both, since)
         finally:
             slave.kill()
@@ -256,6 +267,7 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
     )  # fmt: skip
     with running.admin() as admin:
         assert admin.plan_promotion(0, 1) == plan
+        epoch = admin.replicas()[0].epoch
 
     async def by_the_asyncio_admin() -> None:
         async with aio.Admin(running.zookeeper) as admin:
@@ -277,7 +289,7 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
     unconfirmed = offline("ha", "promote", "--slave", 1, "--accept-loss")
     assert unconfirmed.status == 1
     with running.admin() as admin:
-        assert admin.replicas()[0].epoch == 1, "nothing was done"
+        assert admin.replicas()[0].epoch == epoch, "nothing was done"
 
     accepted = offline("ha", "promote", "--slave", 1, "--accept-loss", "--yes")
     assert accepted.status == 0, accepted.talk
@@ -286,7 +298,7 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
         "It is not in sync.",
         "LOST: 7 messages of topic one.",
         "LOST: 3 messages of topic two.",
-        "Replica 1 is the master of broker 0, epoch 2.",
+        f"Replica 1 is the master of broker 0, epoch {epoch + 1}.",
     ]
     assert [behind.group.ends(1)[topic, 0][0] for topic in LACKED] == [1, 0]
     behind.group.wait_insync(0, 1, master=1)

@@ -37,7 +37,7 @@ def written() -> Iterator[Path]:
                     producer.send("flights", b"%03d-%d" % (number, index) + b"." * 50, key=b"k", partition="0-1")
                     for index in range(MESSAGES)
                 ]
-                deliveries[-1].result(timeout=20)
+                deliveries[-1].result(timeout=60)
         running.broker.stop()
         yield running.broker.data
 

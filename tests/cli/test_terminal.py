@@ -26,7 +26,7 @@ Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 Until = Callable[..., None]
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 WIDTH = 80
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -81,7 +81,7 @@ def test_colours(process: Start, terminal: Terminal, topic: str, environment: di
     child = process("topic", "list", stdout=terminal.end, env=environment)
     terminal.hand_over()
     printed = terminal.rest()
-    assert child.wait(20) == 0
+    assert child.wait(60) == 0
     assert (b"\x1b[1mTOPIC" in printed) == coloured
     assert topic.encode() in printed
 
@@ -92,7 +92,7 @@ def busy() -> Iterator[Cluster]:
     with cluster() as running:
         running.create_topic("flights-from-new-york", flush="ack", retention_bytes=10 << 30)
         with running.producer() as producer:
-            producer.send_many("flights-from-new-york", [b"x" * 500] * 20_000).result(30)
+            producer.send_many("flights-from-new-york", [b"x" * 500] * 20_000).result(60)
         with running.consumer(group="the-group", topics=["flights-from-new-york"]) as consumer:
             next(iter(consumer))
             yield running
@@ -168,7 +168,7 @@ def test_a_question_where_somebody_can_answer(
     assert f"Delete topic {topic}".encode() in terminal.read_until(b"Do it? [y/N] ")
     terminal.type(answer)
     terminal.rest()
-    assert child.wait(20) == status
+    assert child.wait(60) == status
     assert (f"{topic} " in metamq("topic", "list").text) == (status == 1)
 
 
@@ -194,7 +194,7 @@ def test_long_work_shows_a_bar(process: Start, terminal: Terminal, topic: str, u
     until(go_on, "a bar")
     child.stdin.close()
     child.stdin = None
-    assert child.wait(20) == 0
-    reader.join(20)
+    assert child.wait(60) == 0
+    reader.join(60)
     assert f"Sending to {topic}".encode() in printed[0]
     assert f" messages to {topic} in ".encode() in printed[1]

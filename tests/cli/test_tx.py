@@ -15,6 +15,7 @@ from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, HeuristicOu
 from metamq.testing import Cluster, cluster
 from metamq.tx import XAResource, Xid
 from metamq.wire.xa import Verb
+from tests.parts import read_to_end
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def branch(mq: XAResource, topic: str, *, prepared: bool = True, gtrid: bytes | 
 
 def seen(running: Cluster) -> int:
     with running.consumer(topics=["orders"], idle_timeout_s=0.3) as consumer:
-        return len(list(consumer))
+        return len(read_to_end(consumer))
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -42,7 +42,7 @@ class Up:
 
     def end(self, number: signal.Signals = signal.SIGINT) -> tuple[int, str]:
         self.process.send_signal(number)
-        data, _ = self.process.communicate(timeout=30)
+        data, _ = self.process.communicate(timeout=90)
         return self.process.returncode, data.decode()
 
 
@@ -67,13 +67,13 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     assert offline("topic", "create", "flights", "--flush", "ack", *here).status == 0
     assert offline("produce", "flights", "a", "b", *here).status == 0
     refused = process("up", cwd=tmp_path)
-    _, talk = refused.communicate(timeout=30)
+    _, talk = refused.communicate(timeout=90)
     assert refused.returncode == 1
     assert f"`metamq up` runs already on metamq-data, as process {first.process.pid}".encode() in talk
     children = first.children()
     assert len(children) >= 2
     assert first.end(signal.SIGINT) == (0, "Stopping.\n")
-    assert gone(children)
+    until(lambda: gone(children), "the end of all children")
 
     second = Up(process, tmp_path, *free_ports())
     assert offline("produce", "flights", "c", "--zookeeper", second.zookeeper).status == 0
@@ -97,10 +97,10 @@ def test_up_tells_programs_where_everything_is(process: Start, offline: Metamq, 
     assert offline("topic", "list", "-o", "json", "--zookeeper", told["zookeeper"]).json == []
     assert told["data"] == str(tmp_path / "metamq-data")
     for one in told["replicas"]:
-        with urllib.request.urlopen(one["metrics"], timeout=10) as page:
+        with urllib.request.urlopen(one["metrics"], timeout=60) as page:
             assert b"metamq_broker_ready" in page.read()
     child.send_signal(signal.SIGTERM)
-    assert child.communicate(timeout=30) == (b"", b"Stopping.\n")
+    assert child.communicate(timeout=90) == (b"", b"Stopping.\n")
 
 
 def broker_process(running: Up, replica: int) -> psutil.Process:
@@ -145,13 +145,13 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     assert said.readline() == b"Replica 1, the master, was ended by SIGKILL. " + left
     assert said.readline() == b"To make a slave the master: metamq ha promote --broker 0 --slave 0\n"
     assert said.readline().startswith(b"To start it again: metamq broker --replica 1 --port ")
-    assert in_sync(offline, running.zookeeper)[0]
+    until(lambda: in_sync(offline, running.zookeeper)[0], "the other one in sync")
     by_hand.send_signal(signal.SIGTERM)
-    assert by_hand.wait(30) == 0
+    assert by_hand.wait(60) == 0
     assert running.end() == (0, "Stopping.\n")
 
     refused = process("up", "--slaves", 0, *free_ports(), cwd=tmp_path)
-    _, talk = refused.communicate(timeout=30)
+    _, talk = refused.communicate(timeout=90)
     assert refused.returncode == 1
     assert b"replica 1 is the master of broker 0, and is not among those to be started" in talk
 
@@ -166,7 +166,7 @@ def test_after_its_machine_went_down_it_says_how_to_go_on(
     assert offline("produce", "flights", "a", *here).status == 0
     for child in [broker_process(running, 0), broker_process(running, 1)]:
         child.kill()
-        child.wait(30)
+        child.wait(60)
     assert running.end()[0] == 0
     for meta in (tmp_path / "metamq-data").glob("*/meta.json"):
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"boot_id": "another"}))
@@ -185,7 +185,7 @@ def test_a_lone_broker_that_ends_takes_all_down_and_is_named(process: Start, tmp
     assert not (tmp_path / "metamq-data").exists()
     children = running.children()
     broker_process(running, 0).kill()
-    talk, _ = running.process.communicate(timeout=30)
+    talk, _ = running.process.communicate(timeout=90)
     assert running.process.returncode == 1
     assert b"metamq: the broker was ended by SIGKILL\n" in talk
     assert b"broker.log" not in talk
@@ -196,7 +196,7 @@ def test_a_zookeeper_that_ends_is_named_without_java_s_stack_traces(process: Sta
     running = Up(process, tmp_path, *free_ports())
     server = next(child for child in running.children() if "QuorumPeerMain" in " ".join(child.cmdline()))
     server.kill()
-    talk, _ = running.process.communicate(timeout=30)
+    talk, _ = running.process.communicate(timeout=90)
     assert running.process.returncode == 1
     log = (tmp_path / "metamq-data" / "zookeeper" / "zookeeper.log").resolve()
     assert talk.decode() == f"metamq: ZooKeeper was ended by SIGKILL\n  Its log is {log}.\n"
@@ -207,7 +207,7 @@ def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path)
     (tmp_path / "metamq-data" / "broker").write_text("a file")
     (tmp_path / "metamq-data" / "broker.log").write_text("metamq: said by an earlier one\n")
     child = process("up", "--slaves", 0, *free_ports(), cwd=tmp_path)
-    _, talk = child.communicate(timeout=30)
+    _, talk = child.communicate(timeout=90)
     assert child.returncode == 1
     first, second, *said = talk.decode().splitlines()
     assert first == "metamq: the broker ended with status 1 instead of serving"
@@ -230,7 +230,7 @@ def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         for flag, what in (("--port", b"ZooKeeper"), ("--broker-port", b"the broker")):
             child = process("up", "--ephemeral", flag, port, cwd=tmp_path)
-            _, talk = child.communicate(timeout=30)
+            _, talk = child.communicate(timeout=90)
             assert child.returncode == 1
             assert b"port %d of 127.0.0.1 is taken, %s cannot listen there" % (port, what) in talk
 
@@ -258,7 +258,7 @@ def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq,
     assert told["port"] > 0 < told["http_port"]
     for child, number in ((broker, signal.SIGINT), (other, signal.SIGTERM), (server, signal.SIGTERM)):
         child.send_signal(number)
-        data, _ = child.communicate(timeout=30)
+        data, _ = child.communicate(timeout=90)
         assert (child.returncode, data) == (0, b"")
 
 
