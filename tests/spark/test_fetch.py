@@ -14,13 +14,13 @@ from metamq.client.settings import zookeeper_root
 from metamq.errors import ConfigError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.arrow_batches import ArrowBatches
 from metamq.spark_consumers.cluster_view import ClusterView
-from metamq.spark_consumers.fetch import FETCH_BYTES, FetchTask, fetch
+from metamq.spark_consumers.fetch import CHUNKS_AHEAD, FETCH_BYTES, FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges, tasks
 from metamq.spark_consumers.stream_offsets import StreamPlace
 from metamq.testing import Cluster, cluster
 from metamq.zk.partitions import TopicPartition
-from tests.parts import wait_until
+from tests.parts import statistics, wait_until
 from tests.spark.conftest import new_topic, send
 
 HEADERS = pa.list_(pa.field("element", pa.struct([("key", pa.string()), ("value", pa.binary())])))
@@ -219,6 +219,26 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
             with pytest.raises(ConfigError, match="a query cannot publish its progress there"):
                 view.publish("g", place)
         view.publish("g", place)
+
+
+def test_no_more_is_fetched_ahead_than_a_task_has_memory_for(own: Cluster) -> None:
+    own.create_topic("t", partitions=1)
+    count = 20 * FETCH_BYTES // 1000
+    send(own, "t", numbered(count, 1000))
+    (task,) = planned(own, "t")
+    reading = fetch(task)
+    offsets = sum(header.count for header, _data in next(reading))
+    looks: list[int] = []
+
+    def is_at_rest() -> bool:
+        looks.append(statistics(own.broker)["counters"]["bytes_out"])
+        return looks[-1] > FETCH_BYTES and len(looks) > 30 and len(set(looks[-30:])) == 1
+
+    wait_until(is_at_rest, 60, "a reader that waits")
+    assert looks[-1] <= (CHUNKS_AHEAD + 1) * FETCH_BYTES
+    for chunk in reading:
+        offsets += sum(header.count for header, _data in chunk)
+    assert offsets == count
 
 
 def test_a_reader_that_stops_early_leaves_nothing_behind(running: Cluster) -> None:
