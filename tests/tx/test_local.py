@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from metamq.errors import (
 )
 from metamq.testing import cluster
 from metamq.tx import XAResource, Xid
+from metamq.tx.app.transactions import Transactions
 from metamq.wire.xa import Verb, XACode
 from tests.parts import wait_until
 
@@ -160,6 +162,74 @@ def test_what_other_threads_send_is_not_part_of_it(shop: Shop, producer: Produce
     assert shop.seen(topic) == [b"mine", b"plain", b"theirs"]
     assert "send" not in producer.__dict__  # without transactions nothing is looked at
     producer.send(topic, b"after").result(10)
+
+
+def test_threads_that_begin_their_first_transactions_at_once(
+    shop: Shop, producer: Producer[bytes], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is to find its own: what it sends would go out at once else."""
+    together, one_has_begun, have_begun = threading.Barrier(2), threading.Event(), threading.Barrier(2)
+
+    class Slow(Transactions):
+        def __init__(self, core: Any) -> None:
+            super().__init__(core)
+            with contextlib.suppress(threading.BrokenBarrierError):  # they were let in one after the other
+                if together.wait(5):
+                    assert one_has_begun.wait(30)
+
+    monkeypatch.setattr("metamq.tx.app.transactional.Transactions", Slow)
+    deliveries: list[Any] = []
+    have_sent, go_on = threading.Semaphore(0), threading.Event()
+
+    def work() -> None:
+        with producer.transaction():
+            one_has_begun.set()
+            have_begun.wait(30)
+            deliveries.append(producer.send(topic, b"1"))
+            have_sent.release()
+            assert go_on.wait(30)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(have_sent.acquire(timeout=30) for _ in threads)
+        producer.flush()
+        assert shop.seen(topic) == []
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join(30)
+    assert [delivery.result(0).offset for delivery in deliveries] == [-1, -1]
+    assert shop.seen(topic) == [b"1", b"1"]
+
+
+def test_one_begins_while_another_one_ends(producer: Producer[bytes]) -> None:
+    looked_at, ends = threading.Event(), threading.Event()
+
+    class Other(threading.Thread):
+        """Its transaction ends while it is asked whether it is alive."""
+
+        def is_alive(self) -> bool:
+            if begun.is_set() and not looked_at.is_set():
+                looked_at.set()
+                ends.wait(0.3)  # it has to wait until the other one has begun
+            return super().is_alive()
+
+    begun = threading.Event()
+
+    def work() -> None:
+        with producer.transaction():
+            begun.set()
+            assert looked_at.wait(30)
+        ends.set()
+
+    other = Other(target=work)
+    other.start()
+    assert begun.wait(30)
+    with producer.transaction():
+        assert looked_at.is_set()
+    other.join()
 
 
 def test_deliveries_are_done_with_their_transaction(producer: Producer[bytes], topic: str) -> None:

@@ -123,6 +123,25 @@ def test_what_is_small_wakes_the_loop_at_its_end_only(running: Cluster) -> None:
     assert read(running, "small") == [b"1", b"2", *[b"3"] * 100, *[bytes(1000)] * 65]
 
 
+def test_what_is_sent_while_the_producer_is_closed_is_told(running: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    running.create_topic("closed", partitions=1)
+    with running.producer() as producer:
+        producer.tpc_begin(producer.xid(1, "closed"))
+
+        def close_meanwhile(*_: object) -> None:
+            monkeypatch.undo()
+            closing = threading.Thread(target=producer.close)
+            closing.start()
+            closing.join(30)
+            assert not closing.is_alive()
+
+        monkeypatch.setattr(producer._core, "in_loop", close_meanwhile)  # send() calls it behind taking the message
+        delivery = producer.send("closed", b"1")
+        assert delivery.done()
+        with pytest.raises(RolledBack):
+            delivery.result(0)
+
+
 def test_room_behind_a_savepoint_is_what_was_sent_before_it(running: Cluster) -> None:
     running.create_topic("saved", partitions=1)
     with running.producer(buffer_bytes=10_000, on_full="raise") as producer:

@@ -80,23 +80,25 @@ class Outbox:
 
     def add(self, topic: str, message: AnyMessage) -> Delivery:
         """Takes a message. Raises what failed the transaction; BufferFull."""
-        self._put(topic, [message])
+        batch = self._put(topic, [message])
         timestamp_us = None if isinstance(message, bytes) else message.timestamp_us
-        return _TransactionDelivery(self, self._owner, self._placeholder(topic), timestamp_us or -1)
+        return _TransactionDelivery(self, self._owner, batch, timestamp_us or -1)
 
     def add_many(self, topic: str, messages: list[AnyMessage]) -> ManyDelivery:
         """Takes messages: all of them, or none. Raises as add()."""
-        self._put(topic, messages)
-        return _TransactionManyDelivery(self, self._owner, self._placeholder(topic), len(messages))
+        return _TransactionManyDelivery(self, self._owner, self._put(topic, messages), len(messages))
 
-    def _put(self, topic: str, messages: list[AnyMessage]) -> None:
-        """The bound may be exceeded by one call."""
-        self.check()
-        if self.is_full:
-            raise BufferFull(self._limit_bytes)
+    def _put(self, topic: str, messages: list[AnyMessage]) -> OutgoingBatch:
+        """The bound may be exceeded by one call. Returns what is done when the transaction is."""
         parts = [messages[at : at + TOGETHER] for at in range(0, len(messages), TOGETHER)]
         items = [_Item(topic, part, size_of_all(part)) for part in parts]
-        with self._lock:
+        with self._lock:  # also against end(), which is to find the placeholder of what was taken
+            self.check()
+            if self.is_full:
+                raise BufferFull(self._limit_bytes)
+            batch = self._placeholders.get(topic)
+            if batch is None:
+                batch = self._placeholders[topic] = OutgoingBatch(topic)
             for item in items:
                 self._queue.append(item)
                 self._bytes += item.bytes
@@ -106,6 +108,7 @@ class Outbox:
             self._is_called = self._is_called or call
         if call:
             self._owner.in_loop(self._begin)
+        return batch
 
     def check(self) -> None:
         """Raises what failed the transaction."""
@@ -115,11 +118,6 @@ class Outbox:
             raise BranchMisuse(
                 self._work.name, XACode.PROTO, "the transaction takes no more: it is prepared, or has ended"
             )
-
-    def _placeholder(self, topic: str) -> OutgoingBatch:
-        if topic not in self._placeholders:
-            self._placeholders[topic] = OutgoingBatch(topic)
-        return self._placeholders[topic]
 
     # -- savepoints ---------------------------------------------------------------------------------------------------
 
@@ -248,10 +246,11 @@ class Outbox:
 
     def end(self, error: MetamqError | None) -> None:
         """The transaction is committed, or has failed: its deliveries say so."""
-        if not self.ended:
+        with self._lock:
+            batches = [] if self.ended else list(self._placeholders.values())
             self.ended = True
-            for batch in self._placeholders.values():
-                batch.complete(-1, error)
+        for batch in batches:
+            batch.complete(-1, error)
 
 
 def _check_ended(outbox: Outbox) -> None:

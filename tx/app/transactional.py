@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from metamq.client.checks import check_seconds, wrong_type
 from metamq.client.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
@@ -47,25 +46,22 @@ class TransactionalFace(ProducerFace[T]):
     ProgrammingError = BranchMisuse
 
     _known_transactions: Transactions
-    _switch: threading.Lock
-    _blocks: weakref.WeakSet[Block]
 
     def _owner(self) -> Any:
         raise AssertionError("a face knows who calls it")
 
     @property
     def _transactions(self) -> Transactions:
-        if "_known_transactions" not in self.__dict__:
-            self._switch = threading.Lock()
-            self._blocks = weakref.WeakSet()
-            self._known_transactions = Transactions(self._core)
-        return self._known_transactions
+        known = self.__dict__.get("_known_transactions")
+        if known is None:  # to two threads that come first, at once: setdefault() has them take the same
+            known = self.__dict__.setdefault("_known_transactions", Transactions(self._core))
+        return cast(Transactions, known)
 
     def _begin(self, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
         check_seconds("timeout_s", timeout_s, optional=False)
         transactions = self._transactions
         self._check_beside(xid)
-        with self._switch:
+        with transactions.lock:
             one = transactions.begin(self._owner(), xid, timeout_s, is_tpc=is_tpc)
             self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
         return one
@@ -78,36 +74,40 @@ class TransactionalFace(ProducerFace[T]):
 
     def _leave(self, one: Open) -> None:
         """It is over, whoever says so: nothing more is sent in it."""
-        self._transactions.leave(one)
-        self._switch_back()
+        transactions = self._transactions
+        with transactions.lock:
+            transactions.leave(one)
+            self._switch_back()
 
     def _switch_back(self) -> None:
-        with self._switch:
-            if not self._transactions.any and not self._blocks:
-                self.__dict__.pop("send", None)
-                self.__dict__.pop("send_many", None)
+        """With the lock."""
+        if not self._transactions.any:
+            self.__dict__.pop("send", None)
+            self.__dict__.pop("send_many", None)
 
     def _enter_block(self, block: Block) -> None:
         """Until _leave_block() this producer's own sends are refused in this context: what is sent so would go out at
         once, whatever becomes of the block."""
-        _ = self._transactions
-        with self._switch:
-            self._blocks.add(block)
+        transactions = self._transactions
+        with transactions.lock:
+            transactions.blocks.add(block)
             self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
         left = (each for each in _working_in.get() if (known := each()) is not None and known.is_active)
         _working_in.set((*left, weakref.ref(block)))
 
     def _leave_block(self, block: Block) -> None:
-        with self._switch:
-            self._blocks.discard(block)
-        self._switch_back()
+        transactions = self._transactions
+        with transactions.lock:
+            transactions.blocks.discard(block)
+            self._switch_back()
 
     def _check_beside(self, xid: object = "(none)") -> None:
         """Raises BranchMisuse in a block."""
-        if not self._blocks:
+        blocks = self._transactions.blocks
+        if not blocks:
             return
         for block in [each() for each in _working_in.get()]:
-            if block is not None and block.is_active and block in self._blocks:
+            if block is not None and block.is_active and block in blocks:
                 raise misuse(
                     xid,
                     "this is in a dbtx block of the producer, and would not be part of it",
@@ -117,8 +117,10 @@ class TransactionalFace(ProducerFace[T]):
 
     def _all_left(self) -> list[Open]:
         """All transactions are over: those of every thread or task."""
-        found = self._transactions.leave_all()
-        self._switch_back()
+        transactions = self._transactions
+        with transactions.lock:
+            found = transactions.leave_all()
+            self._switch_back()
         return found
 
     def _ends_with_the_producer(self, one: Open) -> bool:

@@ -14,7 +14,7 @@ import asyncio
 import threading
 from datetime import datetime
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.model import time_of
@@ -84,6 +84,10 @@ class Transactions:
     """Of one producer. What is `async` is for its loop; the rest for the thread or task that the transaction is of."""
 
     def __init__(self, core: ProducerCore) -> None:
+        self.lock = threading.Lock()
+        """Held by who begins or leaves anything here."""
+        self.blocks: WeakSet[Any] = WeakSet()
+        """What has a `send` of its own, and was entered: the producer's is refused in it."""
         self._core = core
         self._routes = routes_of(core)
         self._open: dict[Owner, Open] = {}
@@ -94,8 +98,8 @@ class Transactions:
 
     @property
     def any(self) -> bool:
-        """Whether any thread or task works in one."""
-        return bool(self._open)
+        """Whether any thread or task works in one, or a block was entered."""
+        return bool(self._open or self.blocks)
 
     def _check_untried(self, one: Open) -> None:
         """Raises what failed it; BranchMisuse where its prepare() was interrupted, also when that has not ended yet."""
@@ -105,7 +109,10 @@ class Transactions:
             raise misuse(one.xid, "its tpc_prepare() was interrupted, or has failed: it can only be rolled back")
 
     def begin(self, owner: Owner | None, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
-        """From here on what `owner` sends is part of it. Raises BranchMisuse; ConfigError outside of any task."""
+        """From here on what `owner` sends is part of it. With the lock.
+
+        Raises BranchMisuse; ConfigError outside of any task.
+        """
         if owner is None:
             raise ConfigError("a transaction is worked in by a task", hint="Call it in a coroutine.")
         for gone in [each for each in self._open if _is_gone(each)]:  # its brokers roll it back after its time
@@ -118,12 +125,12 @@ class Transactions:
         return made
 
     def leave(self, one: Open) -> None:
-        """What its owner sends from here on is part of nothing."""
+        """What its owner sends from here on is part of nothing. With the lock."""
         if self._open.get(one.owner) is one:
             del self._open[one.owner]
 
     def leave_all(self) -> list[Open]:
-        """Nobody works in anything any more."""
+        """Nobody works in anything any more. With the lock."""
         found = list(self._open.values())
         self._open.clear()
         return found
