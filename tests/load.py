@@ -95,7 +95,7 @@ class Load:
     def join(self) -> Told:
         """Ends the stream; raises what went wrong in it."""
         self.ending.set()
-        self._thread.join(90)
+        self._thread.join(120)
         assert not self._thread.is_alive()
         if self.problem is not None:
             raise self.problem

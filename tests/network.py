@@ -56,7 +56,7 @@ class Network:
         self._thread.start()
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     # -- what tests do ------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Network:
 
         self._call(close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
     # -- lines --------------------------------------------------------------------------------------------------------

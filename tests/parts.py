@@ -12,13 +12,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from metamq import Consumer, Message
 from metamq.broker.config import BrokerConfig
 from metamq.broker.server import Broker
 from metamq.client.in_pieces import ask_statistics
 from metamq.client.transport import BrokerConnection
+from metamq.errors import ConnectError, DeliveryTimeout, MetamqError
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
@@ -26,10 +26,17 @@ from metamq.wire.columns import decode
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.zk.session import Session
 
+if TYPE_CHECKING:
+    from metamq import Consumer, Message
+    from metamq.testing import Cluster
+
 FETCH_BYTES = 4 * 1024 * 1024
+SLOW_S = 60.0
+"""For what takes a moment: so long it may take a machine that is slow, and busy with other tests."""
+T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 60.0, what: str = "it") -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = SLOW_S, what: str = "it") -> None:
     """Returns once the condition holds; fails after the limit."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -37,14 +44,57 @@ def wait_until(condition: Callable[[], object], limit_s: float = 60.0, what: str
         time.sleep(0.01)
 
 
-def read_to_end(consumer: Consumer[Any]) -> list[Message[Any]]:
-    """All messages there are, whose consumer has an `idle_timeout_s` that may be too short on a slow machine."""
-    messages: list[Message[Any]] = []
+def until_answered(ask: Callable[[], T], limit_s: float = SLOW_S) -> T:
+    """What is answered. A client does not know at once that a broker is back, which it says by a ConnectError."""
+    deadline = time.monotonic() + limit_s
     while True:
-        messages += consumer
-        left = consumer.lag()
-        if len(left) == len(consumer.assignment) > 0 and not any(left.values()):
-            return messages
+        try:
+            return ask()
+        except ConnectError:
+            assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_at_end(consumer: Consumer[Any]) -> bool:
+    """Whether it has handled all that its brokers show. False where they do not say."""
+    with contextlib.suppress(MetamqError, KeyError):
+        lag = consumer.lag()
+        return bool(lag) and lag.keys() == consumer.health().partitions.keys() and not any(lag.values())
+    return False
+
+
+def read_to_end(consumer: Consumer[Any]) -> list[Message[Any]]:
+    """All messages up to the end, however slowly they come. For its `idle_timeout_s` it looks for more than that."""
+    found = list(consumer)
+    deadline = time.monotonic() + SLOW_S
+    while not is_at_end(consumer):
+        assert time.monotonic() < deadline, f"only {len(found)} messages were read"
+        found += consumer
+    return found
+
+
+def values_to_end(consumer: Consumer[Any]) -> list[Any]:
+    """The same, of values alone, which takes less time."""
+    found = [value for batch in consumer.batches() for value in batch.values]
+    deadline = time.monotonic() + SLOW_S
+    while not is_at_end(consumer):
+        assert time.monotonic() < deadline, f"only {len(found)} messages were read"
+        found += [value for batch in consumer.batches() for value in batch.values]
+    return found
+
+
+def timed_out(running: Cluster, topic: str, says: str) -> DeliveryTimeout:
+    """The error of a message that cannot be stored, and whose time is over: it names why, once a broker has said so.
+
+    On a slow machine that takes longer than a moment.
+    """
+    for timeout_s in (0.5, 2, 8, 30):
+        with running.producer(delivery_timeout_s=timeout_s) as producer:
+            error = producer.send(topic, b"in vain").exception(2 * SLOW_S)
+        assert isinstance(error, DeliveryTimeout), error
+        if says in str(error):
+            return error
+    raise AssertionError(f"the reason is not named: {error}")
 
 
 def make_chroot(servers: str) -> str:
@@ -75,7 +125,7 @@ def statistics(broker: BrokerProcess | LocalBroker) -> dict[str, Any]:
     """What the broker answers to STATS."""
 
     async def ask() -> dict[str, Any]:
-        connection = await BrokerConnection.open("127.0.0.1", broker.port)
+        connection = await BrokerConnection.open("127.0.0.1", broker.port, timeout_s=SLOW_S)
         try:
             return await ask_statistics(connection)
         finally:
@@ -88,7 +138,7 @@ def read_topic(broker: BrokerProcess | LocalBroker, topic: str, topic_id: str) -
     """All that readers can see of a topic's partitions at this broker, both checksums of every batch verified."""
 
     async def read() -> dict[str, list[Stored]]:
-        connection = await BrokerConnection.open("127.0.0.1", broker.port)
+        connection = await BrokerConnection.open("127.0.0.1", broker.port, timeout_s=SLOW_S)
         try:
             answer = await ask_statistics(connection)
             found = [p for p in answer["partitions"] if p["topic"] == topic]
@@ -128,7 +178,7 @@ async def _read_partition(
 def http_get(port: int, path: str) -> tuple[int, str]:
     """(status, text) of a page of a broker's status server."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=SLOW_S) as page:
             return page.status, page.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -208,7 +258,7 @@ class Line:
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(SLOW_S)
 
     def __enter__(self) -> Line:
         return self
@@ -226,6 +276,11 @@ class LocalBroker:
         self._ready = threading.Event()
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    @property
+    def loop_thread(self) -> threading.Thread:
+        """Which nothing is to hold up."""
+        return self._thread
 
     @property
     def port(self) -> int:
@@ -260,5 +315,5 @@ class LocalBroker:
 
     def __exit__(self, *_: object) -> None:
         self.loop.call_soon_threadsafe(self.broker.end)
-        self._thread.join(30)
+        self._thread.join(SLOW_S)
         assert not self._thread.is_alive()

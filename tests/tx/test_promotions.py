@@ -14,7 +14,9 @@ from metamq.errors import BranchMisuse, BranchNotKnown, ConnectError, MetamqErro
 from metamq.testing import BrokerProcess
 from metamq.tx import BranchDescription, XAResource, Xid
 from tests.broker.ha.test_replication import Group, metrics, replica_group
-from tests.parts import wait_until
+from tests.parts import SLOW_S, wait_until
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def prepared(mq: XAResource, topic: str, *values: bytes) -> Xid:
     return xid
 
 
-def in_doubt(mq: XAResource, limit_s: float = 20.0) -> dict[Xid, BranchDescription]:
+def in_doubt(mq: XAResource, limit_s: float = SLOW_S) -> dict[Xid, BranchDescription]:
     """As soon as the client knows who is the master."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -78,7 +80,7 @@ def test_what_was_prepared_is_ended_at_the_promoted_slave_and_nothing_is_left(gr
     committed, rolled_back = prepared(mq, topic, b"1", b"2"), prepared(mq, topic, b"never")
     idle = work(mq, topic, b"idle")
     wait_until(lambda: metrics(group.replicas[0])["metamq_transactions_prepared", ""] == 2, what="the metric")
-    group.cluster.broker.kill()
+    group.lose_master(group.cluster.broker.kill, 1)
     group.promote(1)
     assert {xid: one.messages for xid, one in in_doubt(mq).items()} == {committed: 2, rolled_back: 1}
     mq.commit(committed)
@@ -104,7 +106,7 @@ def test_a_slave_that_is_restarted_while_its_master_is_down(group: Group, mq: XA
     mq.prepare(xid)
     done = prepared(mq, topic, b"3")
     mq.commit(done)
-    group.cluster.broker.kill()
+    group.lose_master(group.cluster.broker.kill, 1)
     getattr(group.replicas[1], how)()
     group.replicas[1].start()
     group.promote(1)
@@ -119,7 +121,7 @@ def test_a_master_that_comes_back_raises_nothing_from_the_dead(group: Group, mq:
     """What was ended in its absence was prepared when it died: stale two-phase files, put back by hand."""
     topic = a_topic(group)
     committed, rolled_back, open_still = (prepared(mq, topic, value) for value in (b"1", b"2", b"3"))
-    group.cluster.broker.kill()
+    group.lose_master(group.cluster.broker.kill, 1)
     group.promote(1)
     mq.commit(committed)
     mq.rollback(rolled_back)
@@ -139,10 +141,10 @@ def test_plain_messages_do_not_wait_for_what_is_prepared(group: Group, mq: XARes
     topic = a_topic(group, "sync")
     xid = prepared(mq, topic, b"prepared")
     with group.cluster.producer() as producer:
-        producer.send(topic, b"before").result(20)
-        group.cluster.broker.kill()
+        producer.send(topic, b"before").result(SLOW_S)
+        group.lose_master(group.cluster.broker.kill, 1)
         group.promote(1)
-        producer.send(topic, b"after").result(20)
+        producer.send(topic, b"after").result(SLOW_S)
     assert sorted(group.read(topic)) == [b"after", b"before"]
     mq.commit(xid)
     assert sorted(group.read(topic)) == [b"after", b"before", b"prepared"]
@@ -184,7 +186,7 @@ def test_a_damaged_journal_of_a_master_is_replaced_by_its_slaves(group: Group, m
     damage_journal(master)
     master.start()
     with group.cluster.producer() as producer:
-        producer.send(topic, b"plain").result(20)  # which needs no journal
+        producer.send(topic, b"plain").result(SLOW_S)  # which needs no journal
     with XAResource(0, group.cluster.zookeeper, request_timeout_s=3) as impatient, pytest.raises(MetamqError):
         impatient.recover()
     group.wait_insync(0, 1)
@@ -206,7 +208,7 @@ def test_a_damaged_journal_of_a_slave_is_copied_anew(group: Group, mq: XAResourc
     wait_until(lambda: list((slave.data / "topics").glob("~*/0.damaged-*")), what="the journal aside")
     group.wait_insync(0, 1)
     wait_same_journals(group)
-    group.cluster.broker.kill()
+    group.lose_master(group.cluster.broker.kill, 1)
     group.promote(1)
     mq.commit(xid)
     assert group.read(topic) == [b"1"]
@@ -262,7 +264,7 @@ def test_scenario_25_the_master_dies_at_any_point_of_prepare_and_commit_and_its_
         busy = sum(len(client.decided) for client in clients)
         wait_until(lambda before=busy: sum(len(c.decided) for c in clients) > before + 20, 60, "some transactions")
         time.sleep(chance.random() * 0.2)
-        group.replicas[master].kill()
+        group.lose_master(group.replicas[master].kill, 1 - master, master=master)
         former, master = master, 1 - master
         group.promote(master)
         group.replicas[former].start()
@@ -270,7 +272,7 @@ def test_scenario_25_the_master_dies_at_any_point_of_prepare_and_commit_and_its_
     for client in clients:
         client.stopping.set()
     for client in clients:
-        client.join(60)
+        client.join(120)
         assert not client.is_alive()
     with XAResource(0, group.cluster.zookeeper) as mq:
         left = set(in_doubt(mq))

@@ -51,7 +51,7 @@ DEAD = "promoted, the master dead or frozen"
 ASKED, ASKED_IN_CALM = "promotion asked for", "promotion asked for, nothing else amiss"
 LEADS_TO = {ASKED: {ALIVE}, ASKED_IN_CALM: {IN_CALM}, ALONE: {CUT, DEAD}, "cut off from ZooKeeper": {EXPIRED}}
 """What comes of actions, by chance."""
-OVERTIME_S = 120.0
+OVERTIME_S = 240.0
 """For so long only that is done which has not happened yet, or may lead to it: there may be two slow cores."""
 
 LINKS = {
@@ -368,7 +368,7 @@ class Chaos:
         for number in self.random.sample(self._responsive(), len(self._responsive())):
             if number != master:
                 with contextlib.suppress(MetamqError):
-                    self.group.promote(number, accept_loss=self._accept_loss, timeout_s=PROMOTION_S)
+                    self.group.promote_once(number, accept_loss=self._accept_loss, timeout_s=PROMOTION_S)
                     self._did(what or (DEAD if master is None else ALIVE))
                     return
 
@@ -389,7 +389,7 @@ class Chaos:
             wait_until(lambda: sum(self.group.stable(master).values()) > stable, SESSION_MS / 1000)
             if self.random.random() < 0.5:
                 self._kill(master)
-            self.group.promote(slave, accept_loss=True, timeout_s=PROMOTION_S)
+            self.group.promote_once(slave, accept_loss=True, timeout_s=PROMOTION_S)
             if self.group.state().generation > generation:
                 self._did(LOST)
         self.end_all()

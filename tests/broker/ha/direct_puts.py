@@ -16,6 +16,7 @@ from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.connection import Response
 from metamq.zk.topics import TopicConfig
+from tests.parts import SLOW_S, wait_until
 
 INTERVAL_S = 0.005
 
@@ -37,6 +38,7 @@ class DirectPuts:
         """As they come; to be looked at at any time."""
         self._replica = replica
         self._topic = topic
+        self._sent = 0
         self._ended = threading.Event()
         self._began = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="direct PUTs")
@@ -46,19 +48,25 @@ class DirectPuts:
         """Those that were."""
         return [answer for answer in list(self.answers) if answer.error is None]
 
+    def settle(self) -> None:
+        """Returns once the answers that have come by now are noted."""
+        turned = self._sent + 2
+        wait_until(lambda: self._sent >= turned, what="a turn of the loop")
+
     @property
     def refused(self) -> list[Answer]:
         """Those that were not, or of which it is not known."""
         return [answer for answer in list(self.answers) if answer.error is not None]
 
     async def _run(self) -> None:
-        connection = await BrokerConnection.open("127.0.0.1", self._replica.port)
+        connection = await BrokerConnection.open("127.0.0.1", self._replica.port, timeout_s=SLOW_S)
         self._began.set()
         try:
             number = 0
             while not self._ended.is_set():
                 self._put(connection, b"direct-%d" % number)
                 number += 1
+                self._sent = number
                 await asyncio.sleep(INTERVAL_S)
         except ConnectError:  # the broker has ended
             return
@@ -82,11 +90,11 @@ class DirectPuts:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._began.wait(10)
+        assert self._began.wait(SLOW_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(10)
+        self._thread.join(SLOW_S)

@@ -102,7 +102,7 @@ def all_is_well(group: NetworkedGroup, load: Load) -> Logs:
     acknowledged = load.acknowledged()
     logs = logs_of(group, load.topic)
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: not load.missed(logs), limit_s=60)
+        wait_until(lambda: not load.missed(logs), limit_s=120)
     assert load.missed(logs)[:10] == []
     assert faults(History(acknowledged), logs) == []
     return logs
@@ -113,7 +113,7 @@ def logs_of(group: NetworkedGroup, topic: str) -> Logs:
     every_end = [group.ends(number) for number in range(REPLICAS)]
     upto = {f"0-{n}": max(ends[topic, n][0] for ends in every_end) for n in range(PARTITIONS)}
     logs: Logs = defaultdict(list, {partition: [] for partition in upto})
-    with group.cluster.consumer(topics=[topic], idle_timeout_s=20) as consumer:
+    with group.cluster.consumer(topics=[topic], idle_timeout_s=60) as consumer:
         for batch in consumer.batches():
             assert batch.offset == len(logs[batch.partition])
             logs[batch.partition] += batch.values
@@ -129,7 +129,7 @@ def a_group(folder: Path) -> Iterator[NetworkedGroup]:
         yield group
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(
     tmp_path: Path, report_figures: Report
 ) -> None:
@@ -139,7 +139,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_and_nothing_seen_is_taken_back(
         assert losses == 0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_with_accepted_losses_nothing_is_doubled_and_readers_miss_nothing_of_what_stayed(
     tmp_path: Path, report_figures: Report
 ) -> None:

@@ -56,7 +56,7 @@ class SlaveEnd:
         pass
 
     async def speaks(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not holds():
                 self._speaks.clear()
                 await self._speaks.wait()

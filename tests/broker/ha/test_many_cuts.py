@@ -94,20 +94,20 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
         results = [
             sync.attach_result(number + 1, sync.Decision.FROM, 1, cut_to, "it is cut") for number in range(PARTITIONS)
         ]
-        turns = [time.monotonic()]
+        turns = 0
         link.received(as_received(sync.Attached(sync.ATTACHED, EPOCH, results)), memoryview(b""))
         link.received(as_received(sync.Beat(sync.BEAT, EPOCH, 0, [(PARTITIONS, 1, cut_to)])), memoryview(b""))
         assert not line.is_read
         while not line.is_read:
-            turns.append(time.monotonic())
+            turns += 1
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not link.ended.done()
         assert [p.log.end_position for p in partitions] == [cut_to] * PARTITIONS
         assert sorted(handle for handle, _, _ in line.acknowledged) == list(range(1, PARTITIONS + 1))
         assert partitions[-1].log.stable_offset == 1, "what came behind was done, in the end"
-        one_cut_s = (turns[-1] - turns[0]) / PARTITIONS
-        assert len(turns) > PARTITIONS * one_cut_s / (DECIDING_S + one_cut_s) / 2
+        # Each cut takes FSYNC_S at least, so that they are so many at a time at most, on whatever machine.
+        assert turns > PARTITIONS / (DECIDING_S / FSYNC_S + 1)
         link.close()
 
     try:

@@ -57,7 +57,7 @@ def test_a_repeat_is_known_after_a_promotion_although_its_batch_was_never_copied
     assert put(group.cluster.broker, topic, topic_id, batch).base_offset == 0
     with group.cluster.producer(compression=None) as producer:
         for _ in range(4):
-            producer.send_many(topic, [b"%01000d" % 1] * 700).result(20)
+            producer.send_many(topic, [b"%01000d" % 1] * 700).result(60)
     wait_until(lambda: log_of(group.cluster.broker)["start_offset"] > 0, what="retention")
     slave = group.add_slave()
     group.wait_insync(0, 1)
@@ -65,7 +65,7 @@ def test_a_repeat_is_known_after_a_promotion_although_its_batch_was_never_copied
     slave.kill()  # what it was told is on its disk
     slave.start()
     group.wait_insync(0, 1)
-    group.cluster.broker.kill()
+    group.lose_master(group.cluster.broker.kill, 1)
     group.promote(1)
     end = log_of(slave)["end_offset"]
     result = put(slave, topic, topic_id, batch)

@@ -55,7 +55,7 @@ def incarnation(broker: BrokerProcess) -> int:
 def refused(second: BrokerProcess, first: BrokerProcess, number: int) -> str:
     """What a process says that ends because `first` is that replica, and loses nothing by it."""
     with pytest.raises(MetamqError, match="ended with status 1") as caught:
-        second.start(timeout_s=20)
+        second.start()
     said = caught.value.hint
     assert f"replica {number} of broker 0 runs already, at 127.0.0.1:{first.port}" in said
     assert "new incarnation" not in said
@@ -108,7 +108,7 @@ def test_an_older_copy_of_a_slaves_folder_is_not_the_member_that_was_in_sync(gro
     group.replicas[1] = second
     second.start()
     assert "this replica is a new incarnation" in second.log_path.read_text()
-    assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote(1)))
+    assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote_once(1)))
     group.cluster.broker.start()
     group.wait_insync(0, 1)
     values += send(group, topic, 5, b"after")
@@ -129,7 +129,7 @@ def test_an_older_copy_of_a_masters_folder_waits_for_who_is_in_sync(group: Group
     second = copy(0)
     values += send(group, topic, 5, b"not in the copy")
     group.wait_equal(0, 1)
-    group.cluster.broker.kill()
+    group.lose_master(group.cluster.broker.kill, 1)
     group.replicas[0] = second
     second.start()
     wait_until(lambda: group.replication(0)["role"] == "waiting", what="the role")
@@ -160,8 +160,9 @@ def test_an_original_that_was_cut_off_ends_when_a_copy_has_taken_its_place(tmp_p
             assert group.replication(0)["role"] == "waiting"
             epoch = group.promote(0, accept_loss=True)
             with DirectPuts(original, config) as puts:
+                wait_until(lambda: puts.refused, what="refusals")
                 group.network.heal(way, way.back)
-                assert original.wait(30) == 1
+                assert original.wait(60) == 1
             assert puts.acknowledged == []
             assert {type(one.error) for one in puts.refused} == {Fenced}
             said = original.log_path.read_text()

@@ -29,8 +29,10 @@ COUNT = 20
 TOGETHER_S = 4
 """So long a faulty group is waited for, which may never come together."""
 LINK = Way(party(0), party(1))
-ALONE_S = 0.5
-"""For so long a producer waits for what cannot be acknowledged."""
+ALONE_S = (0.5, 2, 8)
+"""For so long a producer waits for what cannot be acknowledged; longer where its master had nothing of it by then."""
+TRIES = 3
+"""What a fault does depends on who is faster."""
 
 
 class FaultyGroup(NetworkedGroup):
@@ -43,7 +45,7 @@ class FaultyGroup(NetworkedGroup):
         self.cluster.create_topic(TOPIC, partitions=1, replication="sync")
         self.wait_insync(0, 1)
 
-    def send(self, name: int, timeout_s: float = 20) -> None:
+    def send(self, name: int, timeout_s: float = 60) -> None:
         """Sends messages, a batch each and all of the same size, and notes which are acknowledged."""
         with self.cluster.producer(delivery_timeout_s=timeout_s, linger_ms=0) as producer:
             for number in range(COUNT):
@@ -61,7 +63,7 @@ class FaultyGroup(NetworkedGroup):
     def together(self, master: int) -> None:
         """Until the other one follows; it is a fault as well if it never does, or has another log."""
         try:
-            self.wait_insync(0, 1, master=master, limit_s=TOGETHER_S if seeded_faults.SETTING in os.environ else 20)
+            self.wait_insync(0, 1, master=master, limit_s=TOGETHER_S if seeded_faults.SETTING in os.environ else 60)
             self.wait_equal(0, 1)
         except (AssertionError, KeyError, MetamqError) as error:
             self.found.append(str(error)[:100])
@@ -92,7 +94,11 @@ def dies_with_what_nobody_else_has(group: FaultyGroup) -> None:
     group.send(1)
     with group.being_read():
         group.network.cut(LINK)
-        group.send(2, timeout_s=ALONE_S)
+        before = group.ends(0)
+        for alone_s in ALONE_S:
+            group.send(2, timeout_s=alone_s)
+            if group.ends(0) != before:
+                break
     group.replicas[0].kill()
     group.network.heal(LINK, broken=True)
     group.promote(1)
@@ -108,7 +114,7 @@ def dies_with_what_nobody_else_has(group: FaultyGroup) -> None:
 def thaws_after_a_promotion(group: FaultyGroup) -> None:
     """The master is frozen, the slave promoted and written to; then the former master goes on."""
     group.send(4)
-    group.replicas[0].freeze()
+    group.lose_master(group.replicas[0].freeze, 1)
     group.promote(1)
     group.send(5)
     group.replicas[0].thaw()
@@ -123,7 +129,7 @@ SCRIPTS = {
     "cut_at_the_wrong_place": dies_with_what_nobody_else_has,
     "stale_epoch_accepted": thaws_after_a_promotion,
 }
-LAG_MS = {dies_with_what_nobody_else_has: 10_000, thaws_after_a_promotion: 1000}
+LAG_MS = {dies_with_what_nobody_else_has: 120_000, thaws_after_a_promotion: 1000}
 """A slave that is cut off stays in the set in the one, and a promoted one may be thrown out in the other."""
 
 
@@ -137,6 +143,11 @@ def a_group(folder: Path, lag_ms: int) -> Iterator[FaultyGroup]:
             group.close()
 
 
+def attempt(script: Any, group: FaultyGroup) -> None:
+    with contextlib.suppress(AssertionError, MetamqError):  # a fault may keep it from its end
+        script(group)
+
+
 def test_every_fault_has_a_script() -> None:
     assert SCRIPTS.keys() == seeded_faults.FAULTS.keys()
 
@@ -148,10 +159,15 @@ def test_without_a_fault_nothing_is_found(tmp_path: Path, script: Any) -> None:
         assert group.found == []
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", SCRIPTS)
 def test_a_seeded_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(seeded_faults.SETTING, fault)
     script = SCRIPTS[fault]
-    with a_group(tmp_path, LAG_MS[script]) as group:
-        script(group)
-        assert [one for one in group.found if "was acknowledged" in one or "a reader saw" in one], group.found
+    for number in range(TRIES):
+        (tmp_path / str(number)).mkdir()
+        with a_group(tmp_path / str(number), LAG_MS[script]) as group:
+            attempt(script, group)
+        if [one for one in group.found if "was acknowledged" in one or "a reader saw" in one]:
+            return
+    raise AssertionError(group.found)

@@ -42,10 +42,11 @@ def test_a_slave_without_room_stores_nothing_holds_nothing_up_and_comes_back(
     group.wait_insync(0)
     assert slave.running
     assert group.ends(1) == before
-    assert slave.log_path.read_text().count("no link to the master") == 1
+    told = [line for line in slave.log_path.read_text().splitlines() if "no link to the master" in line]
+    assert 1 <= len([line for line in told if "in reserve" in line]) <= 2, "not at each attempt"
     small_disk.empty()
     group.wait_insync(0, 1)
-    assert slave.log_path.read_text().count("linked to the master") == 1
+    assert "linked to the master" in slave.log_path.read_text()
     values += send(group, topic, 5, b"after")
     group.wait_equal(0, 1)
     assert sorted(group.read(topic)) == sorted(values)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,14 +23,15 @@ from metamq.wire.commands import GetResult as Result
 from metamq.zk.offers import slaves_offering
 from metamq.zk.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group, send
-from tests.parts import statistics, wait_until
+from tests.parts import statistics, until_answered, wait_until
 
 FAR_BYTES = 64 * 1024
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with replica_group(far_behind_bytes=FAR_BYTES) as made:
+    # A master's retention is a test's own business.
+    with replica_group(far_behind_bytes=FAR_BYTES, retention_check_s=3600) as made:
         yield made
 
 
@@ -74,7 +76,7 @@ class Reader:
         self.consumer.close()
         self._free = True
         self._may.release()
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 def bytes_out(broker: BrokerProcess) -> int:
@@ -82,12 +84,20 @@ def bytes_out(broker: BrokerProcess) -> int:
     return found
 
 
+def leaves_alone(group: Group, topic: str, replica: BrokerProcess, reader: Reader, values: list[bytes]) -> bool:
+    """Whether a reader that has these gets some more, and nothing of it from this replica."""
+    before = bytes_out(replica)
+    values += send(group, topic, 20, b"more of %d" % len(values))
+    reader.read_all(values)
+    return bytes_out(replica) == before
+
+
 def offering(group: Group, topic: str) -> set[tuple[int, int]]:
     async def ask() -> set[tuple[int, int]]:
         async with await Session.open(group.cluster.zookeeper) as session:
             return await slaves_offering(session, topic)
 
-    return asyncio.run(ask())
+    return until_answered(lambda: asyncio.run(ask()))
 
 
 def wait_offered(group: Group, topic: str, *slaves: int) -> None:
@@ -117,9 +127,9 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
         assert bytes_out(slave) > 0
         new = Reader(group, topic, read_from="any")  # where to begin, a slave says as well
         new.read_all(values)
-        read_at = time.monotonic()
-        wait_until(lambda: time.monotonic() - read_at > 1.5 * TELL_AFTER_S, what="what lasts told")
-        assert "reading on from slaves" in caplog.text
+        wait_until(lambda: "reading on from slaves" in caplog.text, what="that told")
+        caplog.clear()  # a machine that is slow takes longer to find the slave than to complain
+        time.sleep(1.5 * TELL_AFTER_S)
         assert "cannot be fetched at present" not in caplog.text
         group.replicas[0].start()
         group.wait_insync(0, 1)
@@ -156,11 +166,12 @@ def test_readers_go_on_at_the_new_master_and_at_the_old_one_again(group: Group, 
             values += send(group, topic, 20, b"at %d" % master)
             reader.read_all(values)
             group.wait_insync(0, 1, master=master)
-            before = bytes_out(group.replicas[former])
-            values += send(group, topic, 20, b"and at %d" % master)
-            reader.read_all(values)
-            assert bytes_out(group.replicas[former]) == before
-        group.replicas[0].kill()
+
+            wait_until(
+                partial(leaves_alone, group, topic, group.replicas[former], reader, values),
+                what="reading from the new master",
+            )
+        group.lose_master(group.replicas[0].kill, 1)
         group.promote(1)
         values += send(group, topic, 20, b"last")
         reader.read_all(values)
@@ -175,7 +186,7 @@ def test_who_is_far_behind_reads_from_a_slave_and_then_from_the_master(group: Gr
     wait_offered(group, topic, 1)
     with group.cluster.producer(compression=None, linger_ms=0) as producer:
         for _ in range(200):
-            producer.send_many(topic, [b"x" * 1000] * 10).result(20)
+            producer.send_many(topic, [b"x" * 1000] * 10).result(60)
     read = [b"x" * 1000] * 2000
     small = {"fetch_max_bytes": 32 * 1024, "partition_fetch_max_bytes": 32 * 1024}
     for read_from, from_slave in (("master", False), ("any", True)):
@@ -183,12 +194,10 @@ def test_who_is_far_behind_reads_from_a_slave_and_then_from_the_master(group: Gr
         reader = Reader(group, topic, read_from=read_from, **small)
         try:
             reader.read_all(read)
-            before = bytes_out(slave)
-            assert (before - at_slave > 10 * FAR_BYTES) == from_slave
+            assert (bytes_out(slave) - at_slave > 2 * FAR_BYTES) == from_slave
             assert bytes_out(group.cluster.broker) > at_master
-            read = read + send(group, topic, 5)
-            reader.read_all(read)
-            assert bytes_out(slave) == before, "it is not far behind any more"
+
+            wait_until(partial(leaves_alone, group, topic, slave, reader, read), what="reading from the master")
         finally:
             reader.close()
 
@@ -200,7 +209,7 @@ def test_what_a_slave_has_not_any_more_is_read_from_the_master_also_by_who_begin
     wait_offered(group, topic, 1)
     with group.cluster.producer(compression=None) as producer:
         for _ in range(80):
-            producer.send_many(topic, [b"%0100d" % 7] * 500).result(20)
+            producer.send_many(topic, [b"%0100d" % 7] * 500).result(60)
 
     def starts(number: int) -> int:
         found: int = statistics(group.replicas[number])["partitions"][0]["start_offset"]
@@ -237,25 +246,28 @@ def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group
     values = send(group, topic, 10)
     wait_offered(group, topic, 1)
     identity = topic_id(group, topic)
+    epochs: list[int] = []
 
     async def ask() -> None:
         connection = await BrokerConnection.open("127.0.0.1", slave.port)
         try:
             ends = [OffsetsEntry(topic, identity, 0, what) for what in (EARLIEST, LATEST)]
-            found = unpack_list(OffsetsResult, await connection.request(Command.OFFSETS, ends, timeout_s=5))
+            found = unpack_list(OffsetsResult, await connection.request(Command.OFFSETS, ends, timeout_s=60))
             assert [one.offset for one in found] == [0, len(values)]
-            assert [one.epoch for one in found] == [-1, 1], "of the message before"
+            assert found[0].epoch == -1, "of the message before"
+            assert found[1].epoch >= 1
+            epochs.append(found[1].epoch)
             opened = [GetPartition(1, topic, identity, 0)]
             for ahead in (0, 1, 1000):
                 poll = Get(100, 1, 1 << 20, 1 << 20, opened, [(1, len(values) + ahead)], [])
-                (result,) = unpack_list(Result, await connection.request(Command.GET, poll, timeout_s=5))
+                (result,) = unpack_list(Result, await connection.request(Command.GET, poll, timeout_s=60))
                 assert (result.status, result.size) == (status.OK, 0), "nothing, and no error"
                 assert result.preferred_replica == 0, "whether there is something to wait for, the master knows"
                 opened = []
-            poll = Get(5000, 1, 1 << 20, 1 << 20, [], [(1, len(values) + 1)], [])
+            poll = Get(90_000, 1, 1 << 20, 1 << 20, [], [(1, len(values) + 1)], [])
             waiting = connection.send(Command.GET, poll)
             await asyncio.to_thread(send, group, topic, 2, b"came")
-            response = await asyncio.wait_for(waiting, 5)
+            response = await asyncio.wait_for(waiting, 60)
             (result,) = unpack_list(Result, response.header)
             assert result.status == status.OK
             assert result.stable_offset == len(values) + 2
@@ -285,8 +297,8 @@ def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group
 
     group.replicas[0].kill()
     slave.restart()  # it has not followed anybody yet, and knows what it has all the same
-    assert asyncio.run(read_behind(1)).status == status.OK
-    assert asyncio.run(read_behind(2)).status == status.encode_error(Fenced("", ""))[0]
+    assert asyncio.run(read_behind(epochs[0])).status == status.OK
+    assert asyncio.run(read_behind(epochs[0] + 1000)).status == status.encode_error(Fenced("", ""))[0]
 
 
 def test_a_slave_offers_what_it_has_and_nothing_when_it_is_gone(group: Group) -> None:
@@ -298,6 +310,6 @@ def test_a_slave_offers_what_it_has_and_nothing_when_it_is_gone(group: Group) ->
     later = a_sync_topic(group, "later")
     wait_offered(group, later, 1, 2)
     second.stop()
-    assert offering(group, topic) == {(0, 1)}
+    wait_offered(group, topic, 1)
     group.promote(1)
     wait_until(lambda: offering(group, topic) == {(0, 0)}, what="the former master as a slave that has the topic")

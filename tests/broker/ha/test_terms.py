@@ -33,7 +33,7 @@ def test_a_master_in_whose_name_another_term_has_begun_begins_the_next_one(group
     group.wait_insync(0, 1)
     values = send(group, topic, 5, b"before")
     epoch = raise_epoch(group)
-    wait_until(lambda: statistics(group.replicas[0])["epoch"] == epoch + 1, what="a term after that")
+    wait_until(lambda: statistics(group.replicas[0])["epoch"] > epoch, what="a term after that")
     values += send(group, topic, 5, b"after")
     group.wait_insync(0, 1)
     group.wait_equal(0, 1)
