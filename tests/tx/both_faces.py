@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import metamq.tx
 import metamq.tx.aio
+from metamq.errors import RolledBack
 
+T = TypeVar("T")
 FACES = ["blocking", "asyncio"]
 
 
@@ -41,6 +44,15 @@ def resource(face: str, zookeeper: str, **settings: Any) -> Any:
     if face == "blocking":
         return metamq.tx.XAResource(0, zookeeper, **settings)
     return AsyncRunner(lambda: metamq.tx.aio.XAResource(0, zookeeper, **settings))
+
+
+def in_time(mq: Any, work: Callable[[], T]) -> T:
+    """What the work makes within a time-out that is as short as this machine lets it be. Later branches have it too."""
+    for timeout_s in (0.2, 1, 5, 25):
+        mq.set_timeout(timeout_s)
+        with contextlib.suppress(RolledBack):
+            return work()
+    raise AssertionError("it is rolled back before it is done, whatever the time-out")
 
 
 def same_rm(one: Any, other: Any) -> bool:

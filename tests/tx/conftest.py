@@ -16,7 +16,7 @@ from metamq import Producer
 from metamq.client.branches import BranchDescription
 from metamq.testing import Cluster, cluster
 from metamq.tx import XAResource, create_outcome_table
-from tests.parts import wait_until
+from tests.parts import read_to_end, until_answered, wait_until
 from tests.postgres import running_postgres
 from tests.tx.databases import Connect, is_postgres
 
@@ -37,18 +37,23 @@ class Shop:
     def seen(self, topic: str) -> list[bytes]:
         """All that a new reader finds, sorted."""
         with self.cluster.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-            return sorted(message.value for message in consumer)
+            return sorted(message.value for message in read_to_end(consumer))
 
     def branches(self, broker_id: int) -> list[BranchDescription]:
         """All that are open at a broker, in whatever state."""
         if broker_id not in self._watchers:
             self._watchers[broker_id] = XAResource(broker_id, self.cluster.zookeeper)
         watcher = self._watchers[broker_id]
-        return watcher._background.run(watcher._core._client.branches(broker_id, all_of_them=True))
+        client, run = watcher._core._client, watcher._background.run
+        return until_answered(lambda: run(client.branches(broker_id, all_of_them=True)))
 
     def open_branches(self) -> list[tuple[int, str]]:
         """(broker id, state) of all."""
         return [(broker_id, one.state) for broker_id in (0, 1) for one in self.branches(broker_id)]
+
+    def at_work(self) -> bool:
+        """Whether there is a branch that was not given up, and is not prepared."""
+        return any(state in ("active", "idle") for _broker, state in self.open_branches())
 
     def until_ended(self, limit_s: float = 60.0) -> None:
         """Waits until no branch is open at any broker, but those of which only the reason is kept."""

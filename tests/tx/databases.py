@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 
+from metamq.errors import RolledBack
 from metamq.testing import Cluster
+from tests.parts import read_to_end
 
+T = TypeVar("T")
 Connect = Callable[[], Any]
+
+
+def until_committed(transact: Callable[[], T]) -> T:
+    """What it returns. Who stands still for longer than brokers leave a transaction over several of them to its client
+    is told that it was rolled back, and begins anew, as applications do."""
+    for _ in range(20):
+        with contextlib.suppress(RolledBack):
+            return transact()
+    raise AssertionError("it is rolled back again and again")
 
 
 def is_postgres(connection: Any) -> bool:
@@ -24,7 +37,7 @@ def rows(database: Any) -> list[bytes]:
 
 def messages(running: Cluster, topic: str) -> list[bytes]:
     with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        return sorted(message.value for message in consumer)
+        return sorted(message.value for message in read_to_end(consumer))
 
 
 def decisions(database: Any) -> list[str]:

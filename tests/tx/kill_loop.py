@@ -69,8 +69,8 @@ class KillLoop:
     def _wait_at_work(self) -> None:
         """Until each application has committed something since its start, and one of them after the last round."""
         done = sum(one.done() for one in self._applications)
-        wait_until(lambda: all(one.done() for one in self._applications), 60, "the applications at work")
-        wait_until(lambda: sum(one.done() for one in self._applications) > done, 60, "the next transaction")
+        wait_until(lambda: all(one.done() for one in self._applications), 120, "the applications at work")
+        wait_until(lambda: sum(one.done() for one in self._applications) > done, 120, "the next transaction")
 
     def _make_happen(self, what: str) -> None:
         who, how = what.split()

@@ -20,9 +20,9 @@ from metamq.client.branches import BranchDescription, TxClient
 from metamq.client.cluster import Cluster as Known
 from metamq.errors import MetamqError
 from metamq.testing import Cluster, cluster
-from metamq.tx import create_outcome_table
+from metamq.tx import Recovered, Recoverer, create_outcome_table
 from metamq.zk.session import Session
-from tests.parts import wait_until
+from tests.parts import until_answered, wait_until
 from tests.postgres import Postgres, running_postgres
 
 GIVEN_UP = "rollback-only"
@@ -66,7 +66,7 @@ class Program:
         self._process.kill()
         self.wait()
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = 240) -> int:
         """Until it has ended; its status."""
         status = self._process.wait(timeout_s)
         assert self._process.stdin is not None
@@ -106,7 +106,7 @@ class Shop:
             wait_until(lambda: all(p.messages is not None for p in admin.describe_topic(topic).partitions), what="it")
             total = admin.describe_topic(topic).messages
         found: list[bytes] = []
-        with self.cluster.consumer(topics=[topic], idle_timeout_s=20) as consumer:
+        with self.cluster.consumer(topics=[topic], idle_timeout_s=60) as consumer:
             batches = consumer.batches()
             while len(found) < total:
                 found += next(batches).values
@@ -129,7 +129,11 @@ class Shop:
 
         return asyncio.run(ask())
 
-    def wait_settled(self, limit_s: float = 60) -> None:
+    def until_branches(self) -> list[BranchDescription]:
+        """The same, of brokers that may have been started just now."""
+        return until_answered(self.branches)
+
+    def wait_settled(self, limit_s: float = 120) -> None:
         """Until no branch is open at any broker: whoever is to finish them, does."""
 
         def settled() -> bool:
@@ -149,6 +153,19 @@ class Shop:
             found += [f"{body!r} lacks {count} messages in {topic}" for body, count in (rows - messages).items()]
             found += [f"{body!r} is {count} messages too many in {topic}" for body, count in (messages - rows).items()]
         return found
+
+
+def recovered(recoverer: Recoverer) -> Recovered:
+    """What it has done, once every broker was asked: of one that was just started it may not know yet."""
+    done = [recoverer.run_once()]
+
+    def all_were_asked() -> bool:
+        if done[-1].unreachable:
+            done.append(recoverer.run_once())
+        return not done[-1].unreachable
+
+    wait_until(all_were_asked, what="an answer of every broker")
+    return Recovered(sum(one.committed for one in done), sum(one.rolled_back for one in done), done[-1].left)
 
 
 @contextmanager

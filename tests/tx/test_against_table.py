@@ -34,6 +34,7 @@ from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
 from metamq.wire.tx_commands import Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
+from tests.parts import SLOW_S, read_to_end, until_answered
 from tests.tx.test_table import EXPECTED
 
 pytestmark = pytest.mark.timeout(400)  # brokers are restarted in it
@@ -184,12 +185,15 @@ class Broker:
         client = self._client._core._client
         xid = Xid(header.xid[0], header.xid[1], header.xid[2])
         bodies = [bytearray(body)] if body else []
-        reply: TxReply = self.run(client._once(Branch(xid, 0, header.session), header, bodies, time.monotonic() + 20))
+        reply: TxReply = self.run(
+            client._once(Branch(xid, 0, header.session), header, bodies, time.monotonic() + SLOW_S)
+        )
         (result,) = reply.results
         return TxResult(*result[: len(TxResult._fields)])
 
     def states(self) -> dict[Xid, str]:
-        return {one.xid: one.state for one in self.run(self._client._core._client.branches(0, all_of_them=True))}
+        client = self._client._core._client
+        return {one.xid: one.state for one in until_answered(lambda: self.run(client.branches(0, all_of_them=True)))}
 
     def restart(self) -> None:
         self.cluster.broker.kill()
@@ -197,7 +201,7 @@ class Broker:
 
     def values(self) -> list[bytes]:
         with self.cluster.consumer(topics=[TOPIC], idle_timeout_s=0.2) as consumer:
-            return [message.value for message in consumer]
+            return [message.value for message in read_to_end(consumer)]
 
     def close(self) -> None:
         self._client.close()

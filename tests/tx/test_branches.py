@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from metamq.errors import BranchMisuse, BranchNotKnown, ConnectError, RolledBack
+from metamq.errors import BranchMisuse, BranchNotKnown, RolledBack
 from metamq.testing import Cluster, cluster
-from metamq.tx import TM, BranchDescription, Vote, XACode, XAResource, Xid
-from tests.parts import wait_until
+from metamq.tx import TM, Vote, XACode, XAResource, Xid
+from tests.parts import read_to_end, until_answered, wait_until
+from tests.tx.both_faces import in_time
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def other(running: Cluster) -> Iterator[XAResource]:
 def seen(running: Cluster, topic: str) -> list[bytes]:
     """All that a new reader finds, by partition and offset."""
     with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        found = [(message.partition, message.offset, message.value) for message in consumer]
+        found = [(message.partition, message.offset, message.value) for message in read_to_end(consumer)]
     return [value for _partition, _offset, value in sorted(found)]
 
 
@@ -82,7 +82,7 @@ def test_what_is_rolled_back_is_never_seen(running: Cluster, mq: XAResource, top
     running.broker.kill()
     running.broker.start()
     assert seen(running, topic) == []
-    assert xid not in {branch.xid for branch in mq.recover()}
+    assert xid not in {branch.xid for branch in until_answered(mq.recover)}
 
 
 def test_an_empty_branch_is_read_only(mq: XAResource, topic: str) -> None:
@@ -132,10 +132,14 @@ def test_ids_are_opaque_bytes(mq: XAResource, topic: str, gtrid: bytes) -> None:
 def test_a_branch_past_its_time_is_rolled_back_and_a_prepared_one_never(
     running: Cluster, mq: XAResource, topic: str
 ) -> None:
-    mq.set_timeout(0.3)
-    idle, prepared = work(mq, topic, b"idle"), work(mq, topic, b"prepared")
-    mq.prepare(prepared)
-    wait_until(lambda: (idle, "idle") not in _states(mq), 30, "the time-out")
+    def prepare() -> Xid:
+        xid = work(mq, topic, b"prepared")
+        mq.prepare(xid)
+        return xid
+
+    prepared = in_time(mq, prepare)
+    idle = in_time(mq, lambda: work(mq, topic, b"idle"))
+    wait_until(lambda: (idle, "rollback-only") in _states(mq), what="the time-out")
     with pytest.raises(RolledBack) as over:
         mq.prepare(idle)
     assert over.value.code == XACode.RBTIMEOUT
@@ -173,14 +177,7 @@ def test_a_prepared_branch_outlives_the_broker(running: Cluster, mq: XAResource,
     mq.prepare(prepared)
     getattr(running.broker, how)()
     running.broker.start()
-    found: dict[Xid, BranchDescription] = {}
-
-    def answers() -> bool:
-        with contextlib.suppress(ConnectError):  # until the client has seen in ZooKeeper that its broker is back
-            found.update({branch.xid: branch for branch in mq.recover()})
-        return bool(found)
-
-    wait_until(answers, what="the broker is back")
+    found = {branch.xid: branch for branch in until_answered(mq.recover)}
     assert found[prepared].messages == 2
     assert idle not in found
     mq.commit(prepared)
@@ -230,7 +227,7 @@ def test_what_nobody_is_behind_any_more_is_rolled_back(running: Cluster, mq: XAR
         gone.start(active)
         gone.send(topic, b"active")
         gone.prepare(prepared)
-    wait_until(lambda: not {(idle, "idle"), (active, "active")} & _states(mq), 30, "its branches given up")
+    wait_until(lambda: not {(idle, "idle"), (active, "active")} & _states(mq), what="its branches given up")
     with pytest.raises(RolledBack) as lost:
         mq.prepare(idle)
     assert lost.value.code == XACode.RBCOMMFAIL

@@ -20,6 +20,7 @@ from metamq.errors import BranchMisuse, ClosedError, ConfigError, OutcomeUnknown
 from metamq.tx import Coordinator, Settled
 from tests.parts import wait_until
 from tests.postgres import Postgres, running_postgres
+from tests.tx.databases import until_committed
 
 if TYPE_CHECKING:
     from tests.tx.conftest import Shop
@@ -151,9 +152,13 @@ def test_one_resource_alone_and_one_without_messages(
     shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path
 ) -> None:
     with Coordinator(tmp_path, resources()) as coordinator:
-        with coordinator.begin() as tx:
-            tx["queue"].send(topic, b"1", partition="0-0")
-            tx["queue"].send(topic, b"1", partition="1-0")
+
+        def messages_alone() -> None:
+            with coordinator.begin() as tx:
+                tx["queue"].send(topic, b"1", partition="0-0")
+                tx["queue"].send(topic, b"1", partition="1-0")
+
+        until_committed(messages_alone)
         with coordinator.begin() as tx:
             tx["a"].execute("INSERT INTO orders VALUES ('1')")
         with coordinator.begin() as tx:
@@ -173,13 +178,13 @@ def test_killed_at(
     shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path, point: str
 ) -> None:
     command = [sys.executable, PROGRAM, shop.cluster.zookeeper, databases.dsn, tmp_path, topic, "1", point]
-    done = subprocess.run(command, env=os.environ, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ, timeout=120, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with Coordinator(tmp_path, resources()) as coordinator:
         assert coordinator.recover() == Settled(0, 0)  # it was all done when it was opened
         wait_until(
             lambda: not databases.prepared() and all(one[1] != "prepared" for one in shop.open_branches()),
-            30, "nothing in doubt",
+            60, "nothing in doubt",
         )  # fmt: skip
         holds(shop, databases, topic, ["1"] if point in DECIDED else [])
 
@@ -189,7 +194,7 @@ def test_without_its_log_what_was_decided_would_be_rolled_back(
 ) -> None:
     """The seeded fault: the test above would notice."""
     command = [sys.executable, PROGRAM, shop.cluster.zookeeper, databases.dsn, tmp_path, topic, "1", "behind-commit-a"]
-    subprocess.run(command, env=os.environ, timeout=60)
+    subprocess.run(command, env=os.environ, timeout=120)
     data = (tmp_path / "decisions").read_bytes()
     (tmp_path / "decisions").write_bytes(data[: 8 + int.from_bytes(data[:4], "little")])
     with Coordinator(tmp_path, resources()):
@@ -217,7 +222,7 @@ def test_a_resource_that_is_down_is_told_later(
         databases.server.start()
         assert "queue" in coordinator.recover().left
         down.start()
-        wait_until(lambda: not coordinator._log.open, 30, "all told")
+        wait_until(lambda: not coordinator._log.open, 60, "all told")
         with coordinator.begin() as tx:
             work(tx, topic, "2")
     holds(shop, databases, topic, ["1", "2"])
@@ -241,7 +246,7 @@ def test_another_coordinators_work_is_left_alone(
     shop: Shop, databases: Databases, resources: Resources, topic: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, PROGRAM, shop.cluster.zookeeper, databases.dsn, tmp_path / "1", topic, "1"]
-    subprocess.run([*command, "behind-decide-"], env=os.environ, timeout=60)
+    subprocess.run([*command, "behind-decide-"], env=os.environ, timeout=120)
     with Coordinator(tmp_path / "2", resources()) as other:
         assert other.recover() == Settled(0, 0)
     assert databases.prepared() == 2

@@ -23,6 +23,7 @@ from metamq.wire.batch import HEADER_BYTES, read_header
 from tests.tx.crash_history import Violation, enumerate_crashes
 from tests.tx.sim_disk import DiskOs, modelled_disk
 
+pytestmark = pytest.mark.timeout(600)  # thousands of recoveries
 Patch = pytest.MonkeyPatch
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.tx.crash_history import History, Violation, check, copy_of, enumerate_crashes, unfold
 from tests.tx.sim_disk import modelled_disk
 
+pytestmark = pytest.mark.timeout(600)  # thousands of recoveries
+
 
 @pytest.mark.parametrize(
     ("most", "inside", "states_max"),

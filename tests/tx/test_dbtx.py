@@ -19,7 +19,7 @@ from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarg
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from metamq.tx.app.outcomes import OutcomeTable
-from tests.parts import wait_until
+from tests.parts import read_to_end, wait_until
 from tests.tx.databases import Connect, decisions, insert, is_postgres, messages, rows
 
 REFUSED = (sqlite3.IntegrityError, psycopg.IntegrityError)
@@ -174,7 +174,7 @@ def test_small_transactions_use_all_partitions(
         with dbtx(database, producer) as tx:
             tx.send(topic, b"1")
     with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        assert len({message.partition for message in consumer}) == 3
+        assert len({message.partition for message in read_to_end(consumer)}) == 3
 
 
 def test_a_commit_that_the_database_refuses(
@@ -345,7 +345,7 @@ def test_while_a_broker_is_down_nothing_is_forgotten(
     with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
         assert recoverer.run_once() == Recovered(0, 0, 0, (0,))
         running.broker.start()
-        assert recoverer.run_once().committed == 1
+        wait_until(lambda: recoverer.run_once().committed == 1, what="the broker asked again")
         recoverer.run_once()
     assert decisions(database) == []
     assert rows(database) == messages(running, topic) == [b"decided"]

@@ -90,7 +90,7 @@ def test_what_is_sent_past_the_block_by_its_thread_is_refused(
     errors: list[BaseException | None] = []
 
     def elsewhere() -> None:
-        errors.append(producer.send(topic, b"another thread's").exception(10))
+        errors.append(producer.send(topic, b"another thread's").exception(60))
 
     with dbtx(database, producer) as tx:
         for wrong in (
@@ -106,7 +106,7 @@ def test_what_is_sent_past_the_block_by_its_thread_is_refused(
         other = threading.Thread(target=elsewhere)
         other.start()
         other.join()
-    producer.send(topic, b"after").result(10)
+    producer.send(topic, b"after").result(60)
     assert producer.send.__func__ is type(producer).send, "nothing is in the way of sends any more"
     assert errors == [None]
     assert messages(running, topic) == [b"1", b"after", b"another thread's"]
@@ -114,7 +114,7 @@ def test_what_is_sent_past_the_block_by_its_thread_is_refused(
         raise KeyError
     with pytest.raises(ConfigError, match="create_outcome_table"), dbtx(database, producer, table="nowhere"):
         pass
-    producer.send(topic, b"again").result(10)
+    producer.send(topic, b"again").result(60)
 
 
 def test_a_block_that_was_never_left_is_in_nobodys_way(topic: str, producer: Producer[bytes], database: Any) -> None:
@@ -123,7 +123,7 @@ def test_a_block_that_was_never_left_is_in_nobodys_way(topic: str, producer: Pro
     del tx
     database.rollback()
     gc.collect()
-    producer.send(topic, b"after").result(10)
+    producer.send(topic, b"after").result(60)
 
 
 def test_savepoints_in_the_block_are_the_applications(

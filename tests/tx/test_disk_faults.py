@@ -13,6 +13,7 @@ from metamq.errors import MetamqError
 from tests.tx.crash_history import Ended, History, Violation, check, copy_of, unfold
 from tests.tx.sim_disk import DiskOs, modelled_disk, power_cuts
 
+pytestmark = pytest.mark.timeout(600)  # thousands of recoveries
 ERRORS: list[int | None] = [errno.EIO, errno.ENOSPC, None]
 """None: a write that is cut short, and the next one finds the disk full."""
 

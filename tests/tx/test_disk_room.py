@@ -16,7 +16,7 @@ from metamq.errors import MetamqError, TryLater
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.tx import Vote, XAResource, Xid
 from metamq.wire.limits import BATCH_BYTES_MAX
-from tests.parts import LocalBroker, wait_until
+from tests.parts import LocalBroker, read_to_end, wait_until
 
 MEBIBYTE = 1024 * 1024
 RESERVE_BYTES = 2 * BATCH_BYTES_MAX
@@ -31,7 +31,7 @@ def parts() -> Iterator[Cluster]:
 def seen(parts: Cluster, topic: str) -> list[bytes]:
     """The names of the messages, sorted."""
     with parts.consumer(topics=[topic], idle_timeout_s=0.5) as consumer:
-        return sorted(message.value.partition(b"-")[0] for message in consumer)
+        return sorted(message.value.partition(b"-")[0] for message in read_to_end(consumer))
 
 
 def worked(mq: XAResource, topic: str, name: bytes, size: int) -> Xid:
@@ -177,7 +177,7 @@ def test_a_journal_that_cannot_be_written_ends_the_broker_or_is_refused_and_what
             for turn in range(1000):
                 one(is_committed=turn % 2 == 0)
         if isinstance(disk, TooLargeFiles):
-            assert broker.wait(30) == 1
+            assert broker.wait(60) == 1
             assert f"broker {number} stops: ~transactions/" in broker.log_path.read_text()
     print(f"{len(prepared)} are prepared, {len(tried)} were tried; the broker is up: {broker.running}")
     disk.is_well()

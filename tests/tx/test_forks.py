@@ -47,7 +47,7 @@ def of_the_child(call: Callable[[], object]) -> str:
             os._exit(0)
     os.close(writing)
     try:
-        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, 10, "the end of the child")
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, 60, "the end of the child")
     except BaseException:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

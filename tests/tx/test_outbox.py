@@ -15,7 +15,7 @@ from metamq.client.producer_core import ProducerCore
 from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, RolledBack, TopicNotFound
 from metamq.testing import Cluster, cluster
 from metamq.tx.app.outbox import TOGETHER
-from tests.parts import wait_until
+from tests.parts import values_to_end, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def send_more_than_fits(running: Cluster, topic: str) -> None:
 
 def read(running: Cluster, topic: str) -> list[bytes]:
     with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        return [value for batch in consumer.batches() for value in batch.values]
+        return values_to_end(consumer)
 
 
 def test_lists_larger_than_the_buffer(running: Cluster) -> None:
@@ -152,10 +152,10 @@ def test_room_behind_a_savepoint_is_what_was_sent_before_it(running: Cluster) ->
         one.outbox.savepoint()
         producer.send("saved", b"behind" * 1300)
         assert one.outbox.is_full
-        producer._background.run(asyncio.wait_for(one.outbox.until_half(), 10))
+        producer._background.run(asyncio.wait_for(one.outbox.until_half(), 60))
         producer.send("saved", b"behind" * 1300)
         with pytest.raises(BufferFull):
-            producer._background.run(asyncio.wait_for(one.outbox.until_half(), 10))
+            producer._background.run(asyncio.wait_for(one.outbox.until_half(), 60))
         producer.tpc_commit()
     assert [len(value) for value in read(running, "saved")] == [3000, 7800, 7800]
 

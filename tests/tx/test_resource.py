@@ -23,7 +23,8 @@ from metamq.errors import (
 from metamq.testing import Cluster, cluster
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
 from metamq.wire.xa import Verb
-from tests.tx.both_faces import FACES, resource, same_rm
+from tests.parts import read_to_end, until_answered, wait_until
+from tests.tx.both_faces import FACES, in_time, resource, same_rm
 
 Open = Callable[..., Any]
 
@@ -61,7 +62,7 @@ def opened(running: Cluster, face: str) -> Iterator[Open]:
 
 def seen(running: Cluster, topic: str) -> list[bytes]:
     with running.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        return sorted(message.value for message in consumer)
+        return sorted(message.value for message in read_to_end(consumer))
 
 
 def code_of(call: Callable[[], object]) -> int:
@@ -156,23 +157,24 @@ def test_same_rm(running: Cluster, opened: Open, face: str) -> None:
 
 
 def test_a_time_out_is_that_of_branches_started_later(topic: str, opened: Open) -> None:
-    mq, short, long = opened(), Xid.random(), Xid.random()
+    mq, long = opened(), Xid.random()
     for wrong in (-1, float("nan"), float("inf"), 1e9):
         assert code_of(lambda wrong=wrong: mq.set_timeout(wrong)) == XACode.INVAL  # type: ignore[misc]
     mq.start(long)
     mq.send(topic, b"1")
     mq.set_timeout(0.2)
     mq.end(long)
-    mq.start(short)
-    mq.send(topic, b"1")
-    mq.end(short)
-    deadline = time.monotonic() + 30
-    while True:  # no verb may touch it: any would be answered as the first
-        assert time.monotonic() < deadline
-        states = {one.xid: one.state for one in branches(mq)}
-        if states[short] == "rollback-only":
-            break
-        time.sleep(0.05)
+
+    def worked() -> Xid:
+        xid = Xid.random()
+        mq.start(xid)
+        mq.send(topic, b"1")
+        mq.end(xid)
+        return xid
+
+    short = in_time(mq, worked)
+    # No verb may touch it: any would be answered as the first.
+    wait_until(lambda: (short, "rollback-only") in {(one.xid, one.state) for one in branches(mq)}, what="its end")
     assert code_of(lambda: mq.prepare(short)) == XACode.RBTIMEOUT
     mq.set_timeout(0)
     assert mq.prepare(long) is Vote.OK
@@ -202,7 +204,7 @@ def test_what_an_operator_decided_is_told_until_it_is_forgotten(
     operator.close()
     running.broker.kill()
     running.broker.start()
-    (branch,) = [one for one in mq.recover() if one.xid == xid]
+    (branch,) = [one for one in until_answered(mq.recover) if one.xid == xid]
     assert branch.state == "heuristically completed"
     expected = XACode.HEURCOM if verb is Verb.HEURISTIC_COMMIT else XACode.HEURRB
     for call in (mq.commit, mq.rollback):
@@ -265,7 +267,7 @@ def test_a_broker_that_is_not_there_is_not_an_empty_list(opened: Open, running: 
             mq.recover()
     finally:
         running.broker.start()
-    assert isinstance(mq.recover(), list)
+    assert isinstance(until_answered(mq.recover), list)
 
 
 @pytest.mark.parametrize("verb", ["end", "prepare", "commit", "one-phase", "rollback"])
@@ -273,7 +275,7 @@ def test_a_lost_answer_is_unknown_and_the_call_may_be_repeated(
     topic: str, face: str, verb: str, running: Cluster, opened: Open
 ) -> None:
     """The line breaks behind the request, so that the broker has done it and nobody was told."""
-    mq, xid = opened(request_timeout_s=1.0), Xid.random()
+    mq, xid = opened(), Xid.random()
     core = mq._core if isinstance(mq, XAResource) else mq.client._core
     lost = lose_answers(core)
     mq.start(xid)
@@ -331,7 +333,7 @@ def test_what_failed_on_its_way_is_sent_again_or_never_committed(
     running: Cluster, topic: str, opened: Open, face: str
 ) -> None:
     """A batch that did not go out is not left out of the branch in silence."""
-    mq, xid = opened(request_timeout_s=1.0, batch_bytes=100), Xid.random()
+    mq, xid = opened(batch_bytes=100), Xid.random()
     core = mq._core if isinstance(mq, XAResource) else mq.client._core
     mq.start(xid)
     mq.send(topic, b"0" * 60, partition="0-0")

@@ -17,7 +17,8 @@ from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
 from metamq.wire.tx_commands import Tx, TxReply, TxResult
 from metamq.wire.xa import Verb
-from tests.tx.both_faces import FACES, resource, same_rm
+from tests.parts import SLOW_S, read_to_end, wait_until
+from tests.tx.both_faces import FACES, in_time, resource, same_rm
 from tests.tx.test_table import EXPECTED, SUSPENDED
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def in_order(shop: Shop, topic: str) -> dict[str, list[tuple[int, bytes]]]:
     """(offset, value) by partition."""
     found: dict[str, list[tuple[int, bytes]]] = {}
     with shop.cluster.consumer(topics=[topic], idle_timeout_s=0.3) as consumer:
-        for message in consumer:
+        for message in read_to_end(consumer):
             found.setdefault(message.partition, []).append((message.offset, message.value))
     return found
 
@@ -144,7 +145,7 @@ class Wire:
         header = Tx([*xid], epoch, session, [int(verb)], 3_600_000, count, first, entries)
         once = self._client._core._client._once
         reply: TxReply = self._run(
-            once(Branch(xid, 0, session), header, [body] if entries else [], time.monotonic() + 20)
+            once(Branch(xid, 0, session), header, [body] if entries else [], time.monotonic() + SLOW_S)
         )
         return TxResult(*reply.results[0][: len(TxResult._fields)])
 
@@ -237,16 +238,12 @@ def test_scenario_9_ids_are_bytes_of_1_to_64(mq: Any, topic: str, size: int) -> 
 
 
 def test_scenario_10_time_ends_what_is_idle_and_never_what_is_prepared(shop: Shop, mq: Any, topic: str) -> None:
-    mq.set_timeout(0.2)
-    idle, prepared = work(mq, topic, b"1"), Xid.random()
-    mq.start(prepared, timeout_s=60)
+    idle, prepared = in_time(mq, lambda: work(mq, topic, b"1")), Xid.random()
+    mq.start(prepared, timeout_s=600)
     mq.send(topic, b"2")
     mq.end(prepared)
     mq.prepare(prepared)
-    deadline = time.monotonic() + 30
-    while {one.xid: one.state for one in shop.branches(0)}[idle] != "rollback-only":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: (idle, "rollback-only") in {(one.xid, one.state) for one in shop.branches(0)}, what="its end")
     with pytest.raises(RolledBack) as raised:
         mq.prepare(idle)
     assert raised.value.code == XACode.RBTIMEOUT

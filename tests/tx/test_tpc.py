@@ -14,6 +14,8 @@ import pytest
 from metamq import Producer, aio
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, ConnectError, MetamqError, RolledBack, WrongType
 from metamq.tx import RecoveredXid, Xid
+from tests.parts import until_answered
+from tests.tx.databases import until_committed
 
 if TYPE_CHECKING:
     from tests.tx.conftest import Shop
@@ -51,7 +53,7 @@ def test_two_phases(shop: Shop, producer: Producer[bytes], topic: str) -> None:
     assert shop.seen(topic) == []
     producer.tpc_commit()
     assert shop.seen(topic) == [b"0-0", b"1-0"]
-    producer.send(topic, b"plain").result(10)
+    producer.send(topic, b"plain").result(60)
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -64,9 +66,13 @@ def test_rollback(shop: Shop, producer: Producer[bytes], topic: str, prepared: b
     shop.until_ended()
 
 
-def test_one_phase_without_prepare(shop: Shop, producer: Producer[bytes], topic: str) -> None:
-    begun(producer, topic)
-    producer.tpc_commit()
+def test_one_phase_without_prepare(shop: Shop, topic: str) -> None:
+    def transact() -> None:
+        with Producer[bytes](shop.cluster.zookeeper) as producer:
+            begun(producer, topic)
+            producer.tpc_commit()
+
+    until_committed(transact)
     assert shop.seen(topic) == [b"0-0", b"1-0"]
     shop.until_ended()
 
@@ -228,7 +234,7 @@ def test_recovery_is_complete_or_fails(shop: Shop, producer: Producer[bytes], to
             producer.tpc_recover()
     finally:
         second.start()
-    assert xid in producer.tpc_recover()
+    assert xid in until_answered(producer.tpc_recover)
     producer.tpc_commit(xid)
     assert shop.seen(topic) == [b"0-0", b"1-0"]
 
@@ -237,7 +243,7 @@ def test_a_broker_that_is_restarted_before_prepare(shop: Shop, topic: str) -> No
     with Producer(shop.cluster.zookeeper, batch_bytes=100) as producer:
         producer.tpc_begin(new_xid(producer))
         producer.send(topic, bytes(100), partition="1-0")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not shop.branches(1):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -249,8 +255,8 @@ def test_a_broker_that_is_restarted_before_prepare(shop: Shop, topic: str) -> No
     assert shop.seen(topic) == []
 
 
-def test_asyncio(shop: Shop, topic: str) -> None:
-    async def main() -> None:
+def test_asyncio(shop: Shop) -> None:
+    async def main(topic: str) -> None:
         async with aio.Producer(shop.cluster.zookeeper) as producer:
             for ends in ("commit", "one-phase", "rollback", "left"):
                 xid = producer.xid(1, f"aio-{ends}-{time.monotonic_ns()}", "mq")
@@ -272,6 +278,10 @@ def test_asyncio(shop: Shop, topic: str) -> None:
             with pytest.raises(BranchMisuse):
                 await producer.tpc_prepare()
 
-    asyncio.run(main())
-    assert shop.seen(topic) == [b"commit"] * 2 + [b"one-phase"] * 2
+    def transact() -> str:
+        topic = shop.topic()
+        asyncio.run(main(topic))
+        return topic
+
+    assert shop.seen(until_committed(transact)) == [b"commit"] * 2 + [b"one-phase"] * 2
     shop.until_ended()

@@ -88,13 +88,14 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
 def test_two_replicas_find(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     fault(monkeypatch)
     with pytest.raises((Violation, MetamqError)) as found:
-        lives(random.Random(seed), 100, 20_000)
+        lives(random.Random(seed), 500, 20_000)
     print(found.value)
 
 
