@@ -44,7 +44,7 @@ def test_a_second_process_is_refused_and_told_who_has_it(tmp_path: Path, other_p
         DataFolder.open(data, 0)
     assert caught.value.hint
     other_process.kill()
-    other_process.wait(10)
+    other_process.wait(60)
     DataFolder.open(data, 0).close(clean=True)
 
 

@@ -30,7 +30,7 @@ class SlowDisk:
         path = os.readlink(f"/proc/self/fd/{fd}")
         if self._held(path):
             self.waiting.add(path)
-            assert self._free.wait(60)
+            assert self._free.wait(110)
         os.fsync(fd)
 
     def hold(self, held: Callable[[str], bool]) -> None:
@@ -71,7 +71,7 @@ class Parts:
         topic = admin.create_topic(self.name, partitions=1, brokers=[self.broker_id], segment_bytes=2000, **settings)
         with self.zookeeper.producer() as producer:
             for _ in range(20):
-                producer.send(self.name, b"x" * 400).result(20)
+                producer.send(self.name, b"x" * 400).result(60)
         return topic.id
 
     def begin(self, admin: Admin, held: str) -> None:
@@ -79,17 +79,17 @@ class Parts:
         partition = f"/{self.name}@"
         self.disk.hold(lambda path: HELD[held](path) and (partition in path or held == "archive"))
         with self.zookeeper.producer() as producer:
-            producer.send(self.name, b"so that a checkpoint is due").result(20)
+            producer.send(self.name, b"so that a checkpoint is due").result(60)
         admin.alter(self.name, retention_bytes=4000)
         wait_until(lambda: self.disk.waiting, what=f"an fsync of the {held}")
 
     def serves(self, admin: Admin) -> None:
         """Everything that does not wait for the held file is answered."""
         name = self.name
-        with self.zookeeper.producer(delivery_timeout_s=15) as producer:
+        with self.zookeeper.producer(delivery_timeout_s=60) as producer:
             for number in range(8):  # more than a segment
-                producer.send(name, b"meanwhile-%d" % number + bytes(400)).result(15)
-            producer.send(self.acked, b"x").result(15)
+                producer.send(name, b"meanwhile-%d" % number + bytes(400)).result(60)
+            producer.send(self.acked, b"x").result(60)
         with self.zookeeper.consumer(topics=[name], group=name, start="earliest", auto_commit=False) as consumer:
             values = [message.value for _, message in zip(range(8), consumer, strict=False)]
         assert len(values) == 8
@@ -134,7 +134,11 @@ def test_requests_are_answered_while_the_disk_is_slow(parts: Parts, held: str) -
     assert _of(after, parts.name).end_offset == 29
     wanted = range(found.log.start_offset, 29)
     with parts.zookeeper.consumer(topics=[parts.name], group="end", start="earliest") as consumer:
-        assert [message.offset for _, message in zip(wanted, consumer, strict=False)] == list(wanted)
+        first = next(iter(consumer)).offset  # more may have gone by now
+        assert first in wanted
+        assert [message.offset for _, message in zip(range(first + 1, 29), consumer, strict=False)] == list(
+            range(first + 1, 29)
+        )
 
 
 @pytest.mark.parametrize("held", ["archive"])
@@ -176,14 +180,16 @@ def test_requests_are_answered_while_a_topic_is_made(parts: Parts) -> None:
     with parts.zookeeper.admin() as admin:
         parts.create(admin)
         disk.hold(lambda path: f"/new-{parts.broker_id}@" in path)
-        made = in_thread(admin.create_topic, f"new-{parts.broker_id}", partitions=3, brokers=[parts.broker_id])
+        made = in_thread(
+            admin.create_topic, f"new-{parts.broker_id}", partitions=3, brokers=[parts.broker_id], timeout_s=110
+        )
         wait_until(lambda: disk.waiting, what="an fsync of the new topic")
         parts.serves(admin)
         assert made.is_alive()
         disk.release()
-        made.join(20)
+        made.join(60)
         with parts.zookeeper.producer() as producer:
-            producer.send(f"new-{parts.broker_id}", b"x").result(20)
+            producer.send(f"new-{parts.broker_id}", b"x").result(60)
 
 
 def test_requests_are_answered_while_a_topic_is_removed(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +199,7 @@ def test_requests_are_answered_while_a_topic_is_removed(parts: Parts, monkeypatc
 
     def slow(path: Any) -> None:
         removing.set()
-        assert free.wait(60)
+        assert free.wait(110)
         rmtree(path)
 
     monkeypatch.setattr("metamq.broker.data_folder.shutil.rmtree", slow)
@@ -202,7 +208,7 @@ def test_requests_are_answered_while_a_topic_is_removed(parts: Parts, monkeypatc
         parts.create(admin)
         admin.create_topic(name, partitions=1, brokers=[parts.broker_id])
         admin.delete(name)
-        assert removing.wait(20)
+        assert removing.wait(60)
         try:
             parts.serves(admin)
         finally:

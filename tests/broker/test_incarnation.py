@@ -16,7 +16,7 @@ from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.brokers import read_state
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session import Session
-from tests.parts import another_boot, http_get, read_topic, statistics, wait_until
+from tests.parts import another_boot, http_get, read_topic, statistics, until_answered, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def broker(parts: Cluster, tmp_path: Path) -> Iterator[BrokerProcess]:
         admin.create_topic(f"t-{broker_id}", partitions=2, brokers=[broker_id], flush="ack")
     with parts.producer() as producer:
         for number in range(10):
-            producer.send(f"t-{broker_id}", b"%d" % number).result(20)
+            producer.send(f"t-{broker_id}", b"%d" % number).result(60)
     assert incarnations(parts, made) == {1}
     yield made
     made.kill()
@@ -59,7 +59,9 @@ def incarnations(parts: Cluster, broker: BrokerProcess) -> set[int]:
 
     (line,) = [line for line in metrics.splitlines() if line.startswith("metamq_broker_incarnation ")]
     stored = json.loads((broker.data / "meta.json").read_text())["incarnation"]
-    return {found["incarnation"], stored, int(float(line.split()[1]))} | asyncio.run(registered())
+    return {found["incarnation"], stored, int(float(line.split()[1]))} | until_answered(
+        lambda: asyncio.run(registered())
+    )
 
 
 def tear(broker: BrokerProcess) -> None:
@@ -120,7 +122,7 @@ def test_a_loss_that_is_found_while_the_broker_serves(parts: Cluster, broker: Br
     wait_until(lambda: statistics(broker)["epoch"] > epoch, what="a new term")
     assert incarnations(parts, broker) == {2}
     with parts.producer() as producer:
-        producer.send(name, b"after").result(20)
+        producer.send(name, b"after").result(60)
 
 
 def test_a_stop_with_a_damaged_partition_is_no_clean_one(parts: Cluster, tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_stop_with_a_damaged_partition_is_no_clean_one(parts: Cluster, tmp_pat
         admin.create_topic(name, partitions=1, brokers=[broker.broker_id], segment_bytes=2000)
     with parts.producer() as producer:
         for _ in range(6):
-            producer.send(name, b"x" * 900).result(20)
+            producer.send(name, b"x" * 900).result(60)
     broker.restart()
     first = sorted(broker.data.glob("topics/[!~]*/0/*.log"))[0]
     first.with_suffix(".index").unlink()
@@ -162,7 +164,7 @@ def test_a_killed_broker_whose_folder_was_renamed_takes_its_place_again_at_once(
     broker.start()
     broker.kill()
     broker.data = broker.data.rename(tmp_path / "renamed")
-    broker.start(timeout_s=30)
+    broker.start(timeout_s=45)
     assert incarnations(parts, broker) == {1}
 
 
@@ -177,7 +179,7 @@ async def generation(parts: Cluster, broker: BrokerProcess) -> int:
 def test_a_copy_in_the_place_of_a_folder(parts: Cluster, broker: BrokerProcess, command: list[str]) -> None:
     """As restored from a backup: alone, the broker goes on with it, and says that messages may be gone."""
 
-    backup, before = broker.data.with_name("backup"), asyncio.run(generation(parts, broker))
+    backup, before = broker.data.with_name("backup"), until_answered(lambda: asyncio.run(generation(parts, broker)))
     broker.stop()
     subprocess.run([*command, str(broker.data), str(backup)], check=True)
     shutil.rmtree(broker.data)
@@ -185,7 +187,7 @@ def test_a_copy_in_the_place_of_a_folder(parts: Cluster, broker: BrokerProcess, 
     broker.start()
     (drawn,) = incarnations(parts, broker)
     assert drawn > 2
-    assert asyncio.run(generation(parts, broker)) == before + 1
+    assert until_answered(lambda: asyncio.run(generation(parts, broker))) == before + 1
     assert "is a copy, or was moved to another disk" in broker.log_path.read_text()
     broker.restart()
     assert incarnations(parts, broker) == {drawn}
@@ -200,13 +202,13 @@ def test_the_original_after_its_copy_has_served_is_said_to_be_the_older_one(
     subprocess.run(["cp", "-a", str(broker.data), str(copy.data)], check=True)
     copy.start()
     with parts.producer() as producer:
-        producer.send(f"t-{broker.broker_id}", b"in the copy").result(20)
+        producer.send(f"t-{broker.broker_id}", b"in the copy").result(60)
     copy.stop()
-    before = asyncio.run(generation(parts, broker))
+    before = until_answered(lambda: asyncio.run(generation(parts, broker)))
     broker.start()
     (drawn,) = incarnations(parts, broker)
     assert drawn > 1 << 16
-    assert asyncio.run(generation(parts, broker)) == before + 1
+    assert until_answered(lambda: asyncio.run(generation(parts, broker))) == before + 1
     assert "it lacks what was stored in that one" in broker.log_path.read_text()
     broker.restart()
     assert incarnations(parts, broker) == {drawn}

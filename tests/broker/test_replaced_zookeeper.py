@@ -43,7 +43,7 @@ class Scene:
         self.folder = folder
         self.zookeeper = EmbeddedZooKeeper(folder / "zk").start()
         config = BrokerConfig(
-            data=str(folder / "data"), port=0, http_port=-1, disk_reserve_bytes=1 << 26, session_timeout_ms=2000
+            data=str(folder / "data"), port=0, http_port=-1, disk_reserve_bytes=1 << 26, session_timeout_ms=6000
         )
         self.broker = Broker(config, self.zookeeper.address)
 
@@ -55,16 +55,16 @@ class Scene:
     def _fill(self) -> None:
         with Admin(self.zookeeper.address) as admin, Producer(self.zookeeper.address) as producer:
             admin.create_topic("precious", partitions=1)
-            producer.send("precious", b"x").result(20)
+            producer.send("precious", b"x").result(60)
 
     def topics(self) -> list[str]:
         return sorted(path.name.partition("@")[0] for path in (self.folder / "data" / "topics").glob("[!~]*"))
 
     async def replace(self, fill: Fill) -> None:
         """Another ZooKeeper at the address; returns once the broker has a session there."""
-        session = self.broker._session
-        generation, port = session.generation, self.zookeeper.port
+        session, port = self.broker._session, self.zookeeper.port
         await asyncio.to_thread(self.zookeeper.stop)
+        generation = session.generation  # no session ends any more before there is another ZooKeeper
         shutil.rmtree(self.folder / "zk")
         self.zookeeper = await asyncio.to_thread(EmbeddedZooKeeper(self.folder / "zk", port).start)
         async with await Session.open(self.zookeeper.address) as other:

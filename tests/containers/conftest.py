@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BUILD_S = 600
 """Spark is half a gigabyte to download."""
-ENGINE_S = 60
+ENGINE_S = 180
 """So long the engine may say nothing."""
 CONTAINERS = [pytest.mark.containers, pytest.mark.timeout(2 * BUILD_S)]
 """The marks of all these tests: whichever comes first may have to wait for an image to be built from nothing."""
@@ -137,7 +137,7 @@ class Composition:
         """Runs a command of Compose; fails with what it said."""
         settings = {"METAMQ_IMAGE": self.image, "METAMQ_PUBLISH": self.address, "METAMQ_ADVERTISE": self.address}
         done = subprocess.run(
-            [*self._command, *arguments], env={**os.environ, **settings}, capture_output=True, text=True, timeout=120
+            [*self._command, *arguments], env={**os.environ, **settings}, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
 
@@ -171,12 +171,12 @@ class Composition:
     def wait_ready(self, service: str) -> None:
         """Returns once the broker is registered and serves."""
         wait_until(
-            lambda: self.state(service)["Status"] == "running" and self.check_health(service), 60, f"a ready {service}"
+            lambda: self.state(service)["Status"] == "running" and self.check_health(service), 120, f"a ready {service}"
         )
 
     def wait_in_sync(self, admin: Admin, broker_id: int) -> None:
         """Returns once both replicas are there and in sync."""
-        wait_until(lambda: self._all_in_sync(admin, broker_id), 60, f"all of broker {broker_id} in sync")
+        wait_until(lambda: self._all_in_sync(admin, broker_id), 120, f"all of broker {broker_id} in sync")
 
     def _all_in_sync(self, admin: Admin, broker_id: int) -> bool:
         found = admin.replicas().get(broker_id)

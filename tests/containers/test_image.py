@@ -29,5 +29,5 @@ def test_zookeeper_starts_without_any_network_as_an_ordinary_user(engine: Docker
     with started(engine, image, "zookeeper", "--data", "zookeeper", network_mode="none") as zookeeper:
         wait_until(lambda: b"ZooKeeper serves" in zookeeper.logs(), what="a serving ZooKeeper")
         assert zookeeper.exec_run(["id", "-un"]).output == b"metamq\n"
-        zookeeper.stop(timeout=10)
+        zookeeper.stop(timeout=60)
         assert zookeeper.wait()["StatusCode"] == 0

@@ -7,7 +7,7 @@ from collections import defaultdict
 from metamq import Admin, Consumer
 from tests.containers.conftest import Composition
 from tests.load import Load, blocking, check
-from tests.parts import Stored, wait_until
+from tests.parts import Stored, read_to_end, wait_until
 
 BROKER_ID = 0
 ENOUGH = 2000
@@ -56,7 +56,7 @@ class UnderLoad:
         """Returns once each producer was told of many more messages."""
         for load in self._loads:
             wanted = len(load.told.acknowledged) + ENOUGH
-            wait_until(lambda: load.problem or len(load.told.acknowledged) >= wanted, 60, "acknowledgements")  # noqa: B023
+            wait_until(lambda: load.problem or len(load.told.acknowledged) >= wanted, 120, "acknowledgements")  # noqa: B023
 
     def _check(self) -> None:
         told = [load.join() for load in self._loads]
@@ -69,7 +69,7 @@ class UnderLoad:
         stored: dict[str, list[Stored]] = defaultdict(list)
         zookeeper = self._composition.zookeeper
         with Consumer[bytes](zookeeper, topics=[self._topic], start="earliest", idle_timeout_s=2) as consumer:
-            for message in consumer:
+            for message in read_to_end(consumer):
                 stored[message.partition].append(Stored(message.offset, message.key, message.value))
         return stored
 

@@ -35,6 +35,7 @@ from metamq.wire.commands import (
 from metamq.wire.frames import PREFIX_BYTES, Buffer, Frame, FrameReader, encode_frame
 
 MEBIBYTE = 1024 * 1024
+TIMEOUT_S = 60.0
 
 
 class RawClient:
@@ -45,7 +46,7 @@ class RawClient:
         self.socket = socket.socket()
         if receive_buffer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        self.socket.settimeout(30)
+        self.socket.settimeout(TIMEOUT_S)
         self.socket.connect(("127.0.0.1", port))
         self.frame_sizes: list[int] = []
         self._reader = FrameReader(header_bytes_max=16 * MEBIBYTE, initial_bytes=MEBIBYTE)
@@ -140,7 +141,7 @@ def error_of(answer: Frame) -> Exception:
     return status.decode_error(answer.status, answer.header)
 
 
-def until(condition: Callable[[], object], limit_s: float = 15.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s} s"
@@ -236,6 +237,7 @@ class SlowHello(threading.Thread):
     def __init__(self, port: int, pause_s: float) -> None:
         super().__init__(daemon=True)
         self.lasted_s = 0.0
+        self.hung_up = False
         self._port = port
         self._pause_s = pause_s
 
@@ -252,6 +254,7 @@ class SlowHello(threading.Thread):
                 except ConnectionError:
                     ended = True
                 if ended:
+                    self.hung_up = True
                     break
         self.lasted_s = time.monotonic() - began
 

@@ -265,7 +265,7 @@ def test_large_messages(front: Any) -> None:
     front.topic("large", max_message_bytes=4 * MEBIBYTE)
     value = bytes(range(256)) * (2 * MEBIBYTE // 256)
     with front.cluster.producer(max_message_bytes=4 * MEBIBYTE) as producer:
-        receipt = producer.send("large", value).result(timeout=20)
+        receipt = producer.send("large", value).result(timeout=60)
     with front.cluster.consumer(group="large", topics=["large"], start="earliest") as consumer:
         assert next(iter(consumer)).value == value
     assert receipt.offset == 0
@@ -283,10 +283,10 @@ def test_a_message_over_the_limit(front: Any) -> None:
     assert "a message for topic 'small' has 2,097,160 bytes, the limit is 100,000" in str(error)
     assert front.offset("small") == before + 1
     with front.cluster.producer() as producer:
-        producer.send("small", b"known from here on").result(timeout=20)
+        producer.send("small", b"known from here on").result(timeout=60)
         with pytest.raises(MessageTooLarge, match="the limit is 100,000"):
             producer.send("small", bytes(100_001))
-        producer.flush(timeout=20)
+        producer.flush(timeout=60)
     assert front.offset("small") == before + 2
 
 
@@ -343,7 +343,7 @@ def test_our_client_when_the_broker_answers_what_was_not_asked() -> None:
     async def meet(port: int) -> ConnectError:
         opened = await BrokerConnection.open("127.0.0.1", port)
         with pytest.raises(ConnectError, match="answered request 77, command 3, which was not made") as caught:
-            await opened.request(Command.STATS, None, timeout_s=5)
+            await opened.request(Command.STATS, None, timeout_s=60)
         assert not opened.alive
         assert opened.closed.result() is caught.value
         await opened.close()

@@ -89,18 +89,18 @@ def test_an_armed_partition_is_answered_once(front: Any) -> None:
 
 def test_a_parked_poll_is_answered_by_what_comes(front: Any) -> None:
     session = Session(front, 2)
-    session.park(wait_ms=20_000, armed=[(1, 0), (2, 0)])
+    session.park(wait_ms=50_000, armed=[(1, 0), (2, 0)])
     session.put(1, b"b")
     assert session.answer()[1] == [(2, [b"b"])]
-    session.ask(wait_ms=20_000)
+    session.ask(wait_ms=50_000)
     session.put(0, b"a")
     assert session.answer()[1] == [(1, [b"a"])]
 
 
 def test_a_closed_partition_is_not_answered(front: Any) -> None:
     session = Session(front, 2)
-    first = session.ask(wait_ms=20_000, armed=[(1, 0), (2, 0)])
-    asked = session.ask(wait_ms=20_000, closed=[1])
+    first = session.ask(wait_ms=50_000, armed=[(1, 0), (2, 0)])
+    asked = session.ask(wait_ms=50_000, closed=[1])
     assert session.answer() == (first, [])
     session.put(0, b"unwanted")
     session.put(1, b"wanted")
@@ -112,8 +112,8 @@ def test_a_closed_partition_is_not_answered(front: Any) -> None:
 
 def test_a_parked_poll_is_amended(front: Any) -> None:
     session = Session(front, 2)
-    first = session.ask(wait_ms=20_000, armed=[(1, 0)])
-    second = session.ask(wait_ms=20_000, armed=[(2, 0)])
+    first = session.ask(wait_ms=50_000, armed=[(1, 0)])
+    second = session.ask(wait_ms=50_000, armed=[(2, 0)])
     assert session.answer() == (first, [])
     session.put(0, b"armed before the amendment")
     assert session.answer() == (second, [(1, [b"armed before the amendment"])])
@@ -123,8 +123,8 @@ def test_arming_again_replaces_the_offset(front: Any) -> None:
     session = Session(front)
     session.put(0, b"a")
     session.put(0, b"b")
-    session.ask(wait_ms=20_000, armed=[(1, 2)])
-    asked = session.ask(wait_ms=20_000, armed=[(1, 1)])
+    session.ask(wait_ms=50_000, armed=[(1, 2)])
+    asked = session.ask(wait_ms=50_000, armed=[(1, 1)])
     assert session.answer()[1] == []
     assert session.answer() == (asked, [(1, [b"b"])])
     session.put(0, b"c")
@@ -176,13 +176,13 @@ def test_what_did_not_fit_keeps_its_turn(front: Any) -> None:
 
 def test_bytes_min(front: Any) -> None:
     session = Session(front, 2)
-    session.park(wait_ms=20_000, bytes_min=3000, armed=[(1, 0), (2, 0)])
+    session.park(wait_ms=50_000, bytes_min=3000, armed=[(1, 0), (2, 0)])
     session.put(0, bytes(1000))
     session.put(1, bytes(1000))
     session.client.socket.settimeout(0.2)
     with pytest.raises(TimeoutError):
         session.answer()
-    session.client.socket.settimeout(30)
+    session.client.socket.settimeout(60)
     session.put(1, bytes(1000))
     assert [(handle, len(values)) for handle, values in session.answer()[1]] == [(1, 1), (2, 2)]
 
@@ -197,7 +197,7 @@ def test_bytes_min_counts_what_came_between_two_polls(front: Any) -> None:
     assert session.poll(armed=[(1, 1)], bytes_min=5000, wait_ms=300) == [(1, [b"b"])]
     assert time.monotonic() - began > 0.28
     session.put(0, bytes(3000))
-    session.ask(armed=[(1, 2)], bytes_min=5000, wait_ms=20_000)
+    session.ask(armed=[(1, 2)], bytes_min=5000, wait_ms=50_000)
     session.put(0, bytes(3000))
     assert [len(value) for value in session.answer()[1][0][1]] == [3000, 3000]
 
@@ -205,9 +205,8 @@ def test_bytes_min_counts_what_came_between_two_polls(front: Any) -> None:
 def test_data_that_lay_there_before_is_not_waited_for(front: Any) -> None:
     session = Session(front)
     session.put(0, b"a")
-    began = time.monotonic()
-    assert session.poll(armed=[(1, 0)], bytes_min=2**63, wait_ms=20_000) == [(1, [b"a"])]
-    assert time.monotonic() - began < 5
+    # Longer than this client waits.
+    assert session.poll(armed=[(1, 0)], bytes_min=2**63, wait_ms=600_000) == [(1, [b"a"])]
 
 
 @pytest.mark.parametrize("wait_ms", [0, -5, 200])
@@ -216,9 +215,9 @@ def test_the_wait_ends(front: Any, wait_ms: int) -> None:
     began = time.monotonic()
     assert session.poll(wait_ms=wait_ms, armed=[(1, 0)]) == []
     waited_s = time.monotonic() - began
-    assert max(wait_ms, 0) / 1000 - 0.02 < waited_s < max(wait_ms, 0) / 1000 + 5
+    assert max(wait_ms, 0) / 1000 - 0.02 < waited_s < max(wait_ms, 0) / 1000 + 40
     session.put(0, b"a")
-    assert session.poll(wait_ms=20_000) == [(1, [b"a"])]  # still armed
+    assert session.poll(wait_ms=50_000) == [(1, [b"a"])]  # still armed
 
 
 def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
@@ -228,7 +227,7 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
     session.put(0, b"a")
     session.put(1, b"b")
     session.put(2, b"c")
-    parked = session.ask(wait_ms=20_000)
+    parked = session.ask(wait_ms=50_000)
     for changes, problem in (
         ({"opened": [one]}, "fetch handle 1 is in use"),
         ({"opened": [three, three]}, "fetch handle 3 is in use"),
@@ -266,7 +265,7 @@ def test_offsets_that_are_not_there(front: Any) -> None:
     session = Session(front)
     session.put(0, b"a")
     for offset in (2, 10**12, -1, -(2**63), 2**63, 2**64 - 1):
-        ((handle, error),) = session.errors(armed=[(1, offset)], wait_ms=20_000)
+        ((handle, error),) = session.errors(armed=[(1, offset)], wait_ms=50_000)
         assert handle == 1
         assert isinstance(error, OffsetOutOfRange)
         assert (error.offset, error.start, error.end) == (offset, 0, 1)
@@ -280,7 +279,7 @@ def test_a_reader_of_another_epoch_is_told_up_to_where_they_agree(front: Any) ->
     place = session.places[0]
     for handle, epoch in enumerate((0, EPOCH + 1), start=2):
         opened = [place._replace(handle=handle, epoch=epoch)]
-        ((_, error),) = session.errors(opened=opened, armed=[(handle, 1)], wait_ms=20_000)
+        ((_, error),) = session.errors(opened=opened, armed=[(handle, 1)], wait_ms=50_000)
         if epoch:
             assert isinstance(error, Fenced)
         else:
@@ -312,7 +311,7 @@ def test_a_topic_that_comes_later(front: Any) -> None:
 
 def test_a_topic_that_goes_ends_the_wait(front: Any) -> None:
     session = Session(front, 2)
-    asked = session.park(wait_ms=20_000, bytes_min=10**6, armed=[(1, 0), (2, 0)])
+    asked = session.park(wait_ms=50_000, bytes_min=10**6, armed=[(1, 0), (2, 0)])
     with front.cluster.admin() as admin:
         admin.delete(session.topic)
     frame = session.client.answer()
@@ -333,7 +332,7 @@ def test_many_failures_fit_into_their_answers(front: Any) -> None:
     seen: list[int] = []
     while len(seen) < count:
         answered = session.errors(**changes)
-        changes = {"wait_ms": 20_000}
+        changes = {"wait_ms": 50_000}
         assert 0 < len(answered) <= FETCH_RESULTS_MAX
         seen += [handle for handle, _error in answered]
     assert seen == list(range(count))
@@ -345,7 +344,7 @@ def test_a_thousand_partitions_in_one_poll(front: Any) -> None:
     session = Session(front, count, topic="thousand", opened=False)
     client = session.client
     armed = [(place.handle, 0) for place in session.places]
-    _opaque, request = client.frame(Command.GET, front.get(wait_ms=20_000, opened=session.places, armed=armed))
+    _opaque, request = client.frame(Command.GET, front.get(wait_ms=50_000, opened=session.places, armed=armed))
     assert len(request) < 40 * count
     client.send(request)
     began = time.monotonic()
@@ -360,7 +359,7 @@ def test_a_thousand_partitions_in_one_poll(front: Any) -> None:
             _opaque, found = session.answer()
             assert client.frame_sizes[-1] < 24 + len(found) * (20 + batch_bytes)
             armed = [(handle, number + 1) for handle, _values in found]
-            _opaque, request = client.frame(Command.GET, front.get(wait_ms=20_000, armed=armed))
+            _opaque, request = client.frame(Command.GET, front.get(wait_ms=50_000, armed=armed))
             assert len(request) < 40 + 6 * len(armed)
             client.send(request)
             got += found

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import pytest
 
 from metamq.wire import status, sync
 from metamq.wire.commands import (
@@ -27,6 +28,7 @@ from metamq.wire.commands import (
 from metamq.wire.frames import PREFIX, encode_frame
 from tests.parts import statistics
 
+pytestmark = pytest.mark.timeout(600)  # thousands of connections
 MUTATIONS = 2000
 MEMORY_BYTES = 64 * 1024 * 1024
 VALUES = [b"alpha", b"beta" * 50, b""]

@@ -18,6 +18,7 @@ from tests.broker.front_door.conftest import Front, many_files
 from tests.broker.front_door.test_fuzz import GREETING, MEMORY_BYTES, mutants, send_and_hang_up
 from tests.parts import statistics
 
+pytestmark = pytest.mark.timeout(600)  # thousands of connections
 MUTATIONS = 1500
 VALUES = [b"alpha", b"beta" * 50, b""]
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, GetResult, PutEntry, PutResult, unpack_list
 from metamq.wire.frames import PREFIX
 from metamq.wire.limits import FETCH_BYTES_MAX, FRAME_BYTES_MAX
 
+pytestmark = pytest.mark.timeout(600)  # thousands of connections
 KIB = 1024
 MEBIBYTE = 1024 * KIB
 
@@ -29,7 +32,7 @@ def test_a_thousand_idle_connections(front: Any) -> None:
     took_s = time.monotonic() - began
     print(f"1,000 idle connections: {idle / 1000 / KIB:.1f} KiB each; 20 round trips beside them: {took_s:.2f} s")
     assert idle < 1000 * 64 * KIB
-    assert took_s < 10
+    assert took_s < 60
 
 
 def test_a_thousand_connections_that_all_produce_and_fetch(front: Any) -> None:
@@ -43,7 +46,7 @@ def test_a_thousand_connections_that_all_produce_and_fetch(front: Any) -> None:
     for number, client in enumerate(clients):
         index = number % 4
         opened = [GetPartition(1, "crowd", topic_id, index)]
-        poll = front.get(opened=opened, armed=[(1, ends[index])], wait_ms=30_000)
+        poll = front.get(opened=opened, armed=[(1, ends[index])], wait_ms=120_000)
         polls.append(client.request(Command.GET, poll))
     puts: list[int] = []
     for number, client in enumerate(clients):
@@ -99,7 +102,7 @@ def test_answers_that_are_not_read(front: Any) -> None:
     grown = front.rss() - before
     print(f"{count} answers of {one / KIB:.0f} KiB unread: the broker grew by {grown / MEBIBYTE:.1f} MiB")
     assert grown < 20 * MEBIBYTE
-    assert took_s < 10
+    assert took_s < 60
     assert [client.answer().opaque for _ in frames] == [opaque for opaque, _data in frames]
 
 

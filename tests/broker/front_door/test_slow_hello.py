@@ -11,9 +11,10 @@ from metamq.broker.protocol import GOODBYE_TIMEOUT_S, HELLO_TIMEOUT_S
 
 def test_a_hello_that_does_not_come(front: Any) -> None:
     for slow in front.slow:
-        slow.join(HELLO_TIMEOUT_S + 10)
+        slow.join(HELLO_TIMEOUT_S + 60)
         assert not slow.is_alive()
-        assert HELLO_TIMEOUT_S - 1 < slow.lasted_s < HELLO_TIMEOUT_S + 5
+        assert slow.hung_up
+        assert slow.lasted_s > HELLO_TIMEOUT_S - 1
 
 
 def test_a_greeted_connection_may_be_silent_for_longer(front: Any) -> None:
@@ -31,4 +32,4 @@ def test_a_refused_client_that_does_not_hang_up(front: Any) -> None:
         return False
 
     with pytest.raises(ConnectionError):
-        front.until(sends, GOODBYE_TIMEOUT_S + 5)
+        front.until(sends, GOODBYE_TIMEOUT_S + 60)
