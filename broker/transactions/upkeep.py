@@ -27,9 +27,8 @@ from metamq.broker.transactions.journal import SEGMENT_BYTES
 from metamq.broker.transactions.term import Term
 from metamq.errors import MetamqError, StorageError, TopicNotFound
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.fold import DECIDED, JournalState
-from metamq.tx.store.records import Add, Mark, Move, Moved, Record, Remembered
-from metamq.tx.store.table import LASTING, State
+from metamq.tx.store.fold import JournalState, move_of
+from metamq.tx.store.records import Add, Mark, Moved, Record, Remembered
 
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES
@@ -118,26 +117,14 @@ class Upkeep:
             await asyncio.sleep(0)
         term.memory_lsn = memory_lsn
         for branch in [b for b in state.branches.values() if 0 <= b.first_lsn < middle]:
-            if not branch.busy and branch.state in LASTING and state.branches.get(branch.xid) is branch:
+            # It may have ended meanwhile, or been given up.
+            if not branch.busy and branch.first_lsn >= 0 and state.branches.get(branch.xid) is branch:
                 self._move(term, branch)
                 await asyncio.sleep(0)
 
     def _move(self, term: Term, branch: BranchState) -> None:
         """In one turn of the loop: nothing else is written about it meanwhile."""
-        heuristic = 0 if branch.state is not State.HEURISTIC else 1 if branch.heuristic_commit else 2
-        if branch.state is State.DECIDED:
-            heuristic = DECIDED
-        begins: list[Record] = [
-            Move(
-                branch.key,
-                branch.prepared_us,
-                heuristic,
-                branch.messages,
-                branch.owner,
-                branch.follows,
-                branch.followers,
-            )
-        ]
+        begins: list[Record] = [move_of(branch)]
         bodies: list[memoryview] = []
         add = Add(branch.key, 0, [], branch.owner)
         done = size = 0

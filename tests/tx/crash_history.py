@@ -135,13 +135,15 @@ class History:
 
 
 def unfold(history: History) -> None:
-    """Everything that a journal has to say, with neighbours that are not flushed, and upkeep in between."""
+    """Everything that a journal has to say, with neighbours that are not flushed, and upkeep in between: of what is
+    open (F), prepared and decided."""
     replica = history.replica
     history.put(0, b"n0", flush=True)
     history.put(0, b"n1", flush=False)
     history.work(A, B, E)
     history.together((A, Verb.PREPARE), (B, Verb.PREPARE))
     history.together((E, Verb.PREPARE))
+    history.work(F)
     history.decide(A, Verb.COMMIT)
     history.together((A, Verb.COMMIT))
     history.put(1, b"n2", flush=False)
@@ -157,7 +159,6 @@ def unfold(history: History) -> None:
     replica.do(B, Verb.ROLLBACK)
     history.decide(G, Verb.COMMIT)
     history.together((G, Verb.COMMIT))
-    history.work(F)
     history.together((F, Verb.COMMIT_ONE_PHASE))
     history.together((K, Verb.COMMIT_ONE_PHASE), whole=True)
     replica.shorten()

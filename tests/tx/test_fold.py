@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from metamq.tx.store.fold import DECIDED, Entry, JournalState, Retained
-from metamq.tx.store.records import Add, Mark, Move, Moved, Place, Record, Remembered, pack, unpack
-from metamq.tx.store.table import LASTING, State
+from metamq.errors import CorruptData
+from metamq.tx.store.fold import Entry, JournalState, Retained, move_of
+from metamq.tx.store.records import Add, Branch, Mark, Move, Moved, Place, Prepare, Record, Remembered, pack, unpack
+from metamq.tx.store.table import LASTING
 from metamq.tx.store.verbs import Asked, JournalTransactionStore
 from metamq.wire.xa import Verb, Xid
 
@@ -23,7 +25,7 @@ def essence(state: JournalState) -> Any:
     """What has to survive: promises, decisions, what is remembered, what may still have to be brought."""
     kept = {
         branch.xid: (
-            branch.epoch, branch.state, [body.place for body in branch.bodies], branch.messages,
+            branch.epoch, branch.state, [body.place for body in branch.bodies], branch.messages, branch.bytes,
             branch.heuristic_commit, branch.follows, branch.followers,
         )
         for branch in state.branches.values()
@@ -103,17 +105,15 @@ class Journal(RuleBasedStateMachine):
     @rule(xid=st.sampled_from(XIDS), whole=st.booleans())
     def move(self, xid: Xid, whole: bool) -> None:
         branch = self.store.branches.get(xid)
-        if branch is None or branch.state not in LASTING:
+        if branch is None or branch.first_lsn < 0:
             return
-        heuristic = 0 if branch.state is not State.HEURISTIC else 1 if branch.heuristic_commit else 2
-        heuristic = DECIDED if branch.state is State.DECIDED else heuristic
         places = [body.place for body in branch.bodies]
-        begins = Move(
-            branch.key, branch.prepared_us, heuristic, branch.messages, branch.owner, branch.follows, branch.followers
-        )
-        self._write([begins])
-        if places:
-            self._write([Add(branch.key, 0, places, branch.owner)], len(places))
+        for first, place in enumerate(places or [None]):
+            begins: list[Record] = [move_of(branch)] if first == 0 else []
+            add: list[Record] = [Add(branch.key, first, [place], branch.owner)] if place is not None else []
+            self._write([*begins, *add], len(add))
+            if first and not whole:
+                break
         if whole:
             self._write([Moved(branch.key)])
         else:  # a new master begins in the middle of it
@@ -149,3 +149,32 @@ TestJournal = Journal.TestCase
 TestJournal.settings = settings(
     max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+def test_a_promise_of_which_something_is_missing_is_damage() -> None:
+    branch = Branch(XIDS[0], 1 << 32)
+    add = Add(branch, 0, [PLACES[0]], "s")
+    whole = [
+        Entry(0, 0, [add], [10]),
+        Entry(2, 90, [add._replace(first=1)], [10]),
+        Entry(4, 180, [Prepare(branch, 4, 1)], []),
+    ]
+    state = JournalState()
+    for entry in whole:
+        state.apply(entry)
+    state = JournalState()
+    state.apply(whole[0])
+    with pytest.raises(CorruptData, match="4 messages, and has 2"):
+        state.apply(whole[2])
+
+
+def test_what_was_half_written_down_again_takes_nothing_from_a_later_use_of_its_id() -> None:
+    """The broker died meanwhile. The branch was open, so its end stands nowhere."""
+    old, new = Branch(XIDS[0], 1 << 32), Branch(XIDS[0], 2 << 32)
+    state = JournalState()
+    state.apply(Entry(0, 0, [Add(old, 0, [PLACES[0]], "s")], [10]))
+    state.apply(Entry(2, 90, [Move(old, 0, 0, 2, "s"), Add(old, 0, [PLACES[0]], "s")], [10]))
+    for first in range(2):
+        state.apply(Entry(4 + 2 * first, 180, [Add(new, first, [PLACES[1]], "s")], [10]))
+    state.apply(Entry(8, 360, [Prepare(new, 10, 1)], []))
+    assert [body.place for body in state.branches[XIDS[0]].bodies] == [PLACES[1]] * 2

@@ -154,3 +154,53 @@ def test_a_branch_of_the_largest_batches_is_moved(own: DiskOs) -> None:
     again.begin_term(2)
     assert again.do(A, Verb.COMMIT) == [XACode.OK]
     assert [len(value) for value in again.stored(0)] == sizes
+
+
+@pytest.mark.parametrize("promise", [(), (Verb.END, Verb.PREPARE)], ids=["open", "prepared"])
+def test_a_branch_that_is_not_finished_holds_up_no_cut(own: DiskOs, promise: tuple[Verb, ...]) -> None:
+    """Nor does it lose anything by being written down once more, or count what was sent before anew."""
+    replica = new_replica(own, "a")
+    replica.begin_term(1)
+    replica.transactions.upkeep.cut_bytes = 2000
+    assert replica.do(A, Verb.START, Verb.SEND, sends=[(0, b"a0"), (1, b"a1")])[-1] == XACode.OK
+    assert replica.do(A, Verb.SEND, *promise, sends=[(0, b"a2")])[-1] == XACode.OK
+    for number in range(100):
+        committed(replica, Xid(2, b"%d" % number), (1, bytes(50)))
+        if number % 10 == 9:
+            upkeep_of(replica)
+    assert replica.journal.log.start_offset > 100
+    messages = 3
+    if not promise:
+        assert replica.states()[A] == "active", "who works in it still does"
+        assert replica.do(A, Verb.SEND, Verb.END, Verb.PREPARE, sends=[(0, b"a3")]) == [XACode.OK] * 3
+        messages = 4
+    branch = replica.term.store.branches[A]
+    assert (len(branch.bodies), branch.messages) == (messages, messages)
+    again = Replica(own, "a")
+    again.begin_term(2)
+    assert again.term.store.branches[A].bodies == branch.bodies
+    assert again.do(A, Verb.COMMIT) == [XACode.OK]
+    assert again.stored(0) == [b"a0", b"a2", b"a3"][: messages - 1]
+    assert again.stored(1)[-1] == b"a1"
+
+
+@pytest.mark.parametrize(
+    "verbs", [(Verb.DECIDE,), (Verb.PREPARE, Verb.HEURISTIC_ROLLBACK)], ids=["decided", "heuristic"]
+)
+def test_what_is_decided_is_shown_as_before_once_it_is_written_down_again(own: DiskOs, verbs: tuple[Verb, ...]) -> None:
+    replica = new_replica(own, "a")
+    replica.begin_term(1)
+    assert replica.do(A, Verb.START, Verb.SEND, Verb.END, verbs[0], sends=[(0, bytes(5000))])[-1] == XACode.OK
+    for verb in verbs[1:]:
+        assert replica.do(A, verb) == [XACode.OK]
+    first_lsn = replica.term.store.branches[A].first_lsn
+    assert (replica.term.store.branches[A].messages, replica.term.store.branches[A].bytes) == (1, 0)
+    for number in range(20):
+        committed(replica, Xid(2, b"%d" % number), (1, bytes(50)))
+    upkeep_of(replica)
+    for one in (replica, Replica(own, "a")):
+        if one is not replica:
+            one.begin_term(2)
+        branch = one.term.store.branches[A]
+        assert branch.first_lsn > first_lsn
+        assert (branch.messages, branch.bytes) == (1, 0)

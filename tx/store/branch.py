@@ -42,6 +42,7 @@ class BranchState:
     bodies: list[Body] = field(default_factory=list)
     messages: int = 0
     bytes: int = 0
+    """Of its bodies, as long as it has them."""
     first_lsn: int = -1
     """Where its oldest record stands in the journal; -1 while it has none."""
     sessions: dict[str, Association] = field(default_factory=dict)
@@ -84,6 +85,10 @@ class BranchState:
         """What was sent is given up."""
         self.state = State.ROLLBACK_ONLY
         self.rolled_back_code, self.rolled_back_reason = code, reason
-        self.bodies = []
+        self.gives_up_bodies()
         self.first_lsn = -1
         self.deadline_s = None
+
+    def gives_up_bodies(self) -> None:
+        """They are given up, or a commit's from here on."""
+        self.bodies, self.bytes = [], 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from metamq.errors import CorruptData
 from metamq.tx.store.branch import Body, BranchState
 from metamq.tx.store.memory import OutcomeMemory
 from metamq.tx.store.records import (
@@ -31,8 +32,8 @@ from metamq.tx.store.records import (
 from metamq.tx.store.table import LASTING, State
 from metamq.wire.xa import Xid
 
-DECIDED = 3
-"""In a Move, of `heuristic`."""
+COMMITTED, ROLLED_BACK, DECIDED = 1, 2, 3
+"""In a Move, of `decision`; 0: none."""
 
 
 class Entry(NamedTuple):
@@ -71,10 +72,10 @@ class JournalState:
         """Commits that no MARK covers, by LSN, in order."""
         self.mark = NO_MARK
         self.epoch_max = 0
-        self._moving: dict[Xid, BranchState] = {}
+        self._moving: dict[Branch, tuple[Move, BranchState]] = {}
 
     def apply(self, entry: Entry) -> None:
-        """Takes an entry in."""
+        """Takes an entry in. Raises CorruptData when something of a promise is missing."""
         number = 0
         for record in entry.records:
             if isinstance(record, Add):
@@ -89,7 +90,8 @@ class JournalState:
 
     def _add(self, record: Add, entry: Entry, number: int) -> None:
         xid, epoch = record.branch
-        branch = self._moving.get(xid) or self.branches.get(xid)
+        moving = self._moving.get(record.branch) if self._moving else None
+        branch = moving[1] if moving is not None else self.branches.get(xid)
         if branch is None or branch.epoch != epoch:
             if record.first:
                 return  # of a branch whose beginning was cut off: it is finished
@@ -107,12 +109,13 @@ class JournalState:
         xid, epoch = record.branch
         self.epoch_max = max(self.epoch_max, epoch)
         if isinstance(record, Move):
-            self._moving[xid] = _moved(record, entry.lsn)
+            self._moving[record.branch] = record, _moved(record, entry.lsn)
             return
         if isinstance(record, Moved):
-            moving = self._moving.pop(xid, None)
-            if moving is not None and moving.epoch == epoch:
-                self._takes_the_place(moving)
+            if record.branch in self._moving:
+                move, moved = self._moving.pop(record.branch)
+                _check_whole(moved, move.messages)
+                self._takes_the_place(moved)
             return
         branch = self.branches.get(xid)
         if isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
@@ -126,27 +129,31 @@ class JournalState:
         if branch is None or branch.epoch != epoch:
             return
         if isinstance(record, Prepare):
+            _check_whole(branch, record.messages)
             branch.state, branch.prepared_us, branch.deadline_s = State.PREPARED, record.time_us, None
             branch.follows = record.follows
             branch.sessions.clear()
         elif isinstance(record, Heuristic):
             branch.state, branch.heuristic_commit = State.HEURISTIC, record.commit
-            branch.bodies = []
+            branch.gives_up_bodies()
         elif isinstance(record, Decide):
             branch.state, branch.prepared_us, branch.deadline_s = State.DECIDED, record.time_us, None
-            branch.followers, branch.bodies = record.followers, []
+            branch.followers = record.followers
+            branch.gives_up_bodies()
             branch.sessions.clear()
         else:
             del self.branches[xid]
-            self._moving.pop(xid, None)
+            self._moving.pop(record.branch, None)
 
     def _takes_the_place(self, moved: BranchState) -> None:
-        """A branch that was written down once more keeps what only memory knows of it."""
+        """A branch that was written down once more: its bodies lie elsewhere. All else of it may be known to memory
+        alone, such as who works in it."""
         known = self.branches.get(moved.xid)
-        if known is not None and known.epoch == moved.epoch:
-            moved.state, moved.sessions = known.state, known.sessions
-            moved.timeout_s, moved.deadline_s = known.timeout_s, known.deadline_s
-        self.branches[moved.xid] = moved
+        if known is None or known.epoch != moved.epoch:
+            self.branches[moved.xid] = moved
+            return
+        known.first_lsn, known.bodies = moved.first_lsn, moved.bodies
+        known.messages, known.bytes = moved.messages, moved.bytes
 
     def _mark(self, record: Mark) -> None:
         self.mark = record
@@ -189,14 +196,33 @@ class Retained:
                 self.unmarked.append(entry.lsn)
 
 
+def move_of(branch: BranchState) -> Move:
+    """What a branch that is written down once more begins with."""
+    decision = 0
+    if branch.state is State.DECIDED:
+        decision = DECIDED
+    elif branch.state is State.HEURISTIC:
+        decision = COMMITTED if branch.heuristic_commit else ROLLED_BACK
+    return Move(
+        branch.key, branch.prepared_us, decision, branch.messages, branch.owner, branch.follows, branch.followers
+    )
+
+
 def _moved(record: Move, lsn: int) -> BranchState:
     xid, epoch = record.branch
     state = State.IDLE
     if record.prepared_us:
         state = State.PREPARED
-    if record.heuristic:
-        state = State.DECIDED if record.heuristic == DECIDED else State.HEURISTIC
+    if record.decision:
+        state = State.DECIDED if record.decision == DECIDED else State.HEURISTIC
     return BranchState(
         xid, epoch, state, record.owner, first_lsn=lsn, prepared_us=record.prepared_us,
-        heuristic_commit=record.heuristic == 1, follows=record.follows, followers=record.followers,
+        messages=record.messages if record.decision else 0,  # of what is decided no bodies follow
+        heuristic_commit=record.decision == COMMITTED, follows=record.follows, followers=record.followers,
     )  # fmt: skip
+
+
+def _check_whole(branch: BranchState, messages: int) -> None:
+    if branch.messages != messages:
+        what = f"{branch.xid} is promised with {messages:,} messages, and has {branch.messages:,}"
+        raise CorruptData("the transaction journal", what)

@@ -11,7 +11,7 @@ as it will lie in its partition. All records of an entry are there, or none.
     COMMIT       the branch is committed; its bodies have these batch ids      a later MARK, and as long as remembered
     ROLLBACK     the branch is gone
     HEURISTIC    an operator has committed it, or rolled it back               FORGET
-    DECIDE       as COMMIT, and branches at other brokers follow                 FORGET
+    DECIDE       as COMMIT, and branches at other brokers follow               FORGET
     FORGET       nobody needs to know of either any more
     MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
     MARK         every COMMIT so far is in its partitions, and flushed there; what is needed of the journal itself
@@ -84,7 +84,7 @@ class Rollback(NamedTuple):
 
 
 class Heuristic(NamedTuple):
-    """An operator has decided. With `commit` it is as Commit, and remembered in any case."""
+    """An operator has decided. With `commit` it is as Commit; the branch is kept until it is forgotten."""
 
     branch: Branch
     commit: bool
@@ -114,8 +114,8 @@ class Move(NamedTuple):
     branch: Branch
     prepared_us: int
     """When it was prepared; 0 while it is not."""
-    heuristic: int
-    """0 none, 1 committed, 2 rolled back, 3 not heuristic: decided."""
+    decision: int
+    """0 none, 1 committed by an operator, 2 rolled back by one, 3 decided, and others follow."""
     messages: int
     owner: str
     follows: tuple[int, ...] = ()
