@@ -44,7 +44,7 @@ BOTH = (
 )
 BATCH = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown")
 STREAM = ("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "groupId")
-SPARKS_OWN = {"path", "serialization.format", "checkpointlocation", "__ispatternrecursive"}
+SPARKS_OWN = {"path", "serialization.format", "checkpointlocation", "queryname", "__ispatternrecursive"}
 """What Spark puts among the options of a table or a query by itself, in lower case."""
 
 _ASSIGN_EXAMPLE = '{"flights": ["0-0", "0-1"]}'

@@ -18,13 +18,16 @@ import sys, time
 from pyspark.sql import SparkSession
 from metamq.spark_consumers import LagListener
 
-remote, zookeeper, topic, place = sys.argv[1:]
+remote, zookeeper, topic, to, place = sys.argv[1:]
 spark = SparkSession.builder.remote(remote).getOrCreate()
 assert "connect" in type(spark).__module__
 options = {"zookeeper": zookeeper, "subscribe": topic, "startingOffsets": "earliest"}
 found = [spark.read.format("metamq").options(**options).load().count()]
 spark.sql(f"CREATE TEMPORARY VIEW messages USING metamq OPTIONS (zookeeper '{zookeeper}', subscribe '{topic}')")
 found.append(spark.sql("SELECT count(value) FROM messages").collect()[0][0])
+frame = spark.range(7).selectExpr("cast(id as string) AS value")
+frame.write.format("metamq").options(zookeeper=zookeeper, topic=to).mode("append").save()
+found.append(spark.read.format("metamq").options(zookeeper=zookeeper, subscribe=to).load().count())
 told = []
 listener = LagListener(on_lag=told.append)
 spark.streams.addListener(listener)
@@ -67,6 +70,12 @@ def all_messages():
 def each_message():
     return spark.readStream.format("metamq").options(**options).load()
 
+dp.create_sink("copies", "metamq", {copies})
+
+@dp.append_flow(target="copies")
+def copied():
+    return spark.readStream.format("metamq").options(**options).load().select("key", "value")
+
 @dp.materialized_view
 def how_many():
     return spark.read.table("each_message").groupBy("partition").count()
@@ -80,26 +89,27 @@ def run(command: list[str], place: Path) -> str:
 
 
 @pytest.mark.timeout(240)
-def test_a_client_of_spark_connect_reads_in_batch_by_sql_and_as_a_stream(
+def test_a_client_of_spark_connect_reads_and_writes_by_sql_too_and_as_a_stream(
     connect: str, running: Cluster, tmp_path: Path
 ) -> None:
-    topic = new_topic(running, 1)
+    topic, to = new_topic(running, 1), new_topic(running, 1)
     send(running, topic, [b"%d" % number for number in range(100)])
-    said = run([sys.executable, "-c", CLIENT, connect, running.zookeeper, topic, str(tmp_path)], tmp_path)
-    assert said.splitlines()[-2:] == ["found [100, 100, 100] [70, 40, 10, 0]", "True"]
+    said = run([sys.executable, "-c", CLIENT, connect, running.zookeeper, topic, to, str(tmp_path)], tmp_path)
+    assert said.splitlines()[-2:] == ["found [100, 100, 7, 100] [70, 40, 10, 0]", "True"]
 
 
 @pytest.mark.timeout(240)
-def test_a_declarative_pipeline_reads_in_batch_and_as_a_stream(
+def test_a_declarative_pipeline_reads_in_batch_and_as_a_stream_and_writes(
     spark: Any, connect: str, running: Cluster, tmp_path: Path
 ) -> None:
     """Run twice: the streaming table goes on where it was, the materialized view is made anew."""
     import pyspark
 
-    topic = new_topic(running)
+    topic, to = new_topic(running), new_topic(running)
+    copies = {"zookeeper": running.zookeeper, "topic": to}
     options = {"zookeeper": running.zookeeper, "subscribe": topic, "startingOffsets": "earliest"}
     (tmp_path / "spark-pipeline.yml").write_text(SPECIFICATION.format(place=tmp_path))
-    (tmp_path / "flows.py").write_text(FLOWS.format(options=options))
+    (tmp_path / "flows.py").write_text(FLOWS.format(options=options, copies=copies))
     program = str(Path(pyspark.__file__).parent / "bin" / "spark-pipelines")
     for first, end in ((0, 100), (100, 150)):
         send(running, topic, [b"%d" % number for number in range(first, end)])
@@ -108,5 +118,7 @@ def test_a_declarative_pipeline_reads_in_batch_and_as_a_stream(
             spark.catalog.refreshTable(table)  # its files are known to this session, and were made anew by the other
             found = sorted(int(row.value) for row in spark.table(table).select("value").collect())
             assert found == list(range(end))
+    with running.consumer(topics=to, start="earliest", idle_timeout_s=1) as consumer:
+        assert sorted(int(message.value) for message in consumer) == list(range(150))
     spark.catalog.refreshTable("how_many")
     assert sum(row["count"] for row in spark.table("how_many").collect()) == 150

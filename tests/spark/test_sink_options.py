@@ -46,5 +46,6 @@ def test_right_ones() -> None:
     check_sink_columns([("value", "string")], "t")
     every = [("key", "binary"), ("value", "binary"), ("topic", "string"), ("partition", "string"), ("headers", HEADERS)]
     check_sink_columns(every, None)
-    options = parse_sink_options({"Topic": "t", "checkpointlocation": "x", "path": "y"}, streaming=True)
+    sparks = {"checkpointlocation": "x", "path": "y", "queryname": "z"}  # of writeStream.queryName("z")
+    options = parse_sink_options({"Topic": "t", **sparks}, streaming=True)
     assert (options.topic, options.delivery) == ("t", "at_least_once")
