@@ -154,6 +154,10 @@ def _who_decides(one: BranchDescription) -> str:
         return f"the Coordinator whose log is {gtrid.split(b'-')[1].decode('ascii', 'replace')}"
     if gtrid.startswith(b"local:"):
         return "its client, which works in it"
+    if gtrid.startswith(b"spark:") and gtrid.count(b":") == 2:
+        _prefix, sink, batch = gtrid.decode("ascii", "replace").split(":")
+        what = "the batch write" if sink.startswith("job-") else f"batch {batch} of the streaming query, or sink,"
+        return f"the driver of Spark: it is of {what} {sink}"
     return "its transaction manager"
 
 
@@ -173,6 +177,10 @@ def _next_steps(one: BranchDescription) -> list[str]:
         return ["Run a Recoverer on that database: it asks what was decided.", _LAST]
     if gtrid.startswith(b"co-"):
         return ["Start that Coordinator again: it asks its log.", _LAST]
+    if gtrid.startswith(b"spark:job-"):
+        return ["If it was decided, the next exactly-once write of Spark's ends it.", _LAST]
+    if gtrid.startswith(b"spark:"):
+        return ["Start that query again: its next batch ends it.", _LAST]
     return ["Start its transaction manager again: it recovers what is prepared.", _LAST]
 
 

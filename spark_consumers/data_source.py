@@ -64,15 +64,21 @@ class DefaultSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """For a batch query that writes. Raises ConfigError for a wrong option or column."""
+        from metamq.spark_consumers.exact_sink import ExactBatchWriter
         from metamq.spark_consumers.sink import BatchWriter, sink_options
 
-        return BatchWriter(sink_options(self.options, schema, overwrite, streaming=False))
+        options = sink_options(self.options, schema, overwrite, streaming=False)
+        return ExactBatchWriter(options) if options.delivery == "exactly_once" else BatchWriter(options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
         """For a streaming query that writes. Raises ConfigError for a wrong option or column."""
+        from metamq.spark_consumers.exact_sink import ExactStreamWriter
         from metamq.spark_consumers.sink import StreamWriter, sink_options
 
-        return StreamWriter(sink_options(self.options, schema, overwrite, streaming=True))
+        options = sink_options(self.options, schema, overwrite, streaming=True)
+        if options.delivery == "at_least_once":
+            return StreamWriter(options)
+        return ExactStreamWriter(options, self.options.get("checkpointLocation"))
 
 
 def _check(schema: StructType) -> None:

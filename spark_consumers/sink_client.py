@@ -14,11 +14,16 @@ from metamq.client.cluster import Cluster
 from metamq.client.columnar import ColumnarSender, Shipment
 from metamq.client.first_contact import open_client_session
 from metamq.errors import ConnectError
+from metamq.spark_consumers.committing import Committer
+from metamq.spark_consumers.decisions import BranchName
 from metamq.spark_consumers.sink_options import SinkOptions
+from metamq.spark_consumers.task_branches import TaskBranches
 from metamq.zk.topics import TopicConfig
 
 SESSION_TIMEOUT_MS = 10_000
 RETRY_S = 0.2
+ANSWER_S = 30.0
+"""What a broker that a task writes to in a branch does not answer for so long fails the attempt."""
 
 
 class SinkClient:
@@ -44,9 +49,29 @@ class SinkClient:
         self.cluster = Cluster(session, changed=lambda: self._sender.changed_cluster())
         self._sender = ColumnarSender(self.cluster, options.codec, delivery_timeout_s=options.delivery_timeout_s)
 
+    def close(self) -> None:
+        """Disconnects; what is under way may never be done."""
+        self.background.run(self._close())
+
+    async def _close(self) -> None:
+        await self._sender.close()
+        await self.cluster.close()
+        await self.cluster.session.close()
+
     def shipment(self) -> Shipment:
         """For what one task writes."""
         return Shipment(self._sender)
+
+    async def branches(self, name: BranchName) -> TaskBranches:
+        """For what one attempt at a task writes. In the background loop, as the next."""
+        return TaskBranches(
+            self.cluster, name, self.options.codec, branch_timeout_s=self.options.transaction_timeout_s,
+            answer_s=min(self.options.delivery_timeout_s, ANSWER_S),
+        )  # fmt: skip
+
+    def committer(self, sink: str, identity: str) -> Committer:
+        """For the driver."""
+        return Committer(self.cluster.session, sink, identity, self.options.delivery_timeout_s)
 
     def topic(self, name: str) -> TopicConfig:
         """The topic's configuration, as it is now or was last known. Raises TopicNotFound, ConnectError."""

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import ConfigError, MetamqError
+from metamq.spark_consumers.decisions import JOB, NAME_CHARS_MAX
 from metamq.spark_consumers.options import Texts
 from metamq.wire.compression import Codec, codec_named
 from metamq.zk.names import check_topic
 
-OPTIONS = ("topic", "delivery", "zookeeper", "root", "compression", "deliveryTimeoutMs")
+TIMEOUT_MAX_S = 24 * 3600
+OPTIONS = (
+    "topic",
+    "delivery",
+    "sinkId",
+    "zookeeper",
+    "root",
+    "compression",
+    "deliveryTimeoutMs",
+    "transactionTimeoutMs",
+)
 TEXT_OR_BYTES = ("string", "binary")
 HEADERS = "array<struct<key:string,value:binary>>"
 TYPES: dict[str, tuple[str, ...]] = {
@@ -33,22 +45,28 @@ class SinkOptions:
     root: str
     topic: str | None
     """None: the column `topic` says it."""
-    delivery: Literal["at_least_once"]
+    delivery: Literal["at_least_once", "exactly_once"]
+    sink_id: str | None
+    """None: the query's own id names the sink."""
     codec: Codec
     delivery_timeout_s: float
+    transaction_timeout_s: float
+    """Brokers roll back what a task has written and not prepared after so long, if it does not end before."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
     """The options of a query that writes. Raises ConfigError, which names the option and the next step."""
     texts = Texts(given, OPTIONS, streaming, OPTIONS)
-    texts.choice("delivery", ("at_least_once",), "at_least_once")
+    exactly = texts.choice("delivery", ("at_least_once", "exactly_once"), "at_least_once") == "exactly_once"
     return SinkOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
         root=zookeeper_root(texts.get("root")),
         topic=_topic(texts),
-        delivery="at_least_once",
+        delivery="exactly_once" if exactly else "at_least_once",
+        sink_id=_sink_id(texts, streaming and exactly),
         codec=_codec(texts),
         delivery_timeout_s=(texts.whole("deliveryTimeoutMs") or 120_000) / 1000,
+        transaction_timeout_s=_transaction_timeout_s(texts),
     )
 
 
@@ -60,6 +78,26 @@ def _topic(texts: Texts) -> str | None:
         except MetamqError as error:
             raise ConfigError(f"option 'topic': {error.problem}", hint=error.hint) from None
     return topic
+
+
+def _sink_id(texts: Texts, is_of_use: bool) -> str | None:
+    name = texts.get("sinkId")
+    if name is None:
+        return None
+    if not is_of_use:
+        problem = "option 'sinkId' names a streaming query's sink with delivery=exactly_once, which this is not"
+        raise ConfigError(problem, hint="Remove it.")
+    if not re.fullmatch(f"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}", name) or name.startswith(JOB):
+        hint = f"It has to be 1 to {NAME_CHARS_MAX} letters, digits, '-' and '_', and does not begin with {JOB!r}."
+        raise ConfigError(f"option 'sinkId' is {name!r}", hint=hint)
+    return name
+
+
+def _transaction_timeout_s(texts: Texts) -> float:
+    timeout_s = (texts.whole("transactionTimeoutMs") or 3_600_000) / 1000
+    if timeout_s > TIMEOUT_MAX_S:
+        raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="It has to be a day at most.")
+    return timeout_s
 
 
 def _codec(texts: Texts) -> Codec:

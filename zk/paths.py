@@ -9,6 +9,7 @@
     /meta/consumers/<group>/plan                                               persistent
     /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral
     /meta/consumers/<group>/offsets/<topic>/<partition>                        persistent
+    /meta/spark/<sink>/<batch id>                                              persistent
 
 Names are checked by the callers at their public faces (`metamq.zk.names`), not again here.
 """
@@ -104,6 +105,15 @@ class Paths:
 
     def offset(self, group: str, topic: str, partition: str) -> str:
         return f"{self.offsets(group, topic)}/{partition}"
+
+    def sinks(self) -> str:
+        return f"{self.root}/spark"
+
+    def sink(self, sink: str) -> str:
+        return f"{self.sinks()}/{sink}"
+
+    def sink_decision(self, sink: str, batch_id: int) -> str:
+        return f"{self.sink(sink)}/{batch_id}"
 
 
 def master_offer(broker_id: int) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metamq.testing import Cluster
+from metamq.testing import Cluster, cluster
+from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
 from tests.spark.test_stream_source import numbers
 
@@ -150,5 +152,95 @@ def _failing_once(mark: str, partition: int) -> Callable[[Iterator[Any]], Iterat
             except FileExistsError:
                 return
             raise RuntimeError("as if by a fault")
+
+    return each
+
+
+@pytest.fixture
+def small_batches(spark: Any) -> Iterator[None]:
+    """Spark hands few rows at a time to the sink."""
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(name)
+    spark.conf.set(name, 500)
+    yield
+    spark.conf.set(name, before)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster that a test may hurt."""
+    with cluster(brokers=2, folder=tmp_path / "cluster") as started:
+        yield started
+
+
+@pytest.mark.timeout(240)
+def test_a_write_outlives_a_broker_a_master_and_zookeeper(
+    spark: Any, small_batches: None, own: Cluster, tmp_path: Path
+) -> None:
+    """Each task writes, waits for the fault, and writes on: nothing is lost, nothing doubled."""
+    own.add_slave(0)
+    own.create_topic("t", partitions=2, replication="sync")
+    with own.admin() as admin:
+        wait_until(lambda: sum(one.holds_all for one in admin.replicas()[0].replicas) == 2, 60, "the slave in sync")
+    faults = {
+        "a broker is killed": lambda: (own.brokers[1].kill(), own.brokers[1].start()),
+        "zookeeper is away": lambda: (own.zookeeper_server.freeze(),),
+        "a slave is promoted": lambda: (own.brokers[0].kill(), _promote(own)),
+    }
+    for number, (what, fault) in enumerate(faults.items()):
+        place = tmp_path / f"fault-{number}"
+        place.mkdir()
+        first = 10_000 * number
+        rows = spark.range(first, first + 10_000, 1, 2)
+        frame = rows.mapInArrow(_waiting(str(place)), "value string, key string")
+        with ThreadPoolExecutor() as pool:
+            happening = pool.submit(_strike, own, first, place, fault)
+            try:
+                write(frame, own, topic="t")
+            finally:
+                own.zookeeper_server.thaw()
+                happening.result()
+        found = Counter(one.value.rstrip() for one in stored(own, "t"))
+        assert found == Counter(numbers(0, first + 10_000)), what
+
+
+def _strike(running: Cluster, before: int, place: Path, fault: Callable[[], object]) -> None:
+    """Once both tasks have written some of their rows, and wait with the rest."""
+    try:
+        wait_until(lambda: len(list(place.glob("waits-*"))) == 2, 60, "both tasks")
+        wait_until(lambda: len(stored(running, "t")) > before or _branches(running), 60, "some rows")
+        fault()
+    finally:
+        (place / "go").touch()
+
+
+def _branches(running: Cluster) -> int:
+    """Messages in branches that are not committed."""
+    with running.admin() as admin:
+        return sum(one.messages for one in admin.transactions().branches)
+
+
+def _promote(running: Cluster) -> None:
+    with running.admin() as admin:
+        admin.promote(0, 1)
+
+
+def _waiting(place: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Makes rows of two kilobytes; waits in the middle for the file `go`."""
+
+    def each(batches: Iterator[Any]) -> Iterator[Any]:
+        import time
+        from pathlib import Path
+
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        for number, batch in enumerate(batches):
+            if number == 5:  # what came before is on its way, but for the last of it
+                (Path(place) / f"waits-{TaskContext.get().partitionId()}").touch()  # type: ignore[union-attr]
+                while not (Path(place) / "go").exists():
+                    time.sleep(0.01)
+            keys = [str(number) for number in batch.column(0).to_pylist()]
+            yield pa.record_batch({"value": [key.ljust(2000) for key in keys], "key": keys})
 
     return each

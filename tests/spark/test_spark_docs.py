@@ -10,6 +10,7 @@ import pytest
 
 from metamq.testing import Cluster
 from tests.spark.conftest import send
+from tests.spark.test_sink import values
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "spark.md"
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -20,7 +21,8 @@ def test_the_snippets_of_spark_run_as_printed(
     spark: Any, running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("METAMQ_ZOOKEEPER", running.zookeeper)
-    running.create_topic("flights", partitions=2)
+    for topic in ("flights", "loud", "copy"):
+        running.create_topic(topic, partitions=2)
     send(running, "flights", [b"EWR to IAH"])
     found = SNIPPET.findall(DOCUMENT.read_text())
     assert len(found) >= 3
@@ -28,7 +30,7 @@ def test_the_snippets_of_spark_run_as_printed(
     try:
         for snippet in found:
             # Relative paths would be below the JVM's working folder.
-            here = re.sub(r'"(out|checkpoint)"', lambda name: repr(str(tmp_path / name[1])), snippet)
+            here = re.sub(r'"(out|checkpoint[a-z-]*)"', lambda name: repr(str(tmp_path / name[1])), snippet)
             exec(compile(here, str(DOCUMENT), "exec"), names)
         for query in spark.streams.active:
             query.processAllAvailable()
@@ -39,3 +41,4 @@ def test_the_snippets_of_spark_run_as_printed(
         if "lag" in names:
             spark.streams.removeListener(names["lag"])
     assert "EWR to IAH" in capfd.readouterr().out
+    assert values(running, "loud") == {b"EWR TO IAH": 1}

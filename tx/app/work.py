@@ -70,6 +70,12 @@ class Work:
             for broker_id in self._staging.full_at:
                 await self._ask(broker_id, [Verb.SEND], self._staging.full(broker_id))
 
+    async def send_encoded(self, broker_id: int, batches: Sequence[Encoded]) -> None:
+        """Sends batches that somebody else has made, after those before; one call at a time for each broker. Raises
+        as send_many()."""
+        self._staging.taken[broker_id] += sum(one.messages for one in batches)
+        await self._ask(broker_id, [Verb.SEND], batches)
+
     async def _ask(
         self,
         broker_id: int,

@@ -1,0 +1,139 @@
+"""What one attempt at a task writes, exactly once: into branches of its own, prepared at its end, nothing more.
+
+While one request is under way to a broker, what comes for it waits, and goes with the next: a branch takes its batches
+one request after the other. The brokers are served side by side, and the task makes the next batches meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from metamq.client.branches import Encoded
+from metamq.client.cluster import Cluster
+from metamq.client.partitioner import by_key_hash
+from metamq.errors import MetamqError
+from metamq.spark_consumers.decisions import BranchName
+from metamq.spark_consumers.gathering import Gathered
+from metamq.tx.app.staging import Routes, Staging
+from metamq.tx.app.work import Work
+from metamq.wire.commands import PutEntry
+from metamq.wire.compression import Codec
+from metamq.wire.limits import ENTRIES_TARGET
+from metamq.wire.xa import Xid
+from metamq.zk.names import parse_partition
+from metamq.zk.topics import TopicConfig
+
+BUFFER_BYTES = 32 * 1024 * 1024
+REQUEST_BYTES = 4 * 1024 * 1024
+"""A request takes no further batch above this."""
+ROLLBACK_S = 5.0
+"""A task that failed waits so long for its branches' roll back; the rest is left to the driver, and to brokers."""
+
+
+class _NamedWork(Work):
+    """Its branches are named as a sink's."""
+
+    def __init__(self, cluster: Cluster, name: BranchName, *, branch_timeout_s: float, answer_s: float) -> None:
+        # Batches come ready made: nothing is staged but their count.
+        staging = Staging(Routes(1, 1, by_key_hash, Codec.NONE, None))
+        super().__init__(cluster, staging, name.whole, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
+        self._name = name
+
+    def xid_at(self, broker_id: int) -> Xid:
+        return self._name.at(broker_id)
+
+
+class TaskBranches:
+    """`add` and `full` are for the task's thread, the rest for the loop."""
+
+    def __init__(
+        self, cluster: Cluster, name: BranchName, codec: Codec, *, branch_timeout_s: float, answer_s: float
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._codec = codec
+        self._work = _NamedWork(cluster, name, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
+        self._waiting: dict[int, deque[Encoded]] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._error: Exception | None = None
+        self._turn = random.randrange(1 << 20)
+
+    # -- the task's thread --------------------------------------------------------------------------------------------
+
+    def add(self, gathered: Iterable[tuple[Gathered, TopicConfig]]) -> None:
+        """Takes messages; waits while too much is under way. Raises what failed before, and MessageTooLarge."""
+        for one, config in gathered:
+            broker_id, encoded = self._encoded(one, config)
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or self._bytes < BUFFER_BYTES)
+                if self._error is not None:
+                    raise self._error
+                self._bytes += len(encoded.batch)
+            self._loop.call_soon_threadsafe(self._put, broker_id, encoded)
+
+    def _encoded(self, gathered: Gathered, config: TopicConfig) -> tuple[int, Encoded]:
+        place = gathered.target.place or self._next(config)
+        batch = gathered.columns.encode(base_timestamp_us=time.time_ns() // 1000, codec=self._codec)
+        entry = PutEntry(config.topic, config.id, place[1], len(batch))
+        return place[0], Encoded(entry, batch, gathered.columns.messages)
+
+    def _next(self, config: TopicConfig) -> tuple[int, int]:
+        names = config.partition_names
+        self._turn += 1
+        return parse_partition(names[self._turn % len(names)])
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def _put(self, broker_id: int, encoded: Encoded) -> None:
+        self._waiting.setdefault(broker_id, deque()).append(encoded)
+        if broker_id not in self._running:
+            self._running[broker_id] = asyncio.ensure_future(self._bring(broker_id))
+
+    async def _bring(self, broker_id: int) -> None:
+        """Sends what waits for a broker, until nothing does."""
+        waiting = self._waiting[broker_id]
+        try:
+            while waiting and self._error is None:
+                batches = [waiting.popleft()]
+                size = len(batches[0].batch)
+                while waiting and size < REQUEST_BYTES and len(batches) < ENTRIES_TARGET:
+                    batches.append(waiting.popleft())
+                    size += len(batches[-1].batch)
+                await self._work.send_encoded(broker_id, batches)
+                with self._changed:
+                    self._bytes -= size
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+        finally:
+            del self._running[broker_id]
+
+    async def prepare(self) -> dict[int, str]:
+        """Returns once all of it is prepared: for each broker where there is a branch its history. Raises what failed;
+        then nothing of it may be committed."""
+        while self._running:
+            await asyncio.gather(*self._running.values())
+        if self._error is not None:
+            raise self._error
+        await self._work.prepare()
+        return {broker_id: branch.history for broker_id, branch in self._work.prepared.items()}
+
+    async def give_up(self) -> None:
+        """Rolls back what can be rolled back now. What is not prepared brokers roll back themselves, some seconds after
+        its worker is gone; the rest the driver does."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(ROLLBACK_S):
+                await self._work.rollback()
+        except (TimeoutError, MetamqError):
+            pass

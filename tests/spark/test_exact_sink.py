@@ -1,0 +1,91 @@
+"""The sink that is exactly once, with Spark: retried tasks, failed writes, and a driver that dies in commit()."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.testing import Cluster
+from tests.spark.conftest import new_topic, send
+from tests.spark.dying_sink import DyingSource
+from tests.spark.test_sink import _failing_once, values, write
+from tests.spark.test_stream_source import numbers
+
+EXACTLY = {"delivery": "exactly_once"}
+
+
+def open_branches(running: Cluster) -> list[Any]:
+    with running.admin() as admin:
+        return list(admin.transactions().branches)
+
+
+def test_a_task_that_fails_behind_its_rows_is_run_again_and_each_row_is_there_once(
+    spark: Any, running: Cluster, topic: str, tmp_path: Path
+) -> None:
+    frame = spark.range(0, 40_000, 1, 2).mapInArrow(_failing_once(str(tmp_path / "mark"), 1), "id long")
+    write(frame.selectExpr("cast(id as string) value", "cast(id % 9 as string) key"), running, topic=topic, **EXACTLY)
+    assert (tmp_path / "mark").exists()
+    assert values(running, topic) == Counter(numbers(0, 40_000))
+    assert open_branches(running) == []
+
+
+def test_a_write_that_fails_has_written_nothing(spark: Any, running: Cluster, topic: str) -> None:
+    frame = spark.range(0, 10, 1, 2).selectExpr("if(id = 9, null, cast(id as string)) value")
+    with pytest.raises(Exception, match="the column 'value' is null in 1 rows"):
+        write(frame, running, topic=topic, **EXACTLY)
+    assert values(running, topic) == Counter()
+    assert open_branches(running) == []
+
+
+@pytest.mark.timeout(240)
+def test_a_query_whose_driver_dies_at_any_point_of_a_commit_has_written_each_row_once(
+    spark: Any, running: Cluster, topic: str, tmp_path: Path
+) -> None:
+    spark.dataSource.register(DyingSource)
+    to = new_topic(running, 3)
+    source = spark.readStream.format("metamq").options(
+        zookeeper=running.zookeeper, subscribe=topic, startingOffsets="earliest"
+    )
+    frame = source.load().selectExpr("key", "value")
+
+    def run(format_: str, **options: str) -> None:
+        writer = frame.writeStream.format(format_).options(
+            zookeeper=running.zookeeper, topic=to, checkpointLocation=str(tmp_path / "checkpoint"), **EXACTLY, **options
+        )
+        assert writer.trigger(availableNow=True).start().awaitTermination(100)
+
+    for number, point in enumerate(("prepared", "decided", "committed")):
+        first = 100 * number
+        send(running, topic, numbers(first, first + 100), keys=numbers(first, first + 100))
+        mark = tmp_path / point
+        with pytest.raises(Exception, match=r"crashed|EOF|exited|Python"):
+            run("dying", dieAt=point, mark=str(mark))
+        assert mark.exists()
+        assert values(running, to) == Counter(numbers(0, first + (100 if point == "committed" else 0)))
+        run("metamq")
+        assert values(running, to) == Counter(numbers(0, first + 100))
+        assert open_branches(running) == []
+
+
+def test_a_sink_id_outlives_no_checkpoint(spark: Any, running: Cluster, topic: str, tmp_path: Path) -> None:
+    """S1-8 e: its batches are counted from 0 again, and would be taken for those of before."""
+    to = new_topic(running)
+    send(running, topic, numbers(0, 10))
+    source = spark.readStream.format("metamq").options(
+        zookeeper=running.zookeeper, subscribe=topic, startingOffsets="earliest"
+    )
+
+    def run(checkpoint: str) -> None:
+        options = {"zookeeper": running.zookeeper, "topic": to, "sinkId": f"into-{to}", **EXACTLY}
+        writer = source.load().select("value").writeStream.format("metamq").options(**options)
+        query = writer.option("checkpointLocation", str(tmp_path / checkpoint)).trigger(availableNow=True).start()
+        assert query.awaitTermination(100)
+
+    run("first")
+    with pytest.raises(Exception, match="was its checkpoint deleted"):
+        run("second")
+    assert values(running, to) == Counter(numbers(0, 10))
+    assert open_branches(running) == []
