@@ -85,6 +85,11 @@ class Branch:
         self.history = ""
 
 
+def _was_done(verb: Verb, answer: BranchNotKnown) -> bool:
+    """Whether one that asks again and finds the branch gone may take that for its own doing."""
+    return verb is Verb.FORGET or (verb is Verb.ROLLBACK and not answer.finished)
+
+
 def new_session() -> str:
     """A name that nobody else has, and that tells people where its owner runs."""
     return f"{_host()}:{os.getpid()}:{secrets.token_hex(8)}"
@@ -160,8 +165,12 @@ class TxClient:
             number, code, epoch, refused = packed[: len(TxResult._fields)]
             if number != status.OK:
                 error = status.decode_error(number, refused)
-                if repeated and isinstance(error, BranchNotKnown) and verbs[-1] in (Verb.ROLLBACK, Verb.FORGET):
+                if repeated and isinstance(error, BranchNotKnown) and _was_done(verbs[-1], error):
                     return XACode.OK  # the first answer was lost
+                if error.outcome == "unknown" and not isinstance(error, TransactionError):  # its disk has failed
+                    raise OutcomeUnknown(
+                        branch.xid, XACode.RMFAIL, f"broker {branch.broker_id}: {error.problem}"
+                    ) from error
                 raise error
             branch.epoch = epoch
         branch.batches += len(batches)

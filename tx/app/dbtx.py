@@ -26,7 +26,7 @@ from metamq.client.checks import wrong_type
 from metamq.client.dbapi import Connection, check_connection
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
-from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError, OutcomeUnknown, RolledBack
+from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded, check_transactional
 from metamq.tx.app.staging import AnyMessage, Message, Staging
 from metamq.tx.app.transactional import TransactionalFace
@@ -169,7 +169,7 @@ class dbtx:
             if work.is_empty:
                 self._outcomes.check(self._connection, self._mark)
             else:
-                self._prepare(work)
+                self._producer._background.run(work.prepare())
                 self._outcomes.commit(self._connection, work.gtrid, self._mark)
         except TransactionEnded:
             self._roll_back(work)
@@ -194,15 +194,6 @@ class dbtx:
             log.warning("%s, which then failed: what was committed so stays. %s", _ENDED, _ENDED_HINT)
         except Exception as error:  # PostgreSQL takes no more statements in a transaction that has failed
             log.debug("whether the connection was committed in the block cannot be told: %s", error)
-
-    def _prepare(self, work: Work) -> None:
-        """Raises what makes it impossible; no answer does, too: without the database's commit nothing counts."""
-        try:
-            self._producer._background.run(work.prepare())
-        except OutcomeUnknown as error:
-            raise RolledBack(
-                error.xid, XACode.RBTRANSIENT, f"its messages were not prepared: {error.reason}"
-            ) from error
 
     def _roll_back(self, work: Work) -> None:
         """Rolls back both; what fails is no worse than that this process had died."""

@@ -30,10 +30,20 @@ class LocalWork(Work):
     """One transaction, under one id at all brokers. For one loop; one call at a time."""
 
     def __init__(
-        self, cluster: Cluster, staging: Staging, xid: Xid, *, branch_timeout_s: float, answer_s: float
+        self,
+        cluster: Cluster,
+        staging: Staging,
+        xid: Xid,
+        *,
+        is_chosen: bool,
+        branch_timeout_s: float,
+        answer_s: float,
     ) -> None:
+        """`is_chosen`: the id is the application's: somebody else may use it. So the branch is begun before it can be
+        committed: without an answer its broker is asked about this use of the id, which only START's answer tells."""
         super().__init__(cluster, staging, xid.gtrid, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
         self.xid = xid
+        self._is_chosen = is_chosen
         self.in_doubt = False
         """The decision is on its way, or was made: nothing may be rolled back."""
 
@@ -54,16 +64,13 @@ class LocalWork(Work):
         return [] if self.in_doubt else await super().rollback()
 
     async def _commit_at_once(self) -> None:
-        reached = self.reached
-        brokers = [broker_id for broker_id in reached if self._staging.taken[broker_id]]
+        brokers = self.reached
         if len(brokers) > 1:
             await self._commit_at_several(brokers)
-        elif brokers and reached == brokers:
+        elif brokers:
+            if self._is_chosen and not self.branches:
+                await self._ask(brokers[0], [])
             await self.commit_one_phase()
-        else:  # what was begun at others has nothing in it
-            await self.prepare()
-            for failure in await self.commit():
-                raise failure
 
     async def _commit_at_several(self, brokers: list[int]) -> None:
         begun = [broker_id for broker_id in brokers if broker_id in self.branches]

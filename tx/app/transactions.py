@@ -20,7 +20,15 @@ from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient
 from metamq.client.model import time_of
 from metamq.client.partitioner import partitioner_named
 from metamq.client.producer_core import ProducerCore
-from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError, OutcomeUnknown, RolledBack
+from metamq.errors import (
+    BranchMisuse,
+    BranchNotKnown,
+    ConfigError,
+    MetamqError,
+    OutcomeUnknown,
+    RolledBack,
+    TransactionError,
+)
 from metamq.tx.app.local import LocalWork
 from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.staging import Routes, Staging
@@ -76,7 +84,9 @@ class Open:
         self.was_tried = False
         """To prepare it: what of that was done, when it did not succeed, nobody knows."""
         staging = Staging(routes)
-        self.work = LocalWork(core.cluster, staging, xid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
+        self.work = LocalWork(
+            core.cluster, staging, xid, is_chosen=is_tpc, branch_timeout_s=timeout_s, answer_s=ANSWER_S
+        )
         self.outbox = Outbox(core, core.loop, self.work, core.options)
 
 
@@ -200,8 +210,9 @@ class Transactions:
         return [_recovered(xid, branches) for xid, branches in found.items()]
 
     async def finish(self, xid: Xid, verb: Verb) -> None:
-        """COMMIT or ROLLBACK at every broker that knows it. Raises BranchNotKnown when none does; what a broker that
-        did not do it answered, or that it did not: then it is to be called again."""
+        """COMMIT or ROLLBACK at every broker that knows it. Raises BranchNotKnown when none does, or when a ROLLBACK
+        comes to one that has committed it: no other is asked then. Raises what a broker that did not do it answered, or
+        that it did not: then it is to be called again."""
         client, session = TxClient(self._core.cluster), new_session()
         not_known: list[BranchNotKnown] = []
         failed: list[MetamqError] = []
@@ -211,6 +222,8 @@ class Transactions:
                 await client.ask(Branch(xid.check(), broker_id, session), [verb], timeout_s=ANSWER_S)
                 done += 1
             except BranchNotKnown as error:
+                if verb is Verb.ROLLBACK and error.finished:
+                    raise (self._is_mixed(xid, broker_id) if done else error) from None
                 not_known.append(error)
             except MetamqError as error:
                 failed.append(error)
@@ -219,6 +232,10 @@ class Transactions:
         if not done:
             nobody = BranchNotKnown(xid, XACode.NOTA, "no broker knows it: it never was, or is finished")
             raise next((error for error in not_known if error.finished), nobody)
+
+    def _is_mixed(self, xid: Xid, broker_id: int) -> TransactionError:
+        what = f"it is committed at broker {broker_id}, and now rolled back at others"
+        return TransactionError(xid, XACode.HEURMIX, what, hint="Only what was never committed may be rolled back.")
 
 
 def _is_gone(owner: Owner) -> bool:

@@ -16,6 +16,9 @@ from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnkn
 from metamq.tx.app.staging import AnyMessage, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
+_DECIDING = (Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
+"""Verbs without whose answer nobody knows what becomes of the transaction."""
+
 
 class Work:
     """One transaction. For one loop; one call at a time."""
@@ -95,6 +98,11 @@ class Work:
                 branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=left_s,
                 messages=self._staging.taken[broker_id], follows=follows, followers=followers,
             )  # fmt: skip
+        except OutcomeUnknown as error:
+            if verbs[-1] in _DECIDING:
+                raise
+            what = f"{error.reason}; nothing was decided, and it can only be rolled back"
+            raise RolledBack(branch.xid, XACode.RBCOMMFAIL, what) from error
         except BranchMisuse as error:
             if error.code is XACode.DUPID:  # what goes by the id is somebody else's: nothing of it may be rolled back
                 del self.branches[broker_id]
@@ -165,9 +173,14 @@ class Work:
         raise TransactionError(branch.xid, XACode.RMERR, "it is committed, and was to be rolled back")
 
     async def _is_somebody_elses(self, branch: Branch) -> bool:
-        """Where no answer to START came: an application may have chosen an id that is in use. Raises as branches()."""
-        known = await self._client.branches(branch.broker_id, all_of_them=True)
-        return any(one.xid == branch.xid and one.owner != branch.session for one in known)
+        """Where no answer to START came: an application may have chosen an id that is in use. Else the branch knows
+        its epoch from here on. Raises as branches()."""
+        for one in await self._client.branches(branch.broker_id, all_of_them=True):
+            if one.xid == branch.xid and one.owner != branch.session:
+                return True
+            if one.xid == branch.xid:
+                branch.epoch = one.epoch
+        return False
 
     async def _each(self, branches: Iterable[Branch], end: Callable[[Branch], Awaitable[None]]) -> list[MetamqError]:
         found = await asyncio.gather(*(end(branch) for branch in list(branches)), return_exceptions=True)
