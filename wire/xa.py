@@ -103,9 +103,6 @@ class XACode(enum.IntEnum):
     OUTSIDE = -9
 
 
-RB_FIRST, RB_LAST = XACode.RBROLLBACK, XACode.RBTRANSIENT
-
-
 class Verb(enum.IntEnum):
     """What can be asked of a branch. The numbers are part of the protocol."""
 

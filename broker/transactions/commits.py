@@ -1,8 +1,8 @@
 """From the journal into the partitions: each batch of a committed branch once, whatever happens in between.
 
 Invariant: the COMMIT record is durable before the first of its batches is appended, and names their ids. So whoever
-becomes master finds in the journal what may be missing in the partitions, and by the ids what is not: commits are
-brought in the order of the journal, all of one in one turn of the loop.
+becomes master finds in the journal what may be missing in the partitions, and by the ids what is not. Commits are
+brought as they become durable, all of one in one turn of the loop, but for what is stuck: that is brought later.
 
 It looks for ids from where the last MARK says that each partition ended, and not from anything in the COMMIT: a tail
 that was never flushed may be gone after a crash, and what takes its place may lie below where the batch lay before.
@@ -15,6 +15,7 @@ the journal, for a later try here, or for the slave that is promoted because of 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -69,12 +70,12 @@ class Commits:
         self._journal.check_term()
         brought = 0
         waiting: dict[int, object] = {}
+        gone: Counter[str] = Counter()
         for number in self._wanted(committed):
             body, batch_id = committed.bodies[number], committed.first_batch_id + number
             partition = self._find(body.place)
             if partition is None:
-                messages = count(body.place.messages, "message")
-                log.warning("%s of %s are dropped: topic %r is gone", messages, committed.branch.xid, body.place.topic)
+                gone[body.place.topic] += body.place.messages
             elif isinstance(partition, MetamqError):
                 waiting[number] = partition
             elif present is not None and partition not in present:
@@ -87,6 +88,9 @@ class Commits:
                 except CorruptData as error:
                     self._topics.is_damaged(partition, error)
                     waiting[number] = error
+        for topic, messages in gone.items():
+            what = count(messages, "message")
+            log.warning("%s of %s dropped: topic %r is gone", what, committed.branch.xid, topic)
         self._note(committed, waiting)
         return brought
 

@@ -31,7 +31,7 @@ from metamq.broker.transactions.journal import (
     Written,
     read_journal,
 )
-from metamq.broker.transactions.term import Connection, Figures, Term, Work
+from metamq.broker.transactions.term import Connection, Figures, Term, TxRequest
 from metamq.broker.transactions.upkeep import Upkeep, guards_of
 from metamq.errors import (
     CorruptData,
@@ -84,9 +84,18 @@ DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 Check = Callable[[PutEntry, memoryview], Place]
 
 
-def _promise_follows(work: Work) -> bool:
+def _promise_follows(work: TxRequest) -> bool:
     """Whether a request goes on from SEND with END and a promise, so that nothing comes in between."""
     return len(work.verbs) == 3 and work.verbs[1] is Verb.END and work.verbs[2] in PROMISES
+
+
+def _drop_idle_sessions(term: Term) -> None:
+    """Keeps in mind no session that works in nothing. Now and then: another one may have ended what it began."""
+    working = {work.header.session for queue in term.queues.values() for work in queue}
+    for branch in term.store.branches.values():
+        if branch.state in (State.ACTIVE, State.IDLE):
+            working.update(branch.sessions, (branch.owner,))
+    term.sessions = {session: known for session, known in term.sessions.items() if session in working}
 
 
 def check_ids(header: Tx) -> None:
@@ -201,7 +210,7 @@ class TransactionalCommandProcessor:
             raise ProtocolError("a TX has one SEND with batches, or neither")
         check_ids(header)
         try:
-            work = Work(request, connection, header, Xid.unpack(header.xid))
+            work = TxRequest(request, connection, header, Xid.unpack(header.xid))
         except KeyError as error:
             raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
         self._take_bodies(work)
@@ -213,7 +222,7 @@ class TransactionalCommandProcessor:
         if len(queue) == 1:
             self._run(term, work)
 
-    def _take_bodies(self, work: Work) -> None:
+    def _take_bodies(self, work: TxRequest) -> None:
         entries = unpack_list(PutEntry, work.header.entries)
         body = work.request.body
         sizes = [entry.size for entry in entries]
@@ -237,13 +246,13 @@ class TransactionalCommandProcessor:
             raise self._not_ready.with_traceback(None)
         return self._term
 
-    def _run(self, term: Term, work: Work) -> None:
+    def _run(self, term: Term, work: TxRequest) -> None:
         """Carries out a request, and those that wait behind it, up to the first verb that has to wait."""
-        following: Work | None = work
+        following: TxRequest | None = work
         while following is not None and self._carried_out(term, following):
             following = self._finish(term, following)
 
-    def _carried_out(self, term: Term, work: Work) -> bool:
+    def _carried_out(self, term: Term, work: TxRequest) -> bool:
         """Carries out a request's verbs; False when one has to wait, or the term has ended."""
         while work.verbs and term is self._term:
             verb = work.verbs[0]
@@ -267,7 +276,7 @@ class TransactionalCommandProcessor:
             self._write_held(term, work)
         return term is self._term
 
-    def _one(self, term: Term, work: Work, verb: Verb) -> bool:
+    def _one(self, term: Term, work: TxRequest, verb: Verb) -> bool:
         """Carries out a verb; True when its record is on its way, and _durable() follows. Raises its error."""
         asked = work.asked
         asked.verb = verb
@@ -295,7 +304,7 @@ class TransactionalCommandProcessor:
         term.journal.when_durable(written, lambda error: self._durable(term, work, step, written, error))
         return True
 
-    def _begin_at_once(self, term: Term, work: Work) -> bool:
+    def _begin_at_once(self, term: Term, work: TxRequest) -> bool:
         """START, SEND and END at once where they come together; END is left to be taken off. False, and nothing is
         done, when one of them would be refused."""
         if work.header.verbs[:3] != BEGINNING or (step := term.store.begin(work.asked, time.monotonic())) is None:
@@ -309,7 +318,7 @@ class TransactionalCommandProcessor:
         self._done(work, step)
         return True
 
-    def _write_bodies(self, term: Term, work: Work, record: Add) -> None:
+    def _write_bodies(self, term: Term, work: TxRequest, record: Add) -> None:
         """As many entries as it takes. Raises StorageError, CorruptData; the branch is given up then."""
         places, bodies = list(record.places), work.bodies
         first, size = 0, 0
@@ -342,7 +351,7 @@ class TransactionalCommandProcessor:
         sent = bodies[start:end]
         term.store.written(term.journal.hold([some], sent) if hold else term.journal.append([some], sent).entry)
 
-    def _write_promise(self, term: Term, work: Work, record: Record) -> Written:
+    def _write_promise(self, term: Term, work: TxRequest, record: Record) -> Written:
         """And what was sent just before, where that is held."""
         held = term.journal.holds
         try:
@@ -352,7 +361,7 @@ class TransactionalCommandProcessor:
                 self._not_stored(term, work)
             raise
 
-    def _write_held(self, term: Term, work: Work) -> None:
+    def _write_held(self, term: Term, work: TxRequest) -> None:
         """Of a request whose promise was refused: what was sent stays in the branch."""
         try:
             term.journal.append_held()
@@ -361,14 +370,14 @@ class TransactionalCommandProcessor:
             if isinstance(error, StorageError):
                 self._failed(error)
 
-    def _fault(self, term: Term, work: Work, error: Exception) -> None:
+    def _fault(self, term: Term, work: TxRequest, error: Exception) -> None:
         """Nobody knows how far it came: what is promised stays so, anything else is given up."""
         branch = term.store.branches.get(work.xid)
         if branch is not None and not branch.busy and branch.state not in LASTING:
             self._not_stored(term, work)
         self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, f"internal error of the broker: {error!r}"))
 
-    def _not_stored(self, term: Term, work: Work) -> None:
+    def _not_stored(self, term: Term, work: TxRequest) -> None:
         branch = term.store.branches.get(work.xid)
         if branch is not None:
             branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store what was sent in it")
@@ -401,7 +410,7 @@ class TransactionalCommandProcessor:
             return record._replace(first_batch_id=self._ids.reserve(bodies))
         return record
 
-    def _durable(self, term: Term, work: Work, step: Step, written: Written, error: MetamqError | None) -> None:
+    def _durable(self, term: Term, work: TxRequest, step: Step, written: Written, error: MetamqError | None) -> None:
         """The record cannot be lost any more; or nobody knows, by an error."""
         term.in_flight.discard(written.entry.lsn)
         if term is not self._term:  # its end has answered
@@ -430,42 +439,29 @@ class TransactionalCommandProcessor:
             work.verbs.popleft()
         self._run(term, work)
 
-    def _done(self, work: Work, step: Step) -> None:
+    def _done(self, work: TxRequest, step: Step) -> None:
         assert step.answer is not None
         work.asked.epoch = step.answer.epoch
         work.results.append(TxResult(status.OK, step.answer.code, step.answer.epoch, None))
 
-    def _refused(self, work: Work, error: MetamqError) -> None:
+    def _refused(self, work: TxRequest, error: MetamqError) -> None:
         code = error.code if isinstance(error, TransactionError) else XACode.RMERR
         number, fields = status.encode_error(error)
         work.results.append(TxResult(number, code, 0, fields))
 
-    def _answer(self, term: Term, work: Work) -> None:
+    def _answer(self, term: Term, work: TxRequest) -> None:
         work.is_answered = True
         work.connection.answer(work.request, TxReply(self._history(term), work.results))
 
-    def _finish(self, term: Term, work: Work) -> Work | None:
+    def _finish(self, term: Term, work: TxRequest) -> TxRequest | None:
         """Answers a request; returns the next of its branch."""
         self._answer(term, work)
-        self._note_session(term, work)
         queue = term.queues[work.xid]
         queue.popleft()
         if queue:
             return queue[0]
         del term.queues[work.xid]
         return None
-
-    def _note_session(self, term: Term, work: Work) -> None:
-        """Keeps in mind in which branches a session works, and none that works in nothing."""
-        session, branch = work.header.session, term.store.branches.get(work.xid)
-        xids = term.xids_of.setdefault(session, set())
-        if branch is not None and branch.state in (State.ACTIVE, State.IDLE):
-            xids.add(work.xid)
-        else:
-            xids.discard(work.xid)
-        if not xids:
-            del term.xids_of[session]
-            term.sessions.pop(session, None)
 
     def branches(self, request: Request, connection: Connection) -> None:
         """Answers a BRANCHES: a page of what is open. Raises Fenced."""
@@ -541,6 +537,7 @@ class TransactionalCommandProcessor:
         if now_s < self._figures_due_s:
             return
         self._figures_due_s = now_s + FIGURES_S
+        _drop_idle_sessions(self._term)
         known = self._term.store.branches.values()
         prepared = [branch for branch in known if branch.state is State.PREPARED]
         self.figures = Figures(
@@ -555,14 +552,14 @@ class TransactionalCommandProcessor:
     def connection_lost(self, connection: Connection) -> None:
         """Gives its sessions a while to come back."""
         term = self._term
-        if term is None:
+        if term is None or connection not in term.sessions.values():
             return
+        _drop_idle_sessions(term)
         for session in [session for session, known in term.sessions.items() if known is connection]:
             asyncio.get_running_loop().call_later(self.grace_s, self._session_lost, term, session, connection)
 
     def _session_lost(self, term: Term, session: str, connection: Connection) -> None:
         if term is self._term and term.sessions.get(session) is connection:
             del term.sessions[session]
-            term.xids_of.pop(session, None)
             for branch in term.store.session_lost(session):
                 log.info("branch %s is rolled back: %s", branch.xid, branch.rolled_back_reason)

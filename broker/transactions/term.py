@@ -42,7 +42,7 @@ class Figures(NamedTuple):
 _VERBS = {int(verb): verb for verb in Verb}
 
 
-class Work:
+class TxRequest:
     """A request that is carried out, verb by verb."""
 
     __slots__ = ("asked", "bodies", "connection", "header", "is_answered", "request", "results", "verbs", "xid")
@@ -74,14 +74,12 @@ class Term:
         self.journal = journal
         self.commits = commits
         self.generation = generation
-        self.queues: dict[Xid, deque[Work]] = {}
+        self.queues: dict[Xid, deque[TxRequest]] = {}
         """Requests by branch: the first is under way."""
         self.in_flight: set[int] = set()
         """LSNs of entries that are not durable yet."""
         self.sessions: dict[str, Connection] = {}
-        """Where each session that works in something was heard of last."""
-        self.xids_of: dict[str, set[Xid]] = {}
-        """What it works in, or has begun and not prepared yet."""
+        """Where each session that works in something was heard of last; and some that worked a moment ago."""
         self.needed_lsn = journal.partition.log.start_offset
         """What lies before it may be removed: a MARK of this term says so, and every in-sync replica has that. One of
         an earlier term may yet be cut, and with it what was written down once more."""

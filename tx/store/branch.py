@@ -81,6 +81,10 @@ class BranchState:
         """Whether somebody's work in it is suspended."""
         return any(association.suspended for association in self.sessions.values())
 
+    def is_of(self, session: str) -> bool:
+        """Whether a session has begun it, works in it, or did."""
+        return session == self.owner or session in self.sessions or session in self.batches_of
+
     def becomes_rollback_only(self, code: int, reason: str) -> None:
         """What was sent is given up."""
         self.state = State.ROLLBACK_ONLY

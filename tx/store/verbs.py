@@ -36,7 +36,7 @@ from metamq.tx.store.table import FORGETS, TABLE, Ruling, State
 from metamq.wire.xa import Verb, XACode, Xid
 
 ROLLED_BACK_KEPT_S = 3600.0
-"""So long it is kept why a branch was given up, for who began it."""
+"""So long it is kept why a branch was given up, for who began it; shorter where there are too many branches."""
 
 
 ENDS = (Verb.COMMIT, Verb.ROLLBACK)
@@ -125,6 +125,9 @@ class JournalTransactionStore:
             if asked.verb is Verb.RESOLVE and asked.epoch < branch.epoch:  # that use is over, and left nothing
                 return _refuse(asked, BranchNotKnown, XACode.NOTA, _stale(asked.epoch, branch.epoch))
             return _refuse(asked, BranchMisuse, XACode.PROTO, _stale(asked.epoch, branch.epoch))
+        if branch is not None and asked.verb is Verb.RESOLVE and not asked.epoch and not branch.is_of(asked.session):
+            # Its request may have been lost on its way here, and the id was in use: by somebody else.
+            return _refuse(asked, BranchMisuse, XACode.PROTO, "it is another session's: which use is meant?")
         ruling = TABLE[asked.verb, branch.state if branch is not None else State.NONE]
         if ruling is Ruling.NOTA:
             return self._not_known(asked, now_us)
@@ -173,7 +176,7 @@ class JournalTransactionStore:
             return _refuse(asked, BranchMisuse, XACode.DUPID, "it was committed not long ago")
         if self._never.epoch_of(asked.xid) is not None:
             return _refuse(asked, BranchMisuse, XACode.DUPID, "its owner was told that it was rolled back")
-        if len(self.branches) >= self.limits.branches:
+        if len(self.branches) >= self.limits.branches and not self._made_room():
             return _refuse(asked, TryLater, XACode.RMERR, f"{len(self.branches):,} branches are open, the most allowed")
         self._next_epoch += 1
         branch = BranchState(asked.xid, self._next_epoch, State.ACTIVE, asked.owner)
@@ -182,6 +185,13 @@ class JournalTransactionStore:
         branch.deadline_s = now_s + branch.timeout_s
         self.branches[asked.xid] = branch
         return Step(Answer(XACode.OK, branch.epoch))
+
+    def _made_room(self) -> bool:
+        """Forgets the oldest of what was given up: it is kept to tell its owners why, and holds up nobody."""
+        given_up = [b.xid for b in self.branches.values() if b.state is State.ROLLBACK_ONLY and not b.busy]
+        for xid in given_up[: 1 + len(given_up) // 10]:  # several, since all branches were looked at
+            del self.branches[xid]
+        return bool(given_up)
 
     def _join(self, asked: Asked, branch: BranchState) -> Step:
         association = branch.sessions.get(asked.session)
