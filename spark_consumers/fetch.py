@@ -45,7 +45,7 @@ Chunk = list[tuple[BatchHeader, memoryview]]
 CHUNKS_AHEAD = 2
 """Of at most FETCH_BYTES each: one that Spark takes, one that comes meanwhile."""
 FETCH_BYTES = 2 * 1024 * 1024
-"""Three of them fit into the memory that a connection keeps (transport.KEPT_BYTES): new memory costs a third more."""
+"""Three of them fit into the memory that a connection keeps (transport.KEPT_BYTES): new memory is zeroed first."""
 FETCH_BYTES_MIN = 64 * 1024
 WAIT_MS = 500
 DELAY_FIRST_S = 0.05
