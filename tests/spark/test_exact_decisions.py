@@ -258,6 +258,7 @@ def test_s1_8_b_a_driver_that_was_paused_finds_its_batch_over_also_when_its_deci
     left = living.client.background.run(living.committer().store.decisions(sink))
     assert set(left) == {2}, "old decisions are removed"
     paused.commit(0, old)
+    paused.commit(1, paused.write(1, texts(5, 10, "late ")))  # its tasks went on after it woke
     check(two, topic, sink, texts(0, 15))
 
 
