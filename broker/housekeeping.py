@@ -17,7 +17,6 @@ from metamq.broker.log import FLUSH, Steps
 from metamq.broker.partition import Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
-from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.errors import CorruptData, DiskFull, MetamqError
 
 log = logging.getLogger("metamq.broker")
@@ -85,15 +84,11 @@ class Housekeeping:
             log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
 
     async def _round(self) -> None:
-        needed_lsn, kept_from = await self._processors.transactions.kept(self._folder.generation)
         for partition in self._topics.partitions():
             if partition.closed_by is not None:
                 continue
             try:
-                is_journal = partition.topic == JOURNAL
-                await self._look_after(
-                    partition, None if is_journal else kept_from(partition), needed_lsn if is_journal else None
-                )
+                await self._look_after(partition)
             except CorruptData as error:
                 self._topics.is_damaged(partition, error)
             except MetamqError as error:
@@ -103,7 +98,9 @@ class Housekeeping:
             self.check_disk()
             await asyncio.sleep(0)
 
-    async def _look_after(self, partition: Partition, keep_from: int | None, drop_before: int | None) -> None:
+    async def _look_after(self, partition: Partition) -> None:
+        # For each anew: a commit that came since this round began may have gone here.
+        keep_from, drop_before = await self._processors.transactions.kept(partition, self._folder.generation)
         steps = partition.log.retain(time.time_ns() // 1000, keep_from, drop_before)
         for segment in await self._carry_out(partition, steps):
             log.info(

@@ -32,7 +32,7 @@ from metamq.broker.transactions.journal import (
     read_journal,
 )
 from metamq.broker.transactions.term import Connection, Figures, Term, TxRequest
-from metamq.broker.transactions.upkeep import Upkeep, guards_of
+from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
     CorruptData,
     DiskFull,
@@ -136,6 +136,7 @@ class TransactionalCommandProcessor:
         self._failed = failed
         self._term: Term | None = None
         self._follower = Follower()
+        self._guards = Guards()
         self.figures = Figures()
         """As of a moment ago. Any thread."""
         self._figures_due_s = 0.0
@@ -509,23 +510,30 @@ class TransactionalCommandProcessor:
             except MetamqError as error:  # the term ended meanwhile, or replicas are missing: later
                 log.info("the transaction journal is not cut at present: %s", error)
 
-    async def kept(self, generation: int) -> tuple[int, Callable[[Partition], int | None]]:
-        """(up to which offset the journal is not needed, from which byte on a partition is), on whatever replica."""
+    async def kept(self, partition: Partition, generation: int) -> tuple[int | None, int | None]:
+        """(from which byte on it is kept on account of the journal, before which offset it is not needed: the journal
+        itself), on whatever replica; as of now, so nothing is to come between that and its retention."""
+        is_journal = partition.topic == TOPIC
         try:
-            partition = self._journal_partition()
-            if partition.closed_by is not None:
-                raise partition.closed_by.with_traceback(None)
+            journal = self._journal_partition()
+            if journal.closed_by is not None:
+                raise journal.closed_by.with_traceback(None)
             if self._term is not None:
                 state = self._term.store.journal
-                return self._term.needed_lsn, guards_of(state.mark, state.unmarked, self._term.generation)
-            retained = await self._follower.catch_up(partition)
-            return retained.mark.needed_lsn, guards_of(retained.mark, retained.unmarked, generation)
+                needed_lsn, mark, unmarked = self._term.needed_lsn, state.mark, bool(state.unmarked)
+                generation = self._term.generation
+            else:
+                retained = await self._follower.catch_up(journal)
+                needed_lsn, mark, unmarked = retained.mark.needed_lsn, retained.mark, bool(retained.unmarked)
         except StorageError:
             raise
         except CorruptData:  # nobody will look in it for what is to be brought: it is copied anew, or given up
-            return 0, lambda partition: None
+            return None, 0 if is_journal else None
         except MetamqError:
-            return 0, lambda partition: 0
+            return (None, 0) if is_journal else (0, None)
+        if is_journal:
+            return None, needed_lsn
+        return self._guards.keep_from(mark, partition, generation) if unmarked else None, None
 
     def tick(self, now_s: float) -> None:
         """Lets time pass."""

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection
 
 from metamq.broker.flusher import Flusher
 from metamq.broker.partition import Partition
 from metamq.broker.topics import OWN, Topics
-from metamq.broker.transactions.commits import key_of
+from metamq.broker.transactions.commits import Key, key_of
 from metamq.broker.transactions.journal import SEGMENT_BYTES
 from metamq.broker.transactions.term import Term
 from metamq.errors import MetamqError, StorageError, TopicNotFound
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.fold import JournalState, move_of
+from metamq.tx.store.fold import NO_MARK, JournalState, move_of
 from metamq.tx.store.records import Add, Mark, Moved, Record, Remembered
 
 MARK_S = 5.0
@@ -153,12 +152,16 @@ class Upkeep:
         term.store.written(written.entry)
 
 
-def guards_of(mark: Mark, unmarked: Collection[int], generation: int) -> Callable[[Partition], int | None]:
-    """From which byte of a partition on everything is kept, None: nothing is, on account of what the journal says.
+class Guards:
+    """From which byte of a partition on everything is kept while there are COMMITs that no MARK covers."""
 
-    `unmarked`: the COMMITs that no MARK covers.
-    """
-    if not unmarked:
-        return lambda partition: None
-    ends = {end[:3]: end[3] for end in mark.ends} if mark.generation == generation else {}
-    return lambda partition: ends.get(key_of(partition), 0)
+    def __init__(self) -> None:
+        self._known: tuple[Mark, dict[Key, int]] = NO_MARK, {}
+
+    def keep_from(self, mark: Mark, partition: Partition, generation: int) -> int:
+        """By the last MARK."""
+        if mark.generation != generation:
+            return 0
+        if self._known[0] is not mark:
+            self._known = mark, {end[:3]: end[3] for end in mark.ends}
+        return self._known[1].get(key_of(partition), 0)

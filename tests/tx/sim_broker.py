@@ -241,11 +241,9 @@ class Replica:
 
     def retain(self, now_us: int = 0, generation: int = 1) -> None:
         """A round of housekeeping."""
-        needed_lsn, keep_from = LOOP.run_until_complete(self.transactions.kept(generation))
         for partition in self.logs.partitions():
-            own = partition.topic == JOURNAL
-            keep = None if own else keep_from(partition)
-            carry_out(partition, partition.log.retain(now_us, keep, needed_lsn if own else None))
+            kept = LOOP.run_until_complete(self.transactions.kept(partition, generation))
+            carry_out(partition, partition.log.retain(now_us, *kept))
 
     def end_term(self) -> None:
         self.transactions.end_term(Fenced("broker 0", "a test ends it"))

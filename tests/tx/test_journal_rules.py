@@ -6,9 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from metamq.broker.housekeeping import Housekeeping
 from metamq.broker.partition import Partition
 from metamq.broker.transactions import processor
 from metamq.broker.transactions.journal import Follower, read_journal
@@ -248,6 +251,32 @@ def test_retention_leaves_alone_what_no_mark_covers(own: DiskOs) -> None:
     assert killed(again, 3).part(0).log.end_offset == 8
 
 
+def test_a_commit_in_the_middle_of_a_round_of_retention_is_left_alone(own: DiskOs) -> None:
+    replica = new_replica(own, "a", topic_log=replace(TOPIC_LOG, segment_bytes=100, retention_bytes=1))
+    replica.begin_term(1)
+    folder = SimpleNamespace(generation=1, free_bytes=lambda: 1 << 50)
+    processors = SimpleNamespace(transactions=replica.transactions, disk_full=None)
+    config = SimpleNamespace(disk_reserve_bytes=0)
+    parts: Any = replica.logs, folder, processors, replica.transactions.upkeep._flusher, config
+    housekeeping = Housekeeping(*parts, replica.failures.append)
+    look_after, seen = housekeeping._look_after, []
+
+    async def slowly(partition: Partition) -> None:
+        if not seen:
+            committed(replica, A, *((1, b"a%d" % number) for number in range(8)))
+        seen.append(partition)
+        await look_after(partition)
+
+    housekeeping._look_after = slowly  # type: ignore[method-assign]
+    LOOP.run_until_complete(housekeeping._round())
+    assert seen == replica.logs.partitions()
+    assert replica.part(1).log.start_offset == 0
+    replica.mark()
+    LOOP.run_until_complete(housekeeping._round())
+    assert replica.part(1).log.start_offset == 7
+    housekeeping.close()
+
+
 def test_what_was_given_up_does_not_keep_the_journal_from_being_cut(replica: Replica) -> None:
     """Nothing is written about the end of a branch that was not prepared; a slave learns of it all the same."""
     for number in range(20):
@@ -297,9 +326,9 @@ def test_a_damaged_journal_ends_transactions_and_nothing_else(own: DiskOs) -> No
 
 def test_damage_that_is_found_while_the_journal_is_in_use(replica: Replica) -> None:
     committed(replica, A, (0, b"a0"))
-    assert LOOP.run_until_complete(replica.transactions.kept(1))[1](replica.part(0)) == 0
+    assert LOOP.run_until_complete(replica.transactions.kept(replica.part(0), 1)) == (0, None)
     replica.logs.is_damaged(replica.journal, DAMAGE)
-    assert LOOP.run_until_complete(replica.transactions.kept(1))[1](replica.part(0)) is None
+    assert LOOP.run_until_complete(replica.transactions.kept(replica.part(0), 1)) == (None, None)
     assert replica.do(B, Verb.START) == [OK]
     replica.do(B, Verb.SEND, sends=[(0, b"b0")])
     assert replica.stored(0) == [b"a0"]
