@@ -18,7 +18,7 @@ from metamq.broker.parent import follow_parent
 from metamq.spark_consumers import session
 
 FLIGHTS, DELAYS = "flights", "delays"
-DELIVERY = "at_least_once"
+DELIVERY = "exactly_once"
 FIELDS = "carrier string, dep_delay int, year int, month int, day int, hour int"
 LATE = "10 days"
 """Partitions are read at about the same pace: flights that are so far apart never come in the wrong order."""
