@@ -62,6 +62,11 @@ def execute(connection: Connection, sql: str, values: Sequence[object] = (), par
     return cursor
 
 
+def columns_of(row: Any) -> Sequence[Any]:
+    """Of a row, in their order, also where the connection gives mappings."""
+    return tuple(row.values()) if isinstance(row, Mapping) else row
+
+
 def _paramstyle_of(connection: Connection) -> str:
     """What the module that the connection's class comes from, or a package above it, says of itself."""
     for cls in type(connection).__mro__:  # an application may have derived its own

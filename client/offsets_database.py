@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from metamq.client.checks import check_callables
-from metamq.client.dbapi import Connection, check_paramstyle, check_table, execute
+from metamq.client.dbapi import Connection, check_paramstyle, check_table, columns_of, execute
 from metamq.client.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.ownership import Claim, Committed
@@ -183,7 +183,7 @@ class DatabaseOffsets:
             row = cursor.fetchone()
         if row is None:
             return None
-        generation, next_offset, epoch, topic_id = row
+        generation, next_offset, epoch, topic_id = columns_of(row)
         committed = None if next_offset == NOTHING_COMMITTED else Committed(next_offset, epoch, topic_id)
         return generation, committed
 

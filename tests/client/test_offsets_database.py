@@ -28,6 +28,7 @@ from metamq.zk.ownership import Claim, Committed
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session import ANY_VERSION, Session
 from metamq.zk.topics import TopicConfig, TopicStore
+from tests.tx.databases import giving_mappings
 
 Connect = Callable[[], Any]
 
@@ -101,6 +102,17 @@ def test_claim_commit_and_claim_again(connect: Connect) -> None:
         assert later.committed == Committed(7, 2, TOPIC_ID)
         await storage.commit([CommitRequest(later, 1, 1)])
         assert (await claimed(storage, later)).committed == Committed(1, 1, "f" * 16)
+
+    asyncio.run(scenario())
+
+
+def test_connections_whose_rows_are_mappings(connect: Connect) -> None:
+    async def scenario() -> None:
+        storage = await storage_on(giving_mappings(connect))
+        first = await claimed(storage, a_claim(1))
+        assert isinstance((await storage.commit([CommitRequest(first, 42, 7)]))[TP], Claim)
+        second = await claimed(storage, a_claim(2, "two"))
+        assert second.committed == Committed(42, 7, TOPIC_ID)
 
     asyncio.run(scenario())
 

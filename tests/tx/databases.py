@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import psycopg
+import psycopg.rows
 
 from metamq.errors import RolledBack
 from metamq.testing import Cluster
@@ -27,6 +28,21 @@ def until_committed(transact: Callable[[], T]) -> T:
 
 def is_postgres(connection: Any) -> bool:
     return isinstance(connection, psycopg.Connection)
+
+
+def giving_mappings(connect: Connect) -> Connect:
+    """The same connections, as those have them who want their columns by name."""
+
+    def opened() -> Any:
+        connection = connect()
+        connection.row_factory = (
+            psycopg.rows.dict_row
+            if is_postgres(connection)
+            else lambda cursor, row: {column[0]: value for column, value in zip(cursor.description, row, strict=True)}
+        )
+        return connection
+
+    return opened
 
 
 def rows(database: Any) -> list[bytes]:

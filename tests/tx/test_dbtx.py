@@ -20,7 +20,7 @@ from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
 from metamq.tx.app.outcomes import OutcomeTable
 from tests.parts import read_to_end, wait_until
-from tests.tx.databases import Connect, decisions, insert, is_postgres, messages, rows
+from tests.tx.databases import Connect, decisions, giving_mappings, insert, is_postgres, messages, rows
 
 REFUSED = (sqlite3.IntegrityError, psycopg.IntegrityError)
 
@@ -31,6 +31,25 @@ def test_both_happen(running: Cluster, topic: str, producer: Producer[bytes], da
             insert(database, b"%d" % number)
             tx.send(topic, b"%d" % number, key=b"k", headers={"h": b"v"})
     assert rows(database) == messages(running, topic) == [b"%d" % number for number in range(10)]
+
+
+def test_connections_whose_rows_are_mappings(
+    running: Cluster, topic: str, producer: Producer[bytes], connect: Connect
+) -> None:
+    database = giving_mappings(connect)()
+    create_outcome_table(database, "others")
+    for number in range(3):
+        with dbtx(database, producer, table="others") as tx:
+            insert(database, b"%d" % number)
+            if number:  # without messages the transaction is looked at all the same
+                tx.send(topic, b"%d" % number)
+    table = OutcomeTable("others")
+    (gtrid, _) = sorted(table.older(database, 1 << 62, "commit"))
+    assert table.decide(database, gtrid) == "commit"
+    with Recoverer(giving_mappings(connect), running.zookeeper, table="others") as recoverer:
+        assert recoverer.run_once() == Recovered(0, 0, 0)
+    database.close()
+    assert messages(running, topic) == [b"1", b"2"]
 
 
 def test_neither_happens_when_the_block_fails(

@@ -305,6 +305,57 @@ def test_a_lost_answer_is_unknown_and_the_call_may_be_repeated(
     assert seen(running, topic) == ([] if verb == "rollback" else [b"1"])
 
 
+@pytest.mark.parametrize("first", [TM.NOFLAGS, TM.JOIN, TM.RESUME])
+@pytest.mark.parametrize("last", [TM.SUCCESS, TM.SUSPEND])
+def test_work_that_begins_or_ends_without_an_answer_may_be_called_again(
+    running: Cluster, topic: str, opened: Open, face: str, first: TM, last: TM
+) -> None:
+    mq, other, xid = opened(request_timeout_s=1.0), opened(), Xid.random()
+    core = mq._core if isinstance(mq, XAResource) else mq.client._core
+    if first is TM.JOIN:
+        other.start(xid)
+        other.end(xid, TM.SUSPEND)
+    elif first is TM.RESUME:
+        mq.start(xid)
+        mq.end(xid, TM.SUSPEND)
+    lost = lose_answers(core)
+    lost.next = 1
+    with pytest.raises(OutcomeUnknown):
+        mq.start(xid, first)
+    mq.start(xid, first)
+    mq.send(topic, b"1")
+    lost.next = 1
+    with pytest.raises(OutcomeUnknown):
+        mq.end(xid, last)
+    mq.end(xid, last)
+    if last is TM.SUSPEND:
+        mq.start(xid, TM.RESUME)
+        mq.send(topic, b"2")
+        mq.end(xid)
+    if first is TM.JOIN:
+        other.end(xid)
+    mq.commit(xid, one_phase=True)
+    assert seen(running, topic) == ([b"1"] if last is TM.SUCCESS else [b"1", b"2"])
+
+
+def test_a_start_that_is_called_again_takes_no_other_branch_for_its_own(topic: str, opened: Open, face: str) -> None:
+    mq, other, xid = opened(request_timeout_s=1.0), opened(), Xid.random()
+    core = mq._core if isinstance(mq, XAResource) else mq.client._core
+    once = core._client._once
+
+    async def never_arrives(*_: Any) -> Any:
+        raise ConnectError("the broker", "the line broke", outcome="unknown")
+
+    core._client._once = never_arrives
+    with pytest.raises(OutcomeUnknown):
+        mq.start(xid)
+    core._client._once = once
+    other.start(xid)
+    assert code_of(lambda: mq.start(xid)) == XACode.DUPID
+    other.end(xid)
+    other.rollback(xid)
+
+
 class Lost:
     """Whose answers do not come."""
 

@@ -21,7 +21,7 @@ from collections.abc import Collection
 from contextlib import closing
 from typing import Any
 
-from metamq.client.dbapi import Connection, check_paramstyle, check_table, execute
+from metamq.client.dbapi import Connection, check_paramstyle, check_table, columns_of, execute
 from metamq.errors import ConfigError
 
 ID_ROW = "@id"
@@ -113,7 +113,7 @@ class OutcomeTable:
             _release(connection)
         elif _is_postgresql(connection):
             with closing(execute(connection, f"SELECT {_BEGAN}")) as cursor:
-                if cursor.fetchone()[0] != mark:
+                if columns_of(cursor.fetchone())[0] != mark:
                     raise TransactionEnded
         else:
             self._read(connection, ID_ROW)
@@ -154,7 +154,7 @@ class OutcomeTable:
         """The gtrids that were decided so before that time. Ends the transaction."""
         sql = f"SELECT gtrid FROM {self.name} WHERE outcome = {{}} AND at < {{}}"
         with closing(execute(connection, sql, (outcome, before_us), self._paramstyle)) as cursor:
-            keys = [row[0] for row in cursor.fetchall()]
+            keys = [columns_of(row)[0] for row in cursor.fetchall()]
         connection.rollback()
         return [bytes.fromhex(key) for key in keys if key != ID_ROW]
 
@@ -172,7 +172,8 @@ class OutcomeTable:
     def _row(self, connection: Connection, key: str, columns: str) -> Any:
         sql = f"SELECT {columns} FROM {self.name} WHERE gtrid = {{}}"
         with closing(execute(connection, sql, (key,), self._paramstyle)) as cursor:
-            return cursor.fetchone()
+            row = cursor.fetchone()
+            return None if row is None else columns_of(row)
 
     def _insert(self, connection: Connection, key: str, outcome: str) -> None:
         sql = f"INSERT INTO {self.name} (gtrid, outcome, at) VALUES ({{}}, {{}}, {{}})"

@@ -89,7 +89,7 @@ class XAOptions:
         partitioner_named(self.partitioner)
 
 
-class _Work:
+class _Joined:
     """A branch that this resource has begun or joined."""
 
     def __init__(self, branch: Branch, staging: Staging) -> None:
@@ -97,6 +97,8 @@ class _Work:
         self.staging = staging
         self.unsent: deque[list[Encoded]] = deque()
         """Batches that the broker has not said to have. A group that went out together goes out together again."""
+        self.unsure: Verb | None = None
+        """Begins or ends work in it, and got no answer: called again, it may find itself done."""
 
 
 class XACore:
@@ -121,8 +123,8 @@ class XACore:
         self._place = ""
         """Which cluster it is."""
         self._timeout_s = 0.0
-        self._current: _Work | None = None
-        self._others: dict[Xid, _Work] = {}
+        self._current: _Joined | None = None
+        self._others: dict[Xid, _Joined] = {}
         """Suspended, or ended and not finished yet."""
 
     async def open(self, servers: str, root: str) -> None:
@@ -173,14 +175,31 @@ class XACore:
         if self._current is not None:
             raise BranchMisuse(_valid(xid), XACode.PROTO, f"{self._current.branch.xid} is worked in", hint="end() it.")
         work = self._others.get(_valid(xid))
-        if work is None or verb is Verb.START:
-            work = self._new_work(xid)
-        await self._ask(work.branch, verb, branch_timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        if work is None or (verb is Verb.START and work.unsure is not verb):
+            work = self._joined(xid)
+        try:
+            await self._ask(work.branch, verb, branch_timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        except OutcomeUnknown:
+            work.unsure = verb
+            self._others.setdefault(xid, work)
+            raise
+        except BranchMisuse:
+            if work.unsure is not verb or not await self._is_worked_in(work.branch, verb):
+                raise
+        work.unsure = None
         self._others.pop(xid, None)
         self._current = work
 
-    def _new_work(self, xid: Xid) -> _Work:
-        return _Work(Branch(xid, self.broker_id, self._session_name), Staging(self._routes))
+    def _joined(self, xid: Xid) -> _Joined:
+        return _Joined(Branch(xid, self.broker_id, self._session_name), Staging(self._routes))
+
+    async def _is_worked_in(self, branch: Branch, verb: Verb) -> bool:
+        """Whether the first call was carried out, where the second one is refused."""
+        for one in await self._open_client().branches(self.broker_id, all_of_them=True):
+            if one.xid == branch.xid and one.state == "active" and branch.epoch in (0, one.epoch):
+                branch.epoch = one.epoch
+                return verb is not Verb.START or one.owner == branch.session
+        return False
 
     async def send(
         self,
@@ -223,17 +242,31 @@ class XACore:
             work.unsent.append(rest)
         await self._bring(self._open_client(), work, verb)
 
-    async def _bring(self, client: TxClient, work: _Work, last: Verb | None = None) -> None:
+    async def _bring(self, client: TxClient, work: _Joined, last: Verb | None = None) -> None:
         """Sends what is unsent, and a verb behind it. What fails may be done again: nothing is left out."""
-        timeout_s = self._options.request_timeout_s
-        while work.unsent:
-            with_last = [last] if last is not None and len(work.unsent) == 1 else []
-            await client.ask(work.branch, [Verb.SEND, *with_last], work.unsent[0], timeout_s=timeout_s)
-            work.unsent.popleft()
-            if with_last:
+        while work.unsent or last is not None:
+            batches = work.unsent[0] if work.unsent else []
+            is_last = last is not None and len(work.unsent) <= 1
+            verbs = [Verb.SEND] if batches else []
+            if last is not None and is_last:
+                verbs.append(last)
+            await self._bring_once(client, work, verbs, batches)
+            if batches:
+                work.unsent.popleft()
+            if is_last:
                 return
-        if last is not None:
-            await client.ask(work.branch, [last], timeout_s=timeout_s)
+
+    async def _bring_once(self, client: TxClient, work: _Joined, verbs: list[Verb], batches: list[Encoded]) -> None:
+        try:
+            await client.ask(work.branch, verbs, batches, timeout_s=self._options.request_timeout_s)
+            work.unsure = None
+        except OutcomeUnknown:
+            work.unsure = verbs[-1]
+            raise
+        except BranchMisuse:
+            if verbs[-1] is Verb.SEND or work.unsure is not verbs[-1]:
+                raise
+            work.branch.batches += len(batches)  # the work was ended by the first call, and has these
 
     # -- the end of a branch ------------------------------------------------------------------------------------------
 
