@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ WITHOUT_SPARK = {
     "test_stream_plans.py",
 }
 """They run wherever pyarrow is, with the others."""
+if importlib.util.find_spec("pyspark") is None:
+    collect_ignore = [file.name for file in HERE.glob("test_*.py") if file.name not in WITHOUT_SPARK]
 _numbers = itertools.count()
 
 
