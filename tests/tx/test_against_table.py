@@ -52,12 +52,16 @@ class Known:
     """A branch, as the specification has it."""
 
     epoch: int
+    began: str
     state: State = State.ACTIVE
     suspended: dict[str, bool] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     values: list[bytes] = field(default_factory=list)
     heuristic: XACode = OK
     reason: XACode = XACode.RBROLLBACK
+
+    def is_of(self, session: str) -> bool:
+        return session == self.began or session in self.suspended or session in self.sent
 
 
 class Model:
@@ -75,6 +79,9 @@ class Model:
     def restart(self) -> None:
         lasting = (State.PREPARED, State.HEURISTIC, State.DECIDED)
         self.known = {xid: one for xid, one in self.known.items() if one.state in lasting}
+        for one in self.known.values():  # only who began it stands in the journal
+            one.suspended.clear()
+            one.sent.clear()
         self.never.clear()
 
     def ask(self, verb: Verb, xid: Xid, epoch: int, session: str, first: int, value: bytes) -> XACode:
@@ -83,6 +90,8 @@ class Model:
             return self._unknown(verb, xid, epoch)
         if epoch and epoch != one.epoch:
             return NOTA if verb is Verb.RESOLVE and epoch < one.epoch else PROTO
+        if verb is Verb.RESOLVE and not epoch and not one.is_of(session):  # somebody else's, by whatever accident
+            return PROTO
         code, follows = EXPECTED[one.state].get(verb, (PROTO, one.state))
         if one.state is State.HEURISTIC and code == XACode.HEURCOM:
             return one.heuristic
@@ -264,7 +273,7 @@ class Table(RuleBasedStateMachine):
         result = self.broker.ask(header, body)
         assert XACode(result.code) == expected, (verb.name, xid, session)
         if verb is Verb.START and expected == OK:
-            self.model.known[xid] = Known(result.epoch, suspended={session: False})
+            self.model.known[xid] = Known(result.epoch, session, suspended={session: False})
 
     @rule(verb=LIKELY | VERBS, which=st.integers(0, 1), session=st.sampled_from(SESSIONS), exact=st.booleans())
     def ask(self, verb: Verb, which: int, session: str, exact: bool) -> None:
