@@ -38,7 +38,7 @@ def lives(chance: random.Random, seconds: float, most: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [8, pytest.param(300, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_two_replicas_whatever_happens_to_them(seconds: float, report_figures: Callable[[str], None]) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
