@@ -110,7 +110,7 @@ class _Place:
             if self.cuts != partition.cuts:
                 self.error = Fenced("this replica", f"{partition.name} was cut here meanwhile: open it anew")
             elif not self.checked:
-                self.checked, self.error = _parted(partition, offset, self.entry.epoch, self.session.role)
+                self.checked, self.error = parted(partition, offset, self.entry.epoch, self.session.role)
         return self.error
 
     def available_bytes(self) -> int:
@@ -352,7 +352,7 @@ class FetchSession:
         self._places.clear()
 
 
-def _parted(partition: Partition, offset: int, epoch: int, role: Role) -> tuple[bool, MetamqError | None]:
+def parted(partition: Partition, offset: int, epoch: int, role: Role) -> tuple[bool, MetamqError | None]:
     """Whether it is known if a reader's log, up to a message of an epoch, and this one have parted, and where.
 
     Only a master knows in any case, and only one that is none of the past. A slave may get what the reader has, and may

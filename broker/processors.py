@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import metamq
 from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
+from metamq.broker.fetch_session import parted
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.partition import Appended, BatchIds, Done, Partition
@@ -64,6 +65,8 @@ log = logging.getLogger("metamq.broker")
 SINGLE_MESSAGE_OVERHEAD = 64  # offsets and padding of a batch of one message with all columns
 ROOM_ASKED_BYTES = 1024 * 1024
 """A branch that is prepared with more asks whether the disk has room for it."""
+EPOCHS_TOLD_MAX = 16
+"""Of one partition, in an answer to OFFSETS."""
 
 
 class Processors:
@@ -303,14 +306,20 @@ class Processors:
 
     def _offset(self, entry: OffsetsEntry) -> OffsetsResult:
         try:
-            log = self.find(entry.topic, entry.topic_id, entry.partition).log
+            partition = self.find(entry.topic, entry.topic_id, entry.partition)
+            _is_sure, error = parted(partition, entry.offset, entry.epoch, self)
+            if error is not None:
+                raise error
+            log = partition.log
             offset, timestamp_us = log.stable_offset, -1
             if entry.timestamp_us == EARLIEST:
                 offset = log.start_offset
             elif entry.timestamp_us != LATEST:
                 offset, timestamp_us = log.offset_at_time(entry.timestamp_us) or (log.stable_offset, -1)
-            epoch = log.epochs().epoch_of_reader(offset)
-            return OffsetsResult(status.OK, offset, timestamp_us, log.start_offset, log.stable_offset, epoch, None)
+            start, end, epochs = log.start_offset, log.stable_offset, log.epochs()
+            told = epochs.after(entry.offset, end)[:EPOCHS_TOLD_MAX] if entry.offset >= 0 else []
+            epoch = epochs.epoch_of_reader(offset)
+            return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, told)
         except MetamqError as error:
             number, fields = status.encode_error(error)
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields)

@@ -30,6 +30,8 @@ class ArrowBatches:
 
     def __init__(self, wanted: OffsetRange, schema: pa.Schema) -> None:
         self._wanted = wanted
+        self._offset = wanted.start
+        """How far it has come."""
         self._schema = schema
         self._waiting: list[list[pa.Array]] = []
         self._messages = 0
@@ -49,8 +51,9 @@ class ArrowBatches:
 
     def _add(self, header: BatchHeader, data: memoryview) -> None:
         decoded = columns.decode(data, header)
-        first = max(self._wanted.start - header.base_offset, 0)
+        first = max(self._offset - header.base_offset, 0)
         end = min(self._wanted.end, header.end_offset) - header.base_offset
+        self._offset = header.base_offset + end
         arrays = [make(decoded, header, field.type) for make, field in zip(self._makers, self._schema, strict=True)]
         if first > 0 or end < header.count:
             arrays = [array.slice(first, end - first) for array in arrays]

@@ -33,7 +33,7 @@ from metamq.errors import (
 )
 from metamq.spark_consumers.lanes import Lane, Place, lanes
 from metamq.spark_consumers.ranges import OffsetRange
-from metamq.spark_consumers.replicas import Replica, find_replicas
+from metamq.spark_consumers.replicas import Replica, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
 from metamq.wire.commands import GetResult
 from metamq.zk.names import parse_partition
@@ -51,7 +51,7 @@ WAIT_MS = 500
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 2.0
 REFUSALS_MAX = 3
-"""So often a broker may say that it has no such topic: one that has just become the master may not know it yet."""
+"""So often a replica may say that it has no such topic before ZooKeeper is asked: it may not know it yet."""
 
 
 class FetchTask(NamedTuple):
@@ -63,6 +63,8 @@ class FetchTask(NamedTuple):
     root: str
     epoch: int = -1
     """Of the message before the range; -1: not known."""
+    last_epoch: int = -1
+    """Of the range's last message as it was planned; -1: not known."""
     fail_on_data_loss: bool = True
     with_slaves: bool = True
     poll_timeout_s: float = 120.0
@@ -117,6 +119,8 @@ class _Fetching:
         self._damaged = 0
         self._refused = 0
         self._progress_s = 0.0
+        self._ended_early_s: float | None = None
+        """Since when the master says that its log ends before the range."""
 
     async def run(self) -> None:
         """Puts chunks, and then None or what was wrong."""
@@ -144,6 +148,7 @@ class _Fetching:
         self._progress_s = asyncio.get_running_loop().time()
         self._delay_s = 0.0
         self._damaged = self._refused = 0
+        self._ended_early_s = None
 
     async def _next_chunk(self) -> Chunk:
         """What comes next; nothing after a failure, which is dealt with. Raises when it is no use to go on."""
@@ -169,8 +174,8 @@ class _Fetching:
         rest = (self._wanted.end - self._offset) * self._message_bytes
         return min(max(rest + rest // 8, FETCH_BYTES_MIN), FETCH_BYTES)
 
-    def _taken(self, data: memoryview) -> tuple[Chunk, CorruptData | None]:
-        """The batches of the range in an answer, up to where it is damaged."""
+    def _taken(self, data: memoryview) -> tuple[Chunk, MetamqError | None]:
+        """The batches of the range in an answer, up to where it is damaged, or of another history than the plan."""
         chunk: Chunk = []
         try:
             for position, header in walk(data):
@@ -179,6 +184,8 @@ class _Fetching:
                 if header.base_offset > self._offset:
                     reason = f"after offset {self._offset} comes {header.base_offset}"
                     return chunk, CorruptData(f"an answer for {self._wanted.tp}", reason)
+                if header.epoch > self._task.last_epoch >= 0:
+                    return chunk, self._parted(header)
                 chunk.append((header, data[position : position + header.size]))
                 self._offset, self._epoch = header.end_offset, header.epoch
                 self._message_bytes = max(header.size // header.count, 1)
@@ -188,6 +195,11 @@ class _Fetching:
             return chunk, damage
         return chunk, None
 
+    def _parted(self, header: BatchHeader) -> OffsetDiverged:
+        """What a batch shows that is newer than any the range was planned with."""
+        wanted = self._wanted
+        return OffsetDiverged(str(wanted.tp), wanted.end, 0, header.end_offset, header.base_offset, self._epoch)
+
     async def _connected(self) -> Lane:
         if self._lane is not None and self._lane.alive:
             return self._lane
@@ -196,7 +208,7 @@ class _Fetching:
             await self._look_up()
         order = sorted(self._replicas, key=lambda replica: replica.number != self._preferred)
         error: MetamqError = ConnectError(
-            f"broker {parse_partition(self._wanted.tp.partition)[0]}",
+            self._broker(),
             "it is not registered in ZooKeeper",
             hint="Is it running? `metamq doctor` looks at every part.",
         )
@@ -210,6 +222,9 @@ class _Fetching:
                 return self._lane
         raise error
 
+    def _broker(self) -> str:
+        return f"broker {parse_partition(self._wanted.tp.partition)[0]}"
+
     async def _look_up(self) -> None:
         broker_id, _index = parse_partition(self._wanted.tp.partition)
         task = self._task
@@ -221,6 +236,15 @@ class _Fetching:
             log.info("where broker %d is cannot be looked up at present: %s", broker_id, error)
         else:
             self._replicas = list(found)
+
+    async def _topic_is_gone(self) -> bool:
+        """Whether ZooKeeper says so, too; False while it cannot be asked."""
+        task = self._task
+        try:
+            return await find_topic_id(task.zookeeper, task.root, self._wanted.tp.topic) != self._wanted.topic_id
+        except MetamqError as error:
+            log.info("whether topic %r is there cannot be looked up at present: %s", self._wanted.tp.topic, error)
+            return False
 
     def _drop_lane(self) -> None:
         if self._lane is not None:
@@ -239,11 +263,21 @@ class _Fetching:
             self._lane = None
 
     async def _nothing_came(self, result: GetResult | None) -> None:
-        """The log ends before the range does: that of a slave, or of a master that is about to show more of it."""
+        """The log ends before the range does: that of a slave, or of a master that is about to show more of it.
+
+        What a slave does not have may be lost or not: only a master that keeps to it has the last word.
+        """
         if self._number != MASTER:
-            self._change_to(MASTER)
-        stable = result.stable_offset if result is not None else self._offset
-        if self._time_is_over():
+            if self._preferred != MASTER:
+                self._change_to(MASTER)
+            else:
+                await self._failed(ConnectError(self._broker(), "its master cannot be reached, and slaves have less"))
+            return
+        now = asyncio.get_running_loop().time()
+        if self._ended_early_s is None:
+            self._ended_early_s = now
+        if now - self._ended_early_s > self._task.poll_timeout_s:
+            stable = result.stable_offset if result is not None else self._offset
             lost = OffsetOutOfRange(str(self._wanted.tp), self._wanted.end, self._offset, stable)
             lost.hint = "The query was planned with messages that the log does not have any more."
             self._lost(lost, self._wanted.end)
@@ -253,15 +287,15 @@ class _Fetching:
 
     async def _failed(self, error: MetamqError) -> None:
         """Raises what cannot be helped; else waits a moment, longer each time."""
-        if isinstance(error, OffsetDiverged):
-            self._lost(error, self._offset)
+        if isinstance(error, OffsetDiverged):  # a streaming query's driver goes on from where the logs agree
+            self._lost(error, self._wanted.end)
             return
         if isinstance(error, OffsetOutOfRange):
             self._lost(error, error.start if error.start > self._offset else self._wanted.end)
             return
         if isinstance(error, TopicNotFound):
             self._refused += 1
-            if self._refused >= REFUSALS_MAX:
+            if self._refused >= REFUSALS_MAX and await self._topic_is_gone():
                 self._lost(error, self._wanted.end)
                 return
         elif isinstance(error, CorruptData):

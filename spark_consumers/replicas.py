@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from metamq.client.cluster import MASTER
 from metamq.client.first_contact import open_session
+from metamq.errors import TopicNotFound
 from metamq.zk.brokers import live_brokers
 from metamq.zk.offers import slaves_offering
 from metamq.zk.registrations import BrokerAddress
 from metamq.zk.replicas import live_slaves
+from metamq.zk.topics import TopicStore
 
 
 class Replica(NamedTuple):
@@ -34,7 +36,7 @@ async def find_replicas(
 
     In a session of its own: a cluster has many tasks, and they need ZooKeeper only when a broker is not where it was.
     """
-    session = await open_session(zookeeper, root=root)
+    session = await open_session(zookeeper, root=root, patient=False)
     try:
         master = (await live_brokers(session)).get(broker_id)
         if not with_slaves:
@@ -42,5 +44,16 @@ async def find_replicas(
         offering = await slaves_offering(session, topic)
         slaves = (await live_slaves(session)).get(broker_id, {})
         return replicas_of(master, (slave for number, slave in slaves.items() if (broker_id, number) in offering))
+    finally:
+        await session.close()
+
+
+async def find_topic_id(zookeeper: str, root: str, topic: str) -> str | None:
+    """The id that the topic has now, None when there is none of that name. Raises ConnectError."""
+    session = await open_session(zookeeper, root=root, patient=False)
+    try:
+        return (await TopicStore(session).get(topic)).id
+    except TopicNotFound:
+        return None
     finally:
         await session.close()

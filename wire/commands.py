@@ -147,6 +147,11 @@ class OffsetsEntry(NamedTuple):
     topic_id: str
     partition: int
     timestamp_us: int
+    offset: int = -1
+    """Where the asker has come to, -1: nowhere. What of the log is behind is told by epochs."""
+    epoch: int = -1
+    """Of the message before that; -1: not known. The broker looks whether its log has the same up to there
+    (OffsetDiverged)."""
 
 
 class Stats(NamedTuple):
@@ -169,6 +174,8 @@ class OffsetsResult(NamedTuple):
     stable_offset: int
     epoch: int
     error: Any
+    epochs: list[tuple[int, int]] = []  # noqa: RUF012  # read only
+    """(epoch, where it ends) of what can be read from the asker's offset on: so many, in order."""
 
 
 def _is(kind: type) -> Callable[[Any], bool]:

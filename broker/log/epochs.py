@@ -141,6 +141,12 @@ class EpochList:
         found = [entry.epoch for entry in self.entries if entry.offset < offset]
         return found[-1] if found else -1
 
+    def after(self, offset: int, end_offset: int) -> list[tuple[int, int]]:
+        """(epoch, the offset where it ends) of the messages from `offset` on, in a log that ends at `end_offset`."""
+        ends = self.ends(end_offset, 0)
+        reached = [(entry, min(end.offset, end_offset)) for entry, end in zip(self.entries, ends, strict=True)]
+        return [(entry.epoch, end) for entry, end in reached if offset < end and entry.offset < end]
+
     def is_of(self, start_position: int, end_position: int, last_epoch: int) -> bool:
         """Whether this is the list of the log between these positions, whose last batch is of `last_epoch`.
 

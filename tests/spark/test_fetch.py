@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from metamq.client.settings import zookeeper_root
-from metamq.errors import ConfigError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
+from metamq.errors import ConfigError, ConnectError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.arrow_batches import ArrowBatches
 from metamq.spark_consumers.cluster_view import ClusterView
 from metamq.spark_consumers.fetch import CHUNKS_AHEAD, FETCH_BYTES, FetchTask, fetch
@@ -20,6 +20,7 @@ from metamq.spark_consumers.planning import batch_ranges, tasks
 from metamq.spark_consumers.stream_offsets import StreamPlace
 from metamq.testing import Cluster, cluster
 from metamq.zk.partitions import TopicPartition
+from metamq.zk.ports import free_port
 from tests.parts import statistics, wait_until
 from tests.spark.conftest import new_topic, send
 
@@ -98,6 +99,16 @@ def test_small_batches_are_merged_and_large_ones_go_on_as_they_came(running: Clu
     assert found[0].num_rows > 1060  # the sixty, and the first batch of the others
 
 
+def test_batches_that_overlap_are_cut_where_reading_had_come_to(running: Cluster) -> None:
+    topic = new_topic(running, 1)
+    send(running, topic, numbered(10))
+    (task,) = planned(running, topic)
+    ((batch,),) = list(fetch(task))
+    arrow = ArrowBatches(task.wanted._replace(start=3), SCHEMA)
+    found = pa.Table.from_batches(arrow.of([[batch], [batch]]), SCHEMA)
+    assert found["offset"].to_pylist() == list(range(3, 10))
+
+
 def test_an_empty_topic_makes_no_tasks(running: Cluster, topic: str) -> None:
     assert planned(running, topic, minPartitions="8") == []
 
@@ -146,6 +157,11 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
     # A task that knows the dead master only finds the slave, too.
     assert table([task])["offset"].to_pylist() == list(range(count))
     assert slave.running
+    # Of what it does not have a slave cannot say that it is lost.
+    for fails in (True, False):
+        beyond = task._replace(wanted=task.wanted._replace(start=count, end=count + 10), poll_timeout_s=0.5)
+        with pytest.raises(ConnectError, match=r"its master cannot be reached|it is not registered|refused"):
+            table([beyond._replace(fail_on_data_loss=fails)])
     with own.admin() as admin:
         admin.promote(0, 1)
     assert table(planned(own, "t"))["offset"].to_pylist() == list(range(count))
@@ -178,13 +194,37 @@ def test_what_is_gone_is_an_error_or_left_out(own: Cluster) -> None:
     parted = task._replace(epoch=0, wanted=task.wanted._replace(start=50))
     with pytest.raises(OffsetDiverged):
         table([parted])
-    assert table([parted._replace(fail_on_data_loss=False)])["offset"].to_pylist() == list(range(50, 100))
+    assert table([parted._replace(fail_on_data_loss=False)]).num_rows == 0
+    newer = task._replace(last_epoch=0)  # the range was planned before the epoch of any message that is there
+    with pytest.raises(OffsetDiverged, match="read from 0 on was given up"):
+        table([newer])
+    assert table([newer._replace(fail_on_data_loss=False)]).num_rows == 0
     with own.admin() as admin:
         admin.delete("t")
     own.create_topic("t", partitions=1)
     with pytest.raises(TopicNotFound, match="deleted and made anew"):
         table([task])
     assert table([task._replace(fail_on_data_loss=False)]).num_rows == 0
+
+
+def test_a_replica_that_does_not_know_the_topic_is_not_believed_without_zookeeper(
+    own: Cluster, running: Cluster
+) -> None:
+    """As one that became the master a moment ago; here it is a broker of another cluster."""
+    own.create_topic("t", partitions=1)
+    send(own, "t", numbered(100))
+    (task,) = planned(own, "t")
+    (stranger,) = planned(running, new_topic_with_a_message(running))
+    lost = task._replace(replicas=stranger.replicas, fail_on_data_loss=False, poll_timeout_s=1)
+    with pytest.raises(TopicNotFound):
+        table([lost._replace(zookeeper=f"127.0.0.1:{free_port()}")])
+    assert table([lost])["offset"].to_pylist() == list(range(100))
+
+
+def new_topic_with_a_message(running: Cluster) -> str:
+    topic = new_topic(running, 1)
+    send(running, topic, [b"one"])
+    return topic
 
 
 def test_damage_on_the_brokers_disk_is_raised_after_what_is_before_it(own: Cluster) -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from metamq.errors import Fenced, OffsetDiverged, OffsetOutOfRange, ProtocolError, TopicNotFound
 from metamq.wire import status
-from metamq.wire.commands import Command, GetPartition, GetResult, unpack_list
+from metamq.wire.commands import (
+    LATEST,
+    Command,
+    GetPartition,
+    GetResult,
+    OffsetsEntry,
+    OffsetsResult,
+    unpack,
+    unpack_list,
+)
 from metamq.wire.limits import ENTRIES_MAX, FETCH_BYTES_MAX, FETCH_RESULTS_MAX
 
 KIB = 1024
@@ -288,6 +297,23 @@ def test_a_reader_of_another_epoch_is_told_up_to_where_they_agree(front: Any) ->
     agreeing = [place._replace(handle=4, epoch=EPOCH)]
     assert session.poll(opened=agreeing, armed=[(4, 1)]) == [(4, [b"a", b"b"])]
     assert session.poll(armed=[(4, 0)]) == [(4, [b"a", b"b"])]
+
+
+def test_who_asks_for_offsets_is_told_too_whether_the_log_is_that_of_its_place(front: Any) -> None:
+    session = Session(front, opened=False)
+    session.put(0, b"a", b"b")
+    place = session.places[0]
+
+    def ask(offset: int, epoch: int) -> OffsetsResult:
+        entry = OffsetsEntry(place.topic, place.topic_id, place.partition, LATEST, offset, epoch)
+        return unpack(OffsetsResult, session.client.ask(Command.OFFSETS, [entry]).header[0])
+
+    for offset, epoch, told in (0, -1, [[EPOCH, 2]]), (1, EPOCH, [[EPOCH, 2]]), (2, EPOCH, []), (-1, -1, []):
+        answer = ask(offset, epoch)
+        assert (answer.status, answer.offset, answer.epochs) == (status.OK, 2, told)
+    for offset, epoch, kind in (1, 0, OffsetDiverged), (3, EPOCH, OffsetDiverged), (1, EPOCH + 1, Fenced):
+        answer = ask(offset, epoch)
+        assert isinstance(status.decode_error(answer.status, answer.error), kind)
 
 
 def test_a_topic_that_comes_later(front: Any) -> None:

@@ -73,6 +73,17 @@ def test_an_entry_for_each_epoch_at_its_first_batch(log: ModelLog) -> None:
 
 
 @given(log=logs(), data=st.data())
+def test_what_is_behind_an_offset_is_told_by_epochs(log: ModelLog, data: st.DataObject) -> None:
+    of_message = [batch.epoch for batch in log.batches for _ in range(batch.count)]
+    end = data.draw(st.integers(0, len(of_message)))
+    offset = data.draw(st.integers(0, len(of_message) + 1))
+    told = log.epochs().after(offset, end)
+    found = [next((epoch for epoch, until in told if at < until), None) for at in range(offset, end)]
+    assert found == of_message[offset:end]
+    assert [until for _epoch, until in told][-1:] == ([end] if offset < end else [])
+
+
+@given(log=logs(), data=st.data())
 def test_a_cut_leaves_the_list_of_what_is_left(log: ModelLog, data: st.DataObject) -> None:
     kept = data.draw(st.integers(0, len(log.batches)))
     whole, position = log.epochs(), log.marks()[kept][1]
