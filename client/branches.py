@@ -24,6 +24,7 @@ from metamq.client.cluster import Cluster
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
+    DiskFull,
     MetamqError,
     OutcomeUnknown,
     RolledBack,
@@ -40,6 +41,9 @@ ANSWER_S = 10.0
 RETRY_S = 0.1
 PERSISTENT = frozenset({Verb.COMMIT, Verb.ROLLBACK, Verb.FORGET, Verb.RESOLVE})
 """Verbs that are asked again when no answer comes."""
+
+LATER = (TryLater, DiskFull)
+"""What a broker says that is there, and cannot do it at present."""
 
 
 class Encoded(NamedTuple):
@@ -85,6 +89,32 @@ class Branch:
         self.history = ""
 
 
+class _Asked:
+    """What of a request is left to be done."""
+
+    def __init__(self, branch: Branch, verbs: list[Verb], batches: list[Encoded]) -> None:
+        self.branch = branch
+        self.verbs = verbs
+        self.batches = batches
+        self.done = 0
+        """Verbs that the last answer tells to be carried out."""
+
+    def header(self, timeout_ms: int, messages: int, follows: Sequence[int], followers: Sequence[int]) -> Tx:
+        """Of the request for it."""
+        branch = self.branch
+        return Tx(
+            [*branch.xid], branch.epoch, branch.session, [*self.verbs], timeout_ms, messages,
+            branch.batches, [one.entry for one in self.batches], [*follows], [*followers],
+        )  # fmt: skip
+
+    def leave_out_what_is_done(self) -> None:
+        """As the last answer tells."""
+        if Verb.SEND in self.verbs[: self.done]:
+            self.branch.batches += len(self.batches)
+            self.batches = []
+        del self.verbs[: self.done]
+
+
 def _was_done(verb: Verb, answer: BranchNotKnown) -> bool:
     """Whether one that asks again and finds the branch gone may take that for its own doing."""
     return verb is Verb.FORGET or (verb is Verb.ROLLBACK and not answer.finished)
@@ -113,6 +143,8 @@ class TxClient:
         batches: Sequence[Encoded] = (),
         *,
         timeout_s: float = ANSWER_S,
+        answer_s: float | None = None,
+        later_s: float = 0.0,
         branch_timeout_s: float = 0.0,
         messages: int = -1,
         follows: Sequence[int] = (),
@@ -120,30 +152,40 @@ class TxClient:
     ) -> XACode:
         """Has verbs carried out, in this order up to the first that fails; returns the code of the last.
 
+        `answer_s`: for an answer it waits so long at most; None: as for the whole. `later_s`: so long it asks again for
+        what the broker cannot do at present.
+
         Raises the TransactionError of the verb that failed; OutcomeUnknown when no answer came within `timeout_s`;
         ConnectError, Fenced when it was certainly not done.
         """
-        header = Tx(
-            [*branch.xid], branch.epoch, branch.session, [*verbs], int(branch_timeout_s * 1000), messages,
-            branch.batches, [one.entry for one in batches], [*follows], [*followers],
-        )  # fmt: skip
-        bodies: list[Buffer] = [one.batch for one in batches]
-        deadline_s = time.monotonic() + timeout_s
+        asked = _Asked(branch, [*verbs], [*batches])
+        began_s = time.monotonic()
+        deadline_s, later_until_s = began_s + timeout_s, began_s + later_s
         unsure: MetamqError | None = None
         while True:
+            header = asked.header(int(branch_timeout_s * 1000), messages, follows, followers)
+            is_answered, asked.done = False, 0
             try:
-                reply = await self._once(branch, header, bodies, deadline_s)
-                break
+                until_s = min(deadline_s, time.monotonic() + (answer_s or timeout_s))
+                reply = await self._once(branch, header, [one.batch for one in asked.batches], until_s)
+                is_answered = True
+                code = self._settle(asked, reply, repeated=unsure is not None)
+                asked.leave_out_what_is_done()
+                return code
             except MetamqError as error:
-                if isinstance(error, TransactionError):
+                now_s = time.monotonic() + RETRY_S
+                if isinstance(error, LATER) and now_s <= later_until_s:
+                    asked.leave_out_what_is_done()
+                    deadline_s = max(deadline_s, later_until_s)
+                elif is_answered or isinstance(error, TransactionError):
                     raise
-                if error.outcome == "unknown":
-                    unsure = error
-                again = error.retriable and (unsure is None or PERSISTENT.issuperset(verbs))
-                if not again or time.monotonic() + RETRY_S > deadline_s:
-                    raise self._given_up(branch, unsure or error, sure=unsure is None) from None
+                else:
+                    if error.outcome == "unknown":
+                        unsure = error
+                    again = error.retriable and (unsure is None or PERSISTENT.issuperset(asked.verbs))
+                    if not again or now_s > deadline_s:
+                        raise self._given_up(branch, unsure or error, sure=unsure is None) from None
             await asyncio.sleep(RETRY_S)
-        return self._settle(branch, verbs, reply, batches, repeated=unsure is not None)
 
     async def _once(self, branch: Branch, header: Tx, bodies: list[Buffer], deadline_s: float) -> TxReply:
         connection = await self._cluster.connection(branch.broker_id)
@@ -156,16 +198,15 @@ class TxClient:
             return error
         return OutcomeUnknown(branch.xid, XACode.RMFAIL, f"no answer from broker {branch.broker_id}: {error.problem}")
 
-    def _settle(
-        self, branch: Branch, verbs: Sequence[Verb], reply: TxReply, batches: Sequence[Encoded], *, repeated: bool
-    ) -> XACode:
+    def _settle(self, asked: _Asked, reply: TxReply, *, repeated: bool) -> XACode:
+        branch = asked.branch
         branch.history = reply.history
         code = int(XACode.OK)
         for packed in reply.results:
             number, code, epoch, refused = packed[: len(TxResult._fields)]
             if number != status.OK:
                 error = status.decode_error(number, refused)
-                if repeated and isinstance(error, BranchNotKnown) and _was_done(verbs[-1], error):
+                if repeated and isinstance(error, BranchNotKnown) and _was_done(asked.verbs[-1], error):
                     return XACode.OK  # the first answer was lost
                 if error.outcome == "unknown" and not isinstance(error, TransactionError):  # its disk has failed
                     raise OutcomeUnknown(
@@ -173,7 +214,7 @@ class TxClient:
                     ) from error
                 raise error
             branch.epoch = epoch
-        branch.batches += len(batches)
+            asked.done += 1
         return XACode(code)
 
     async def resolve(self, branch: Branch, timeout_s: float) -> None:

@@ -29,10 +29,14 @@ class ColumnarBatch(OutgoingBatch):
     def __init__(self, topic: str, columns: ReadyColumns, size: int, place: tuple[int, int] | None) -> None:
         super().__init__(topic)
         self.columns = columns
-        self.values = range(columns.messages)  # type: ignore[assignment]  # asked for nothing but its length
         self.size = size
         if place is not None:
             self.broker_id, self.partition = place
+
+    @property
+    def messages(self) -> int:
+        """As of every batch."""
+        return self.columns.messages
 
     def encode(self, codec: Codec, producer_id: int, sequence: int) -> bytearray:
         """As of every batch."""

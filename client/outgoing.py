@@ -110,6 +110,11 @@ class OutgoingBatch:
         self.event: threading.Event | None = None
         self.callbacks: list[Callable[[OutgoingBatch], None]] | None = None
 
+    @property
+    def messages(self) -> int:
+        """How many, until it is done."""
+        return len(self.values)
+
     def encode(self, codec: Codec, producer_id: int, sequence: int) -> bytearray:
         """The bytes to send; made anew when the producer id or the sequence changes. CPU time, no I/O."""
         self.sequence = sequence
@@ -155,7 +160,7 @@ class OutgoingBatch:
 
     def _end(self, error: MetamqError | None) -> None:
         self.error = error
-        self.count = len(self.values)
+        self.count = self.messages
         self.values = ()
         self.keys = self.headers = None
         self.done = True

@@ -276,7 +276,7 @@ class BrokerSender:
             self._warned = True
             counts: Counter[str] = Counter()
             for queue in self._ready:
-                counts[queue.topic] += sum(len(batch.values) for batch in queue.waiting)
+                counts[queue.topic] += sum(batch.messages for batch in queue.waiting)
             what = ", ".join(f"{count(number, 'message')} for topic {topic!r}" for topic, number in counts.items())
             log.warning("broker %d: %s; %s wait", self.broker_id, self.last_error.problem, what)
 
@@ -505,7 +505,7 @@ class Sender:
     def _timeout(self, queue: PartitionQueue, batch: OutgoingBatch) -> DeliveryTimeout:
         broker = self._brokers.get(queue.broker_id)
         return DeliveryTimeout(
-            f"a batch of {count(len(batch.values), 'message')} for {batch.name}",
+            f"a batch of {count(batch.messages, 'message')} for {batch.name}",
             self._delivery_timeout_s,
             broker.last_error.problem if broker is not None and broker.last_error is not None else "",
             outcome="unknown" if batch.unsure else "not_done",

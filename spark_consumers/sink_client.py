@@ -1,13 +1,17 @@
 """A Python worker's connection to the cluster, for what it writes: opened by its first task, kept for the next ones.
 
-Spark keeps its workers, of executors as of the driver, for task after task. Waiting is bounded by the option
-`deliveryTimeoutMs`: until then a task waits for brokers and ZooKeeper to come back.
+Spark keeps its workers, of executors as of the driver, for task after task, and one may write for several queries. What
+it has of the cluster is the same for all of them: one session with ZooKeeper, and one connection to each broker.
+Waiting is bounded by the option `deliveryTimeoutMs`: until then a task waits for brokers and ZooKeeper to come back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from metamq.client.background import background
 from metamq.client.cluster import Cluster
@@ -18,55 +22,74 @@ from metamq.spark_consumers.committing import Committer
 from metamq.spark_consumers.decisions import BranchName
 from metamq.spark_consumers.sink_options import SinkOptions
 from metamq.spark_consumers.task_branches import TaskBranches
+from metamq.wire.compression import Codec
 from metamq.zk.topics import TopicConfig
+
+T = TypeVar("T")
 
 SESSION_TIMEOUT_MS = 10_000
 RETRY_S = 0.2
-ANSWER_S = 30.0
-"""What a broker that a task writes to in a branch does not answer for so long fails the attempt."""
 
 
-class SinkClient:
-    """For any thread."""
+class Connected:
+    """What all that a process writes to a cluster goes through. For any thread."""
 
-    def __init__(self, options: SinkOptions) -> None:
-        """Raises ConnectError, ConfigError."""
-        self.options = options
+    def __init__(self, zookeeper: str, root: str, patience_s: float) -> None:
+        """Raises ConnectError when ZooKeeper is not reached in so long, and in one try; ConfigError."""
         self.background = background()
-        deadline_s = time.monotonic() + options.delivery_timeout_s
-        while True:
-            try:
-                self.background.run(self._open())
-                return
-            except ConnectError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(RETRY_S)
+        self._senders: dict[tuple[Codec, float], ColumnarSender] = {}
+        self.cluster = _patiently(lambda: self.background.run(self._open(zookeeper, root)), patience_s)
 
-    async def _open(self) -> None:
-        options = self.options
-        session = await open_client_session(options.zookeeper, options.root, SESSION_TIMEOUT_MS)
-        self.cluster = Cluster(session, changed=lambda: self._sender.changed_cluster())
-        self._sender = ColumnarSender(self.cluster, options.codec, delivery_timeout_s=options.delivery_timeout_s)
+    async def _open(self, zookeeper: str, root: str) -> Cluster:
+        session = await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS)
+        return Cluster(session, changed=self._changed)
 
-    def close(self) -> None:
+    def _changed(self) -> None:
+        for sender in self._senders.values():
+            sender.changed_cluster()
+
+    async def sender(self, codec: Codec, delivery_timeout_s: float) -> ColumnarSender:
+        """For shipments with these settings."""
+        key = codec, delivery_timeout_s
+        if key not in self._senders:
+            self._senders[key] = ColumnarSender(self.cluster, codec, delivery_timeout_s=delivery_timeout_s)
+        return self._senders[key]
+
+    async def close(self) -> None:
         """Disconnects; what is under way may never be done."""
-        self.background.run(self._close())
-
-    async def _close(self) -> None:
-        await self._sender.close()
+        for sender in self._senders.values():
+            await sender.close()
         await self.cluster.close()
         await self.cluster.session.close()
 
+
+class SinkClient:
+    """What one query writes with. For any thread."""
+
+    def __init__(self, options: SinkOptions, connected: Connected | None = None) -> None:
+        """`connected`: None for one of its own. Raises ConnectError, ConfigError."""
+        self.options = options
+        self._connected = connected or Connected(options.zookeeper, options.root, options.delivery_timeout_s)
+        self.background = self._connected.background
+        self.cluster = self._connected.cluster
+
+    def close(self) -> None:
+        """Disconnects, whoever else is connected by it."""
+        self.background.run(self._connected.close())
+
     def shipment(self) -> Shipment:
         """For what one task writes."""
-        return Shipment(self._sender)
+        options = self.options
+        return Shipment(self.background.run(self._connected.sender(options.codec, options.delivery_timeout_s)))
 
     async def branches(self, name: BranchName) -> TaskBranches:
         """For what one attempt at a task writes. In the background loop, as the next."""
+        with contextlib.suppress(ConnectError):  # the first request waits
+            await self.cluster.refresh_brokers()
+        options = self.options
         return TaskBranches(
-            self.cluster, name, self.options.codec, branch_timeout_s=self.options.transaction_timeout_s,
-            answer_s=min(self.options.delivery_timeout_s, ANSWER_S),
+            self.cluster, name, options.codec, branch_timeout_s=options.transaction_timeout_s,
+            patience_s=options.delivery_timeout_s,
         )  # fmt: skip
 
     def committer(self, sink: str, identity: str) -> Committer:
@@ -78,26 +101,32 @@ class SinkClient:
         known = self.cluster.configs.get(name)  # followed by a watch
         if known is not None:
             return known
-        deadline_s = time.monotonic() + self.options.delivery_timeout_s
-        while True:
-            try:
-                return self.background.run(self.cluster.topic(name))
-            except ConnectError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(RETRY_S)
+        return _patiently(lambda: self.background.run(self.cluster.topic(name)), self.options.delivery_timeout_s)
 
 
-_clients: dict[SinkOptions, SinkClient] = {}
+def _patiently(call: Callable[[], T], patience_s: float) -> T:
+    """Calls again while there is no connection. Raises the last ConnectError once time is over."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except ConnectError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(RETRY_S)
 
 
-def sink_client(options: SinkOptions) -> SinkClient:
-    """This process's. Raises ConnectError, ConfigError."""
-    known = _clients.get(options)
-    if known is None:
-        known = _clients[options] = SinkClient(options)
-    return known
+_connected: dict[tuple[str, str], Connected] = {}
 
 
-os.register_at_fork(after_in_child=_clients.clear)
+def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
+    """By this process's connection. `is_first`: nobody has reached this cluster yet, so ZooKeeper is tried once, for
+    ten seconds, and not waited for. Raises ConnectError, ConfigError."""
+    where = options.zookeeper, options.root
+    if where not in _connected:
+        _connected[where] = Connected(*where, 0.0 if is_first else options.delivery_timeout_s)
+    return SinkClient(options, _connected[where])
+
+
+os.register_at_fork(after_in_child=_connected.clear)
 """The others' loop is not in the child."""

@@ -57,6 +57,7 @@ class SinkOptions:
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
     """The options of a query that writes. Raises ConfigError, which names the option and the next step."""
     texts = Texts(given, OPTIONS, streaming, OPTIONS)
+    _check_path(given)
     exactly = texts.choice("delivery", ("at_least_once", "exactly_once"), "at_least_once") == "exactly_once"
     return SinkOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
@@ -66,8 +67,15 @@ def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOpti
         sink_id=_sink_id(texts, streaming and exactly),
         codec=_codec(texts),
         delivery_timeout_s=(texts.whole("deliveryTimeoutMs") or 120_000) / 1000,
-        transaction_timeout_s=_transaction_timeout_s(texts),
+        transaction_timeout_s=_transaction_timeout_s(texts, exactly),
     )
+
+
+def _check_path(given: Mapping[str, str]) -> None:
+    """What save() and start() were given. A table's folder, which Spark makes up, is a URL."""
+    path = next((text for name, text in given.items() if name.lower() == "path"), None)
+    if path is not None and ":/" not in path:
+        raise ConfigError(f"a topic has no path, and {path!r} is one", hint="Name the topic: option 'topic'.")
 
 
 def _topic(texts: Texts) -> str | None:
@@ -93,7 +101,10 @@ def _sink_id(texts: Texts, is_of_use: bool) -> str | None:
     return name
 
 
-def _transaction_timeout_s(texts: Texts) -> float:
+def _transaction_timeout_s(texts: Texts, is_of_use: bool) -> float:
+    if texts.get("transactionTimeoutMs") is not None and not is_of_use:
+        problem = "option 'transactionTimeoutMs' is for delivery=exactly_once, which this is not"
+        raise ConfigError(problem, hint="Remove it; how long a task tries says 'deliveryTimeoutMs'.")
     timeout_s = (texts.whole("transactionTimeoutMs") or 3_600_000) / 1000
     if timeout_s > TIMEOUT_MAX_S:
         raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="It has to be a day at most.")

@@ -15,20 +15,19 @@ from collections.abc import Iterable
 
 from metamq.client.branches import Encoded
 from metamq.client.cluster import Cluster
-from metamq.client.partitioner import by_key_hash
 from metamq.errors import MetamqError
 from metamq.spark_consumers.decisions import BranchName
 from metamq.spark_consumers.gathering import Gathered
-from metamq.tx.app.staging import Routes, Staging
 from metamq.tx.app.work import Work
 from metamq.wire.commands import PutEntry
 from metamq.wire.compression import Codec
 from metamq.wire.limits import ENTRIES_TARGET
 from metamq.wire.xa import Xid
-from metamq.zk.names import parse_partition
 from metamq.zk.topics import TopicConfig
 
 BUFFER_BYTES = 32 * 1024 * 1024
+ANSWER_S = 30.0
+"""A broker that took a request and does not answer for so long fails the attempt: what it has of it may be gone."""
 REQUEST_BYTES = 4 * 1024 * 1024
 """A request takes no further batch above this."""
 ROLLBACK_S = 5.0
@@ -38,10 +37,11 @@ ROLLBACK_S = 5.0
 class _NamedWork(Work):
     """Its branches are named as a sink's."""
 
-    def __init__(self, cluster: Cluster, name: BranchName, *, branch_timeout_s: float, answer_s: float) -> None:
-        # Batches come ready made: nothing is staged but their count.
-        staging = Staging(Routes(1, 1, by_key_hash, Codec.NONE, None))
-        super().__init__(cluster, staging, name.whole, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
+    def __init__(self, cluster: Cluster, name: BranchName, *, branch_timeout_s: float, patience_s: float) -> None:
+        super().__init__(
+            cluster, None, name.whole, branch_timeout_s=branch_timeout_s,
+            answer_s=min(patience_s, ANSWER_S), patience_s=patience_s,
+        )  # fmt: skip
         self._name = name
 
     def xid_at(self, broker_id: int) -> Xid:
@@ -49,14 +49,16 @@ class _NamedWork(Work):
 
 
 class TaskBranches:
-    """`add` and `full` are for the task's thread, the rest for the loop."""
+    """`add` is for the task's thread, the rest for the loop."""
 
     def __init__(
-        self, cluster: Cluster, name: BranchName, codec: Codec, *, branch_timeout_s: float, answer_s: float
+        self, cluster: Cluster, name: BranchName, codec: Codec, *, branch_timeout_s: float, patience_s: float
     ) -> None:
+        """`patience_s`: how long a broker is waited for before the attempt fails."""
+        self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._codec = codec
-        self._work = _NamedWork(cluster, name, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
+        self._work = _NamedWork(cluster, name, branch_timeout_s=branch_timeout_s, patience_s=patience_s)
         self._waiting: dict[int, deque[Encoded]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._changed = threading.Condition()
@@ -84,9 +86,11 @@ class TaskBranches:
         return place[0], Encoded(entry, batch, gathered.columns.messages)
 
     def _next(self, config: TopicConfig) -> tuple[int, int]:
-        names = config.partition_names
+        """A partition for rows that may go anywhere: of a broker that is there, if one is."""
+        living = {one: count for one, count in config.partitions.items() if one in self._cluster.brokers}
+        places = [(one, index) for one, count in (living or config.partitions).items() for index in range(count)]
         self._turn += 1
-        return parse_partition(names[self._turn % len(names)])
+        return places[self._turn % len(places)]
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ WITHOUT_SPARK = {
     "test_plans.py",
     "test_sink_options.py",
     "test_stream_plans.py",
+    "test_task_branches.py",
 }
 """They run wherever pyarrow is, with the others."""
 if importlib.util.find_spec("pyspark") is None:

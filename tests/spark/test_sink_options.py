@@ -17,6 +17,9 @@ from metamq.spark_consumers.sink_options import HEADERS, check_sink_columns, par
         ({"delivery": "exactly-once"}, "option 'delivery' is 'exactly-once'.*at_least_once"),
         ({"compression": "gzip"}, "option 'compression' is 'gzip'"),
         ({"deliveryTimeoutMs": "0"}, "option 'deliveryTimeoutMs' is '0'"),
+        ({"topic": "t", "path": "t"}, "a topic has no path.*option 'topic'"),
+        ({"topic": "t", "transactionTimeoutMs": "1000"}, "'transactionTimeoutMs' is for delivery=exactly_once"),
+        ({"topic": "t", "sinkId": "mine"}, "'sinkId' names .*exactly_once"),
         ({"kafka.bootstrap.servers": "x"}, "it is Kafka's"),
     ],
 )
@@ -46,6 +49,6 @@ def test_right_ones() -> None:
     check_sink_columns([("value", "string")], "t")
     every = [("key", "binary"), ("value", "binary"), ("topic", "string"), ("partition", "string"), ("headers", HEADERS)]
     check_sink_columns(every, None)
-    sparks = {"checkpointlocation": "x", "path": "y", "queryname": "z"}  # of writeStream.queryName("z")
+    sparks = {"checkpointlocation": "x", "path": "file:/warehouse/t", "queryname": "z"}  # of writeStream.queryName("z")
     options = parse_sink_options({"Topic": "t", **sparks}, streaming=True)
     assert (options.topic, options.delivery) == ("t", "at_least_once")

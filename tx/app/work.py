@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from metamq.client.branches import Branch, Encoded, TxClient, new_session
@@ -24,10 +25,19 @@ class Work:
     """One transaction. For one loop; one call at a time."""
 
     def __init__(
-        self, cluster: Cluster, staging: Staging, gtrid: bytes, *, branch_timeout_s: float, answer_s: float
+        self,
+        cluster: Cluster,
+        staging: Staging | None,
+        gtrid: bytes,
+        *,
+        branch_timeout_s: float,
+        answer_s: float,
+        patience_s: float = 0.0,
     ) -> None:
-        """`branch_timeout_s`: brokers roll back what is not prepared after so long, from now on; 0 is their own, from
-        when they hear of it."""
+        """`staging`: None where batches come ready made, by send_encoded(). `branch_timeout_s`: brokers roll back what
+        is not prepared after so long, from now on; 0 is their own, from when they hear of it. `patience_s`: so long a
+        broker is waited for that a branch is to begin at, or that cannot go on with one at present; at least
+        `answer_s`, and not at all."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}
         """By broker id: what was begun."""
@@ -36,10 +46,12 @@ class Work:
         self._cluster = cluster
         self._client = TxClient(cluster)
         self._staging = staging
+        self._taken: Counter[int] = Counter() if staging is None else staging.taken
         self._session = new_session()
         self._branch_timeout_s = branch_timeout_s
         self._deadline = time.monotonic() + branch_timeout_s
         self._answer_s = answer_s
+        self._patience_s = patience_s
 
     def xid_at(self, broker_id: int) -> Xid:
         """The branch's id at a broker."""
@@ -53,7 +65,7 @@ class Work:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was sent."""
-        return not self.branches and not self._staging.taken
+        return not self.branches and not self._taken
 
     def knows(self, topic: str) -> bool:
         """Whether the topic's configuration is known, as far as the client was told. Any thread."""
@@ -66,17 +78,19 @@ class Work:
     async def send_many(self, topic: str, messages: Sequence[AnyMessage]) -> None:
         """Takes messages; sends batches that have become full. Raises TopicNotFound, MessageTooLarge, ConfigError, and
         TransactionError when a broker has given up the branch."""
+        staging = self._staging
+        assert staging is not None
         config = await self._cluster.topic(topic)
         taken = 0
         while taken < len(messages):
-            taken = self._staging.add_many(config, messages, taken)
-            for broker_id in self._staging.full_at:
-                await self._ask(broker_id, [Verb.SEND], self._staging.full(broker_id))
+            taken = staging.add_many(config, messages, taken)
+            for broker_id in staging.full_at:
+                await self._ask(broker_id, [Verb.SEND], staging.full(broker_id))
 
     async def send_encoded(self, broker_id: int, batches: Sequence[Encoded]) -> None:
         """Sends batches that somebody else has made, after those before; one call at a time for each broker. Raises
         as send_many()."""
-        self._staging.taken[broker_id] += sum(one.messages for one in batches)
+        self._taken[broker_id] += sum(one.messages for one in batches)
         await self._ask(broker_id, [Verb.SEND], batches)
 
     async def _ask(
@@ -89,14 +103,16 @@ class Work:
     ) -> XACode:
         branch = self.branches.get(broker_id)
         left_s = 0.0
+        timeout_s = self._answer_s
         if branch is None:
             left_s = self._left_s(broker_id)
+            timeout_s = max(timeout_s, self._patience_s)  # nothing is lost by waiting
             branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
             verbs = [Verb.START, *verbs]
         try:
             return await self._client.ask(
-                branch, verbs, batches, timeout_s=self._answer_s, branch_timeout_s=left_s,
-                messages=self._staging.taken[broker_id], follows=follows, followers=followers,
+                branch, verbs, batches, timeout_s=timeout_s, answer_s=self._answer_s, later_s=self._patience_s,
+                branch_timeout_s=left_s, messages=self._taken[broker_id], follows=follows, followers=followers,
             )  # fmt: skip
         except OutcomeUnknown as error:
             if verbs[-1] in _DECIDING:
@@ -121,7 +137,7 @@ class Work:
     async def _finish(
         self, broker_id: int, last: Verb, follows: Sequence[int] = (), followers: Sequence[int] = ()
     ) -> None:
-        rest = self._staging.rest(broker_id)
+        rest = [] if self._staging is None else self._staging.rest(broker_id)
         verbs = [Verb.SEND, Verb.END, last] if rest else [Verb.END, last]
         code = await self._ask(broker_id, verbs, rest, follows, followers)
         if code is not XACode.RDONLY and last is Verb.PREPARE:
@@ -130,7 +146,7 @@ class Work:
     @property
     def reached(self) -> list[int]:
         """The brokers that take part."""
-        return sorted({*self.branches, *self._staging.taken})
+        return sorted({*self.branches, *self._taken})
 
     async def prepare(self) -> None:
         """Prepares every branch. Raises the first error; then rollback() is called for."""
