@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from metamq.client import in_pieces
@@ -45,22 +46,32 @@ async def describe_brokers(session: Session) -> dict[int, BrokerDescription]:
     return described
 
 
-async def ask_offsets(cluster: Cluster, asked: Mapping[TopicPartition, tuple[str, int]]) -> dict[TopicPartition, Found]:
-    """OFFSETS for partition -> (topic id, time in microseconds or EARLIEST, LATEST): each one's answer or error."""
+async def ask_offsets(
+    cluster: Cluster,
+    asked: Mapping[TopicPartition, tuple[str, int]],
+    come_to: Mapping[TopicPartition, tuple[int, int]] = MappingProxyType({}),
+) -> dict[TopicPartition, Found]:
+    """OFFSETS for partition -> (topic id, time in microseconds or EARLIEST, LATEST): each one's answer or error.
+
+    `come_to` has for partitions up to which offset they were read, and the epoch of the message before that.
+    """
     by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
     for tp in asked:
         by_broker[parse_partition(tp.partition)[0]].append(tp)
     answers = await asyncio.gather(
-        *(_ask_one(cluster, broker_id, {tp: asked[tp] for tp in tps}) for broker_id, tps in by_broker.items())
+        *(_ask_one(cluster, broker_id, {tp: asked[tp] for tp in tps}, come_to) for broker_id, tps in by_broker.items())
     )
     return {tp: found for answer in answers for tp, found in answer.items()}
 
 
 async def _ask_one(
-    cluster: Cluster, broker_id: int, asked: Mapping[TopicPartition, tuple[str, int]]
+    cluster: Cluster,
+    broker_id: int,
+    asked: Mapping[TopicPartition, tuple[str, int]],
+    come_to: Mapping[TopicPartition, tuple[int, int]],
 ) -> dict[TopicPartition, Found]:
     entries = [
-        OffsetsEntry(tp.topic, topic_id, parse_partition(tp.partition)[1], timestamp_us)
+        OffsetsEntry(tp.topic, topic_id, parse_partition(tp.partition)[1], timestamp_us, *come_to.get(tp, (-1, -1)))
         for tp, (topic_id, timestamp_us) in asked.items()
     ]
     try:

@@ -146,6 +146,12 @@ class Cluster:
             read = partial(self._refresh_offers, topic)
             self._refresh(f"slaves with {topic}", read, lambda: topic in self._fresh_offers)
 
+    async def know_slaves(self, topic: str) -> None:
+        """Has `slaves_with` know the slaves of this topic; what it knew, while ZooKeeper is away."""
+        if self._with_slaves:
+            with contextlib.suppress(ConnectError):
+                await self._refresh_offers(topic)
+
     def slaves_with(self, broker_id: int, topic: str) -> list[int]:
         """The slaves of a broker id that have a topic, as far as is known."""
         known = self.slaves.get(broker_id, {})

@@ -6,6 +6,8 @@ and cut off from ZooKeeper what was known counts: a query outlives both.
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import re
 from collections.abc import Collection, Coroutine, Mapping
 from types import TracebackType
@@ -19,7 +21,7 @@ from metamq.client.first_contact import open_client_session
 from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.options import Subscription
 from metamq.spark_consumers.replicas import Replica, replicas_of
-from metamq.spark_consumers.stream_offsets import Places
+from metamq.spark_consumers.stream_offsets import Places, StreamPlace
 from metamq.zk.names import parse_partition
 from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.partitions import TopicPartition
@@ -27,6 +29,7 @@ from metamq.zk.partitions import TopicPartition
 T = TypeVar("T")
 
 SESSION_TIMEOUT_MS = 10_000
+PUBLISHED_AT_ONCE = 64
 
 Topics = dict[TopicPartition, str]
 """The partitions that are read, with their topics' ids."""
@@ -96,9 +99,16 @@ class ClusterView:
                 raise
         return self._topics
 
-    def offsets(self, asked: Mapping[TopicPartition, tuple[str, int]]) -> dict[TopicPartition, Found]:
-        """For partition -> (topic id, a time in microseconds or EARLIEST, LATEST) each one's answer or error."""
-        return self._run(ask_offsets(self._cluster, asked))
+    def offsets(
+        self,
+        asked: Mapping[TopicPartition, tuple[str, int]],
+        come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+    ) -> dict[TopicPartition, Found]:
+        """For partition -> (topic id, a time in microseconds or EARLIEST, LATEST) each one's answer or error.
+
+        `come_to`: up to where a partition was read, and the epoch of the message before that.
+        """
+        return self._run(ask_offsets(self._cluster, asked, come_to or {}))
 
     def replicas(
         self, partitions: Collection[TopicPartition], *, with_slaves: bool
@@ -110,12 +120,13 @@ class ClusterView:
         self, partitions: Collection[TopicPartition], with_slaves: bool
     ) -> dict[TopicPartition, tuple[Replica, ...]]:
         masters = await self._cluster.refresh_brokers()
+        if with_slaves:
+            await asyncio.gather(*map(self._cluster.know_slaves, {tp.topic for tp in partitions}))
         found = {}
         for tp in partitions:
             broker_id, _index = parse_partition(tp.partition)
             slaves = []
             if with_slaves:
-                self._cluster.follow_slaves(tp.topic)
                 known = self._cluster.slaves.get(broker_id, {})
                 slaves = [known[number] for number in self._cluster.slaves_with(broker_id, tp.topic)]
             found[tp] = replicas_of(masters.get(broker_id), slaves)
@@ -129,7 +140,19 @@ class ClusterView:
         """Sets the group's offsets. Raises ConnectError; ConfigError when it has members."""
         self._run(self._publish(group, places))
 
+    def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
+        """Begins to."""
+        return asyncio.run_coroutine_threadsafe(self._publish(group, places), self._loop.loop)
+
     async def _publish(self, group: str, places: Places) -> None:
-        await check_empty(self._cluster.session, group, "a query cannot publish its progress there")
-        for tp, (topic_id, offset, epoch) in places.items():
-            await reset_offset(self._cluster.session, group, tp, Committed(offset, epoch, topic_id))
+        session = self._cluster.session
+        await check_empty(session, group, "a query cannot publish its progress there")
+        room = asyncio.Semaphore(PUBLISHED_AT_ONCE)
+
+        async def publish_one(tp: TopicPartition, place: StreamPlace) -> None:
+            async with room:
+                await reset_offset(session, group, tp, Committed(place.offset, place.epoch, place.topic_id))
+
+        async with asyncio.TaskGroup() as tasks:
+            for tp, place in places.items():
+                tasks.create_task(publish_one(tp, place))

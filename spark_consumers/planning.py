@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 
+from metamq.client.admin_brokers import Found
 from metamq.errors import MetamqError
 from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.cluster_view import ClusterView, Topics
@@ -31,7 +32,8 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
     ranges = []
     for tp, topic_id in partitions.items():
         end = ending_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
-        ranges.append(OffsetRange(tp, topic_id, starts[tp], max(end, starts[tp])))
+        start, _epoch = starts[tp]
+        ranges.append(OffsetRange(tp, topic_id, start, max(end, start)))
     return ranges
 
 
@@ -45,21 +47,23 @@ def narrowed(view: ClusterView, options: SourceOptions, ranges: list[OffsetRange
     return [one._replace(start=min(max(one.start, answers[one.tp].offset), one.end)) for one in ranges]
 
 
-def find_starts(view: ClusterView, options: SourceOptions, partitions: Topics) -> dict[TopicPartition, int]:
-    """Where the query begins, by its options."""
+def find_starts(view: ClusterView, options: SourceOptions, partitions: Topics) -> dict[TopicPartition, tuple[int, int]]:
+    """Where the query begins, by its options, and the epoch of the message before (-1: not known)."""
     wanted = options.starting.questions(partitions)
     answers = ask(view, options.starting, wanted, partitions, options.poll_timeout_s)
-    return {
-        tp: starting_offset(
+    starts = {}
+    for tp in partitions:
+        answer = answers[tp]
+        offset = starting_offset(
             options.starting,
             wanted[tp],
             tp,
-            answers[tp],
+            answer,
             if_none_at_time=options.if_no_offset_at_time,
             fail_on_data_loss=options.fail_on_data_loss,
         )
-        for tp in partitions
-    }
+        starts[tp] = offset, answer.epoch if offset == answer.offset else -1
+    return starts
 
 
 def ask(
@@ -75,33 +79,54 @@ def ask(
 
 
 def ask_until_answered(
-    view: ClusterView, questions: Mapping[TopicPartition, tuple[str, int]], timeout_s: float
+    view: ClusterView,
+    questions: Mapping[TopicPartition, tuple[str, int]],
+    timeout_s: float,
+    come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
 ) -> dict[TopicPartition, OffsetsResult]:
     """As ask(), with what to ask for."""
-    deadline = time.monotonic() + timeout_s
     answers: dict[TopicPartition, OffsetsResult] = {}
+    for tp, found in ask_until_settled(view, questions, timeout_s, come_to).items():
+        if not isinstance(found, OffsetsResult):
+            raise found
+        answers[tp] = found
+    return answers
+
+
+def ask_until_settled(
+    view: ClusterView,
+    questions: Mapping[TopicPartition, tuple[str, int]],
+    timeout_s: float,
+    come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+) -> dict[TopicPartition, Found]:
+    """Asks again while there are errors that may pass. Raises one that does not in time."""
+    deadline = time.monotonic() + timeout_s
+    settled: dict[TopicPartition, Found] = {}
     left = dict(questions)
     while left:
-        for tp, found in view.offsets(left).items():
-            if isinstance(found, OffsetsResult):
-                answers[tp] = found
+        for tp, found in view.offsets(left, come_to).items():
+            if isinstance(found, OffsetsResult) or not found.retriable:
+                settled[tp] = found
                 del left[tp]
-            elif not found.retriable or time.monotonic() > deadline:
+            elif time.monotonic() > deadline:
                 raise found
             else:
                 log.info("where %s begins and ends is asked again: %s", tp, found)
         if left:
             time.sleep(ASK_AGAIN_S)
-    return answers
+    return settled
 
 
 def tasks(
     view: ClusterView,
     options: SourceOptions,
     ranges: Iterable[OffsetRange],
-    epochs: Mapping[TopicPartition, int] | None = None,
+    epochs: Mapping[TopicPartition, tuple[int, int]] | None = None,
 ) -> list[FetchTask]:
-    """The tasks for ranges, cut as the options say. `epochs`: of the message before each range, where it is known."""
+    """The tasks for ranges, cut as the options say.
+
+    `epochs`: of the message before each range, and of its last, where they are known.
+    """
     pieces = split(ranges, options.min_partitions, options.max_records_per_partition)
     with_slaves = options.read_from == "any"
     try:
@@ -112,7 +137,9 @@ def tasks(
     begun: set[TopicPartition] = set()
     made = []
     for piece in pieces:
-        epoch = -1 if piece.tp in begun else (epochs or {}).get(piece.tp, -1)
+        epoch, last_epoch = (epochs or {}).get(piece.tp, (-1, -1))
+        if piece.tp in begun:
+            epoch = -1
         begun.add(piece.tp)
         made.append(
             FetchTask(
@@ -121,6 +148,7 @@ def tasks(
                 zookeeper=options.zookeeper,
                 root=options.root,
                 epoch=epoch,
+                last_epoch=last_epoch,
                 fail_on_data_loss=options.fail_on_data_loss,
                 with_slaves=with_slaves,
                 poll_timeout_s=options.poll_timeout_s,

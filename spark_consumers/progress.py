@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from metamq.client.admin_brokers import Found
-from metamq.errors import MetamqError, OffsetOutOfRange, PartitionNotFound, TopicNotFound
+from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.admission import admit, is_enough
 from metamq.spark_consumers.stream_offsets import Places, StreamOffset, StreamPlace
 from metamq.wire.commands import OffsetsResult
@@ -22,7 +22,7 @@ class Limits:
     waited_s: float = 0.0
     delay_max_s: float = 0.0
     target: Mapping[TopicPartition, StreamPlace] | None = None
-    """Nothing beyond is read, nor a partition that is not in it; None: whatever there is."""
+    """Up to there is read, and nothing beyond, nor a partition that is not in it; None: whatever there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +55,35 @@ def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> li
     return losses
 
 
+def _lost_messages(tp: TopicPartition, known: StreamPlace, answer: Found | None) -> MetamqError | None:
+    """What is gone of a partition that is there still: by retention, or by a promotion with an accepted loss."""
+    if isinstance(answer, OffsetDiverged):
+        return answer
+    if isinstance(answer, OffsetsResult) and answer.start_offset > known.offset:
+        return OffsetOutOfRange(str(tp), known.offset, answer.start_offset, answer.stable_offset)
+    return None
+
+
 def begin(
     before: Places, present: Mapping[TopicPartition, str], answers: Mapping[TopicPartition, Found]
 ) -> dict[TopicPartition, StreamPlace]:
-    """Where the next batch begins: partitions that are new are read from their start, once that is known."""
+    """Where the next batch begins: where the last one ended.
+
+    Partitions that are new are read from their start, once that is known. Where messages are gone, what there is now is
+    read: from the log's start, or from where it parts from what was read.
+    """
     begun = {}
     for tp, topic_id in present.items():
         known, answer = before.get(tp), answers.get(tp)
-        if known is not None and known.topic_id == topic_id:
-            begun[tp] = known
-        elif isinstance(answer, OffsetsResult):
+        if known is None or known.topic_id != topic_id:
+            if isinstance(answer, OffsetsResult):
+                begun[tp] = StreamPlace(topic_id, answer.start_offset)
+        elif isinstance(answer, OffsetDiverged):
+            begun[tp] = StreamPlace(topic_id, answer.agreed, answer.epoch)
+        elif isinstance(answer, OffsetsResult) and answer.start_offset > known.offset:
             begun[tp] = StreamPlace(topic_id, answer.start_offset)
+        else:
+            begun[tp] = known
     return begun
 
 
@@ -75,23 +93,25 @@ def step(
     answers: Mapping[TopicPartition, Found],
     limits: Limits,
 ) -> Step:
-    """The next batch. `answers` are of the brokers that could be reached; the others have nothing new."""
-    losses: list[MetamqError] = []
+    """The next batch. Without a target, brokers that could not be reached have nothing new."""
+    losses = []
     ends: dict[TopicPartition, StreamPlace] = {}
     for tp, place in begun.items():
-        answer = answers.get(tp)
-        if limits.target is not None and tp not in limits.target and tp not in before:
-            continue
-        ends[tp] = place
-        if isinstance(answer, OffsetsResult):
-            if answer.start_offset > place.offset:
-                losses.append(OffsetOutOfRange(str(tp), place.offset, answer.start_offset, answer.stable_offset))
-            if answer.stable_offset > place.offset:
-                ends[tp] = StreamPlace(place.topic_id, answer.stable_offset, answer.epoch)
-        if limits.target is not None:
-            bound = limits.target.get(tp, place)
-            if ends[tp].offset > bound.offset:
-                ends[tp] = bound if bound.offset > place.offset else place
+        known = before.get(tp)
+        if known is not None and known.topic_id != place.topic_id:
+            known = None
+        loss = _lost_messages(tp, known, answers.get(tp)) if known is not None else None
+        if loss is not None:
+            losses.append(loss)
+        if limits.target is None:
+            ends[tp] = _end(place, answers.get(tp))
+        elif _is_in(limits.target, tp, place):
+            bound = limits.target[tp]
+            # A target in a log that has parted from it is not gone for before the next look.
+            is_ahead = bound.offset > place.offset and not isinstance(loss, OffsetDiverged)
+            ends[tp] = bound if is_ahead else place
+        elif known is not None:
+            ends[tp] = place
     begun = {tp: begun[tp] for tp in ends}
     first = {tp: place.offset for tp, place in begun.items()}
     last = {tp: place.offset for tp, place in ends.items()}
@@ -100,14 +120,34 @@ def step(
     if is_same and not is_enough(found, limits.least, limits.waited_s, limits.delay_max_s):
         return Step(None, losses)
     admitted = admit(first, last, limits.most)
-    reached = {}
-    for tp, offset in admitted.items():
-        whole, none = ends[tp], begun[tp]
-        reached[tp] = (
-            whole
-            if offset == whole.offset
-            else none
-            if offset == none.offset
-            else whole._replace(offset=offset, epoch=-1)
-        )
+    reached = {tp: _reached(offset, begun[tp], ends[tp], answers.get(tp)) for tp, offset in admitted.items()}
     return Step(StreamOffset(begun, reached), losses)
+
+
+def _is_in(target: Mapping[TopicPartition, StreamPlace], tp: TopicPartition, place: StreamPlace) -> bool:
+    return tp in target and target[tp].topic_id == place.topic_id
+
+
+def _end(place: StreamPlace, answer: Found | None) -> StreamPlace:
+    if isinstance(answer, OffsetsResult) and answer.stable_offset > place.offset:
+        return StreamPlace(place.topic_id, answer.stable_offset, answer.epoch)
+    return place
+
+
+def _reached(offset: int, begun: StreamPlace, end: StreamPlace, answer: Found | None) -> StreamPlace:
+    """The place at `offset`, or a little before where epochs are not told so far."""
+    if offset in (begun.offset, end.offset):
+        return begun if offset == begun.offset else end
+    if begun.epoch == end.epoch >= 0:  # epochs rise
+        return end._replace(offset=offset)
+    known = [(epoch, until) for epoch, until in _epochs(answer) if until > begun.offset]
+    for epoch, until in known:
+        if offset <= until:
+            return end._replace(offset=offset, epoch=epoch)
+    if known:
+        return end._replace(epoch=known[-1][0], offset=known[-1][1])
+    return end._replace(offset=offset, epoch=-1)
+
+
+def _epochs(answer: Found | None) -> list[tuple[int, int]]:
+    return answer.epochs if isinstance(answer, OffsetsResult) else []

@@ -87,12 +87,18 @@ def _places_from_json(document: Mapping[str, Any]) -> dict[TopicPartition, Strea
 def first_places(start: StreamOffset | None, end: StreamOffset) -> dict[TopicPartition, StreamPlace]:
     """Where each partition of the batch from `start` to `end` is read from.
 
-    That is where the last batch ended; only what it did not have begins where the end says. Batches may have been left
-    out in between: with asynchronous progress tracking Spark does not write down each.
+    That is where the last batch ended. Where the end says begins only what that did not have, and what goes on
+    elsewhere, because messages are gone: before that place, or at one that nobody has read up to, so that no epoch is
+    known there. Batches may have been left out in between: with asynchronous progress tracking Spark does not write
+    down each.
     """
     before = start.reached if start is not None else {}
     found = {}
     for tp, place in end.reached.items():
-        known = before.get(tp)
-        found[tp] = known if known is not None and known.topic_id == place.topic_id else end.begun[tp]
+        known, begun = before.get(tp), end.begun[tp]
+        goes_on = known is not None and known.topic_id == place.topic_id
+        if known is None or not goes_on or begun.offset < known.offset or begun.epoch < 0:
+            found[tp] = begun
+        else:
+            found[tp] = known
     return found

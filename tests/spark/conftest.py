@@ -20,6 +20,7 @@ WITHOUT_SPARK = {
     "test_lag.py",
     "test_plans.py",
     "test_sink_options.py",
+    "test_stream_planner.py",
     "test_stream_plans.py",
     "test_task_branches.py",
 }

@@ -147,6 +147,7 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
     wait_until(lambda: in_sync(own), what="a slave in sync")
     count = 8 * FETCH_BYTES // 1000
     send(own, "t", numbered(count, 1000))
+    wait_until(lambda: len(planned(own, "t")[0].replicas) == 2, what="a first planning that knows the slave")
     (task,) = planned(own, "t")
     reading = batches(task)
     offsets = next(reading)["offset"].to_pylist()

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from metamq.client.admin_brokers import Found
-from metamq.errors import ConnectError, CorruptData, MetamqError
+from metamq.errors import ConnectError, CorruptData, MetamqError, OffsetDiverged, TopicNotFound
 from metamq.spark_consumers.admission import admit, is_enough
 from metamq.spark_consumers.progress import Limits, Step, begin, lost_partitions, step
+from metamq.spark_consumers.publishing import Publisher
 from metamq.spark_consumers.stream_offsets import (
     START,
+    Places,
     StreamOffset,
     StreamPlace,
     first_places,
     from_json,
     to_json,
 )
+from metamq.spark_consumers.unanswered import WARN_AFTER_S, Unanswered
 from metamq.wire.commands import OffsetsResult
 from metamq.zk.partitions import TopicPartition
 
@@ -31,8 +36,8 @@ def place(offset: int, epoch: int = 1, topic_id: str = "x") -> StreamPlace:
     return StreamPlace(topic_id, offset, epoch)
 
 
-def answer(stable: int, start: int = 0, epoch: int = 1) -> OffsetsResult:
-    return OffsetsResult(0, stable, -1, start, stable, epoch, None)
+def answer(stable: int, start: int = 0, epoch: int = 1, epochs: Sequence[tuple[int, int]] = ()) -> OffsetsResult:
+    return OffsetsResult(0, stable, -1, start, stable, epoch, None, list(epochs))
 
 
 def test_an_offset_reads_as_it_was_written_and_is_one_text_in_whatever_order() -> None:
@@ -59,6 +64,10 @@ def test_a_batch_begins_where_the_last_ended_and_with_what_is_new_where_its_end_
     assert first_places(before, end) == {A0: place(4), A1: place(3)}
     made_anew = StreamOffset({}, {A0: place(4, topic_id="old")})
     assert first_places(made_anew, end) == end.begun
+    after_a_gap = StreamOffset({A0: place(7, -1), A1: place(3)}, end.reached)
+    assert first_places(before, after_a_gap) == {A0: place(7, -1), A1: place(3)}
+    on_a_log_that_parted = StreamOffset({A0: place(2, 1), A1: place(3)}, {A0: place(9, 2), A1: place(5)})
+    assert first_places(before, on_a_log_that_parted) == {A0: place(2, 1), A1: place(3)}
 
 
 @given(
@@ -108,10 +117,47 @@ def test_a_new_partition_is_read_from_its_start_once_that_is_known() -> None:
     assert found == StreamOffset({A0: place(5), A1: place(4, -1)}, {A0: place(5), A1: place(9)})
 
 
-def test_a_bounded_batch_knows_the_epoch_only_at_the_end_of_the_log() -> None:
+def test_a_bounded_batch_knows_the_epoch_at_its_end() -> None:
+    """Else nobody would notice that what it read was given up by a promotion."""
+
+    def cut(before: StreamPlace, told: OffsetsResult, most: int) -> StreamPlace:
+        found = stepped({A0: before}, {A0: told}, most=most).offset
+        assert found is not None
+        return found.reached[A0]
+
+    assert cut(place(0, -1), answer(90, epoch=4, epochs=[(2, 20), (4, 90)]), 10) == place(10, 2)
+    assert cut(place(0, -1), answer(90, epoch=4, epochs=[(2, 20), (4, 90)]), 20) == place(20, 2)
+    assert cut(place(0, -1), answer(90, epoch=4, epochs=[(2, 20), (4, 90)]), 21) == place(21, 4)
+    assert cut(place(15, 2), answer(90, epoch=4, epochs=[(2, 20), (4, 90)]), 50) == place(65, 4)
+    assert cut(place(5, 3), answer(90, epoch=3), 10) == place(15, 3), "between two messages of an epoch is no other"
+    # More epochs than are told: as far as they are.
+    assert cut(place(0, -1), answer(90, epoch=40, epochs=[(2, 20), (4, 30)]), 50) == place(30, 4)
+    assert cut(place(0, -1), answer(90, epoch=4), 10) == place(10, -1), "an older broker tells none"
+
+
+def test_shares_of_two_partitions() -> None:
     found = stepped({A0: place(0), A1: place(0)}, {A0: answer(90), A1: answer(10)}, most=10).offset
     assert found is not None
-    assert found.reached == {A0: place(9, -1), A1: place(1, -1)}
+    assert found.reached == {A0: place(9), A1: place(1)}
+
+
+def test_what_was_read_and_given_up_is_a_loss_and_what_is_there_now_is_read() -> None:
+    """At 3000 when a promotion takes the log back to 2500, and it grows to 6000 again."""
+    parted = OffsetDiverged("a/0-0", 3000, 0, 6000, 2500, 1)
+    found = stepped({A0: place(3000)}, {A0: parted})
+    assert found.losses == [parted]
+    assert found.offset == StreamOffset({A0: place(2500)}, {A0: place(2500)})
+    further = stepped({A0: place(2500)}, {A0: answer(6000, epoch=2, epochs=[(2, 6000)])}, most=1000).offset
+    assert further == StreamOffset({A0: place(2500)}, {A0: place(3500, 2)})
+    # Nor is the target of a query that ends with what there was gone for.
+    found = stepped({A0: place(3000)}, {A0: parted}, target={A0: place(5000)})
+    assert found.offset == StreamOffset({A0: place(2500)}, {A0: place(2500)})
+
+
+def test_a_gap_is_passed_over_at_once() -> None:
+    found = stepped({A0: place(5)}, {A0: answer(10**9 + 50, start=10**9)}, most=10)
+    assert [str(loss) for loss in found.losses if "not 5" in str(loss)]
+    assert found.offset == StreamOffset({A0: place(10**9, -1)}, {A0: place(10**9 + 10, -1)})
 
 
 def test_what_came_after_the_start_of_available_now_is_left() -> None:
@@ -120,6 +166,83 @@ def test_what_came_after_the_start_of_available_now_is_left() -> None:
     assert found == StreamOffset({A0: place(5)}, {A0: place(7)})
     assert stepped({A0: place(7)}, {A0: answer(9), A1: answer(4)}, target=target).offset is None
     assert stepped({A0: place(8)}, {A0: answer(9)}, target=target).offset is None
+
+
+def test_available_now_goes_to_its_target_also_where_a_broker_is_away() -> None:
+    """Or "nothing new" would end the query as if it had read all."""
+    found = stepped({A0: place(5)}, {A0: AWAY}, target={A0: place(9)}).offset
+    assert found == StreamOffset({A0: place(5)}, {A0: place(9)})
+    found = stepped({A0: place(5)}, {A0: AWAY}, target={A0: place(90)}, most=10).offset
+    assert found == StreamOffset({A0: place(5)}, {A0: place(15)})
+    assert stepped({A0: place(9)}, {A0: AWAY}, target={A0: place(9)}).offset is None
+
+
+def test_a_topic_that_is_made_anew_is_not_in_an_older_target() -> None:
+    before, target = {A0: place(5, topic_id="old")}, {A0: place(9, topic_id="old")}
+    found = stepped(before, {A0: answer(3), A1: answer(4)}, target=target).offset
+    assert found == StreamOffset({}, {})
+    assert to_json(found)["to"] == {}
+    assert stepped({}, {A0: answer(3), A1: answer(4)}, target=target).offset is None
+
+
+def test_a_broker_that_does_not_answer_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    unanswered = Unanswered(patience_s=100)
+    away = {A0: AWAY, A1: AWAY, A10: answer(5)}
+
+    def warned(found: dict[TopicPartition, Found], now_s: float) -> list[str]:
+        caplog.clear()
+        unanswered.note(found, now_s)
+        return [record.getMessage() for record in caplog.records]
+
+    assert warned(away, 1000) == warned(away, 1000 + WARN_AFTER_S - 1) == []
+    (message,) = warned(away, 1000 + WARN_AFTER_S)
+    assert message.startswith("what is new in a/0-0 and 1 other partition has not been known for 30 s: no connection")
+    assert warned(away, 9000) == []
+    assert warned({A0: answer(5)}, 9001) == warned({A0: AWAY}, 9002) == []
+    assert len(warned({A0: AWAY}, 9002 + WARN_AFTER_S)) == 1
+
+
+def test_what_fails_for_good_ends_the_query() -> None:
+    unanswered = Unanswered(patience_s=100)
+    with pytest.raises(CorruptData):
+        unanswered.note({A0: CorruptData("a/0-0", "broken")}, 0)
+    # One that is new may not be known to its broker yet.
+    unanswered.note({A1: TopicNotFound("a")}, 0)
+    unanswered.note({A1: TopicNotFound("a")}, 100)
+    with pytest.raises(TopicNotFound):
+        unanswered.note({A1: TopicNotFound("a")}, 101)
+
+
+class Slow:
+    """In the place of a ClusterView: what is published, and when it is done."""
+
+    def __init__(self) -> None:
+        self.published: list[Places] = []
+        self.under_way: list[Future[None]] = []
+
+    def publish_soon(self, _group: str, places: Places) -> Future[None]:
+        self.published.append(places)
+        self.under_way.append(Future())
+        return self.under_way[-1]
+
+
+def test_only_what_changed_is_published_and_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    view = Slow()
+    publisher = Publisher(view, "g")
+    publisher.offer({A0: place(1), A1: place(1)})
+    publisher.offer({A0: place(2), A1: place(1)})
+    assert view.published == [{A0: place(1), A1: place(1)}]
+    view.under_way[-1].set_result(None)
+    publisher.offer({A0: place(3), A1: place(1)})
+    assert view.published[1:] == [{A0: place(3)}]
+    for _ in range(2):
+        view.under_way[-1].set_exception(AWAY)
+        publisher.offer({A0: place(3), A1: place(1)})
+        assert view.published[-1] == {A0: place(3)}
+    assert len(caplog.records) == 1
+    view.under_way[-1].set_result(None)
+    publisher.offer({A0: place(3), A1: place(1)})
+    assert len(view.published) == 4
 
 
 def test_losses_are_told() -> None:

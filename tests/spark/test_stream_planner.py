@@ -1,0 +1,168 @@
+"""A streaming query planned and read as Spark has it done, with real brokers and without Spark."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metamq.errors import ConnectError, OffsetDiverged
+from metamq.spark_consumers.fetch import FetchTask, fetch
+from metamq.spark_consumers.options import parse_options
+from metamq.spark_consumers.stream_offsets import START
+from metamq.spark_consumers.stream_planner import StreamPlanner
+from metamq.testing import Cluster, cluster
+from metamq.wire import columns
+from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
+from tests.spark.conftest import send
+
+
+class Query:
+    """In the place of Spark: keeps how far it is, as JSON."""
+
+    def __init__(self, running: Cluster, **options: str) -> None:
+        self._given = {"zookeeper": running.zookeeper, "subscribe": "t", "startingOffsets": "earliest", **options}
+        self.at = json.dumps(START)
+        self.batches: list[list[bytes]] = []
+        self.opened()
+
+    def opened(self, **options: str) -> None:
+        """As after a restart."""
+        self._given |= options
+        self.planner = StreamPlanner(parse_options(self._given, streaming=True))
+
+    def planned(self, *, is_only_batch: bool = False) -> tuple[str, list[FetchTask]]:
+        start = json.loads(self.at)
+        end = json.loads(json.dumps(self.planner.next_offset(start, is_only_batch=is_only_batch)))
+        return json.dumps(end), [] if end == start else self.planner.tasks(start, end)
+
+    def batch(self, **how: bool) -> bool:
+        """Plans and reads one; False when there is none."""
+        end, tasks = self.planned(**how)
+        if end == self.at:
+            return False
+        self.batches.append([value for task in tasks for value in values(task)])
+        self.at = end
+        return True
+
+    def run_available_now(self) -> None:
+        self.planner.fix_target()
+        while self.batch():
+            pass
+
+    def seen(self) -> Counter[bytes]:
+        return Counter(value for batch in self.batches for value in batch)
+
+
+def values(task: FetchTask) -> Iterator[bytes]:
+    """The messages of a task's range."""
+    for chunk in fetch(task):
+        for header, data in chunk:
+            every = columns.decode(data, header).values.tolist()
+            first = max(task.wanted.start - header.base_offset, 0)
+            yield from every[first : task.wanted.end - header.base_offset]
+
+
+def named(name: str, count: int) -> list[bytes]:
+    return [f"{name} {number}".encode() for number in range(count)]
+
+
+@pytest.mark.parametrize("bounded", [{}, {"maxOffsetsPerTrigger": "300", "minPartitions": "3"}])
+@pytest.mark.timeout(240)
+def test_an_accepted_loss_of_what_was_read_is_noticed_and_what_took_its_place_is_read(
+    tmp_path: Path, bounded: dict[str, str]
+) -> None:
+    """Also when the query was in the middle of the log, and the new one is longer than that by the next batch."""
+    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, folder=tmp_path / "cluster") as running:
+        group = Group(running)
+        a_sync_topic(group, "t", 1)
+        slave = group.add_slave()
+        group.wait_insync(0, 1)
+        try:
+            both, gone, new = named("both", 500), named("gone", 700), named("new", 2000)
+            send(running, "t", both)
+            group.wait_equal(0, 1)
+            slave.kill()
+            group.wait_insync(0)
+            send(running, "t", gone)
+            query = Query(running, **bounded)
+            while sum(query.seen().values()) < 800:
+                assert query.batch()
+            read = query.seen()
+            _end, planned = query.planned()
+            group.replicas[0].kill()
+            slave.start()
+            group.promote(1, accept_loss=True)
+            send(running, "t", new)
+            for task in planned:  # of the log that was given up
+                with pytest.raises(OffsetDiverged, match="read from 500 on was given up"):
+                    list(values(task))
+                assert list(values(task._replace(fail_on_data_loss=False))) == []
+            query.opened()
+            with pytest.raises(OffsetDiverged, match=r"read from 500 on was given up(?s:.*)failOnDataLoss=false"):
+                query.batch()
+            query.opened(failOnDataLoss="false")
+            query.run_available_now()
+            assert query.seen() == read + Counter(new)
+            assert read == Counter((both + gone)[: sum(read.values())])
+        finally:
+            slave.kill()
+
+
+@pytest.fixture
+def two_brokers(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster(brokers=2, folder=tmp_path / "cluster") as running:
+        running.create_topic("t", partitions=2)
+        send_to_all(running)
+        yield running
+
+
+EVERYTHING = Counter(named("0-0", 100) + named("1-0", 100))
+
+
+def test_available_now_does_not_end_before_what_there_is_of_a_broker_that_is_away(two_brokers: Cluster) -> None:
+    query = Query(two_brokers, maxOffsetsPerTrigger="50", groupId="g")
+    query.planner.fix_target()
+    assert query.batch()
+    two_brokers.brokers[1].kill()
+    back = threading.Timer(1.0, two_brokers.brokers[1].start)
+    back.start()
+    try:
+        while query.batch():
+            pass
+    finally:
+        back.join()
+    assert query.seen() == EVERYTHING
+    assert max(map(len, query.batches)) <= 50
+    with two_brokers.admin() as admin:
+        found = admin.describe_group("g").partitions
+    assert {one.partition: one.committed for one in found} == {"0-0": 100, "1-0": 100}, "published by its end"
+
+
+def test_a_single_batch_waits_for_a_broker_that_is_away_or_says_so(two_brokers: Cluster) -> None:
+    query = Query(two_brokers)
+    assert query.batch()
+    send_to_all(two_brokers)
+    two_brokers.brokers[1].kill()
+    query.opened(pollTimeoutMs="300")
+    with pytest.raises(ConnectError):
+        query.batch(is_only_batch=True)
+    query.opened(pollTimeoutMs="60000")
+    back = threading.Timer(1.0, two_brokers.brokers[1].start)
+    back.start()
+    try:
+        assert query.batch(is_only_batch=True)
+    finally:
+        back.join()
+    assert query.seen() == EVERYTHING + EVERYTHING
+
+
+def send_to_all(running: Cluster) -> None:
+    with running.producer() as producer:
+        for partition in ("0-0", "1-0"):
+            for value in named(partition, 100):
+                producer.send("t", value, partition=partition)
