@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from metamq import Admin
+from metamq.cli.demo_waiting import wait_for
 from metamq.client.outgoing import ManyDelivery
-from metamq.errors import MetamqError
 from metamq.testing import Cluster
 
 LIMIT_S = 30.0
@@ -63,12 +63,7 @@ class FailOver:
         self._say("the former master was started again, and is in sync: a slave")
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            self._check()
-            if time.monotonic() > deadline:
-                raise MetamqError(f"{what} did not come within {LIMIT_S:g} s")
-            time.sleep(POLL_S)
+        wait_for(condition, what, self._check, limit_s=LIMIT_S, poll_s=POLL_S)
 
 
 def _all_in_sync(admin: Admin) -> bool:

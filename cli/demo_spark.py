@@ -28,6 +28,7 @@ from rich.console import Console
 from metamq.cli import demo_spark_application as application
 from metamq.cli.demo_flights import Tally, encode, flights, tally
 from metamq.cli.demo_picture import bars
+from metamq.cli.demo_waiting import wait_for
 from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import Cluster, cluster
@@ -131,16 +132,14 @@ class SparkDemo:
             return admin.describe_topic(application.DELAYS).messages
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            self._check()
-            status = self._application.poll() if self._application is not None else 0
-            if status:
-                tail = (self._folder / "spark.log").read_text(errors="replace")[-2000:]
-                raise MetamqError(f"Spark ended with status {status}; the end of what it said: {tail}")
-            if time.monotonic() > deadline:
-                raise MetamqError(f"{what} did not come within {LIMIT_S:g} s")
-            time.sleep(POLL_S)
+        wait_for(condition, what, self._check_application, limit_s=LIMIT_S, poll_s=POLL_S)
+
+    def _check_application(self) -> None:
+        self._check()
+        status = self._application.poll() if self._application is not None else 0
+        if status:
+            tail = (self._folder / "spark.log").read_text(errors="replace")[-2000:]
+            raise MetamqError(f"Spark ended with status {status}; the end of what it said: {tail}")
 
     def _compare_carriers(self, expected: dict[str, Tally]) -> bool:
         rows = json.loads((self._folder / application.BY_CARRIER).read_text())

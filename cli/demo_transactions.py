@@ -21,6 +21,7 @@ from typing import Any
 
 from metamq.cli import demo_application
 from metamq.cli.demo_flights import encode
+from metamq.cli.demo_waiting import wait_for
 from metamq.errors import MetamqError
 from metamq.testing import Cluster
 from metamq.tx import Recoverer, create_outcome_table
@@ -132,15 +133,13 @@ class Transactions:
             self._application = None
 
     def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            self._check()
-            status = self._application.poll() if self._application is not None else 0
-            if status:
-                raise MetamqError(f"the application ended with status {status}")
-            if time.monotonic() > deadline:
-                raise MetamqError(f"{what} did not come within {LIMIT_S:g} s")
-            time.sleep(POLL_S)
+        wait_for(condition, what, self._check_application, limit_s=LIMIT_S, poll_s=POLL_S)
+
+    def _check_application(self) -> None:
+        self._check()
+        status = self._application.poll() if self._application is not None else 0
+        if status:
+            raise MetamqError(f"the application ended with status {status}")
 
     def _compare(self, total: int) -> bool:
         with contextlib.closing(self._connect()) as connection:

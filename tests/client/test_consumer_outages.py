@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -243,7 +244,7 @@ def test_a_broker_that_is_killed_and_comes_back(parts: Cluster) -> None:
     with sending(parts, topic) as send, reading(parts, topic, f"{GROUP}-broker") as reader:
         for number in range(3):
             send(number)
-            until(lambda: reader.has(number))  # noqa: B023
+            until(partial(reader.has, number))
             broker.kill()
             until(lambda: reader.consumer.health().partitions[TopicPartition(topic, "0-0")].last_error)
             if number == 1:
@@ -261,7 +262,7 @@ def test_a_broker_that_stops_in_order_and_comes_back(parts: Cluster) -> None:
     with sending(parts, topic) as send, reading(parts, topic, None) as reader:
         for number in range(3):
             send(number)
-            until(lambda: reader.has(number))  # noqa: B023
+            until(partial(reader.has, number))
             parts.broker.restart()
         assert reader.values == [0, 1, 2]
 

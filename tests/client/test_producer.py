@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 
 import pytest
 
@@ -162,6 +163,9 @@ def test_many_threads_and_each_message_once(parts: Cluster, topic: TopicConfig) 
 
 
 def test_linger_gathers_messages_into_one_batch(parts: Cluster, topic: TopicConfig) -> None:
+    def are_stored(count: int) -> bool:
+        return len(values(parts, topic)) == count
+
     with parts.producer(linger_ms=300) as producer:
         producer.send(topic.topic, b"to know the topic").result(60)
         for turn in range(1, 11):
@@ -170,7 +174,7 @@ def test_linger_gathers_messages_into_one_batch(parts: Cluster, topic: TopicConf
             for number in range(10):
                 producer.send(topic.topic, b"%d" % number)
             took_s = time.monotonic() - begun
-            wait_until(lambda stored=1 + turn * 10: len(values(parts, topic)) == stored)  # type: ignore[misc]
+            wait_until(partial(are_stored, 1 + turn * 10))
             assert time.monotonic() - begun >= 0.25
             if took_s < 0.25:  # else the machine was slow
                 break

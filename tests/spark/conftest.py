@@ -36,6 +36,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.spark)
 
 
+def small_session(place: Path) -> dict[str, Any]:
+    """Settings of any session here."""
+    return {
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": 2,
+        "spark.sql.warehouse.dir": place / "warehouse",
+        "spark.local.dir": place / "local",
+        "spark.driver.memory": "1g",
+        "spark.driver.host": "127.0.0.1",
+    }
+
+
 @pytest.fixture(scope="session")
 def running() -> Iterator[Cluster]:
     """A ZooKeeper and one broker."""
@@ -54,14 +66,8 @@ def spark(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A session of two cores, in which a task is tried four times. Without `zookeeper` it is the cluster's."""
     from metamq.spark_consumers import session
 
-    place = tmp_path_factory.mktemp("spark")
     conf = {
-        "spark.ui.enabled": "false",
-        "spark.sql.shuffle.partitions": 2,
-        "spark.sql.warehouse.dir": place / "warehouse",
-        "spark.local.dir": place / "local",
-        "spark.driver.memory": "1g",
-        "spark.driver.host": "127.0.0.1",
+        **small_session(tmp_path_factory.mktemp("spark")),
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.port": free_port(),
         # What a short run compiles well is never earned back: this halves the JVM's time.

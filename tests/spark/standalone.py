@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import psutil
 from metamq.spark_consumers.java import java_home
 from metamq.zk.ports import free_port
 from tests.parts import wait_until
+from tests.spark.conftest import small_session
 
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 DEPLOY = "org.apache.spark.deploy"
@@ -39,7 +41,10 @@ class Standalone:
             options = ["--cores", "1", "--memory", "1500M", "--work-dir", str(self._place / "work")]
             self._run(name, f"{DEPLOY}.worker.Worker", *options, self.master)
         for number in range(workers):
-            wait_until(lambda n=number: "registered with master" in self._said(f"worker-{n}"), 60, "a worker")  # type: ignore[misc]
+            wait_until(partial(self._is_registered, f"worker-{number}"), 60, "a worker")
+
+    def _is_registered(self, worker: str) -> bool:
+        return "registered with master" in self._said(worker)
 
     def _run(self, name: str, main_class: str, *arguments: str) -> None:
         environment = {
@@ -109,12 +114,7 @@ def session_on(cluster: Standalone, place: Path) -> Iterator[Any]:
     from metamq.spark_consumers import session
 
     conf = {
-        "spark.ui.enabled": "false",
-        "spark.sql.shuffle.partitions": 2,
-        "spark.sql.warehouse.dir": place / "warehouse",
-        "spark.local.dir": place / "local",
-        "spark.driver.memory": "1g",
-        "spark.driver.host": "127.0.0.1",
+        **small_session(place),
         "spark.executor.cores": 1,
         "spark.executor.memory": "700m",
         "spark.cores.max": 2,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
+from tests.spark.held import begun, scan_in_the_middle, waiting_in_the_middle
 from tests.spark.standalone import Standalone, session_on, standalone
-from tests.spark.test_stream_faults import waiting_in_the_middle
 from tests.spark.test_stream_source import Query, numbers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
@@ -47,10 +46,6 @@ class Held(Query):
         super()._keep(frame.select("value").mapInArrow(self._between, "value binary"), batch_id)
 
 
-def begun(place: Path) -> int:
-    return len(list(place.glob("*.begun")))
-
-
 def kill_an_executor(executors: Standalone) -> None:
     """kill -9, and another one takes its place."""
     before = executors.executors()
@@ -62,19 +57,8 @@ def kill_an_executor(executors: Standalone) -> None:
 def test_a_batch_outlives_an_executor_that_is_killed_in_the_middle(
     spark: Any, executors: Standalone, running: Cluster, tmp_path: Path
 ) -> None:
-    topic = new_topic(running, 1)
-    send(running, topic, [number.ljust(300) for number in numbers(0, 60_000)])
-    frame = spark.read.format("metamq").options(zookeeper=running.zookeeper, subscribe=topic, minPartitions=2).load()
-    counted = frame.select("value").mapInArrow(waiting_in_the_middle(str(tmp_path)), "value binary")
-    with ThreadPoolExecutor(1) as pool:
-        collecting = pool.submit(counted.collect)
-        try:
-            wait_until(lambda: begun(tmp_path) == 2 or collecting.done(), 90, "two tasks")
-            kill_an_executor(executors)
-        finally:
-            (tmp_path / "go").touch()
-        rows = collecting.result(120)
-    assert Counter(bytes(row.value).rstrip() for row in rows) == Counter(numbers(0, 60_000))
+    with scan_in_the_middle(spark, running, tmp_path):
+        kill_an_executor(executors)
     assert begun(tmp_path) == 3  # the killed one's task was run again
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -74,6 +75,22 @@ def retained(running: Cluster, topic: str, beyond: int) -> int:
     return looks[-1]
 
 
+@contextlib.contextmanager
+def behind_its_first_batch(
+    spark: Any, running: Cluster, place: Path, **options: Any
+) -> Iterator[tuple[GatedQuery, Any]]:
+    """A query that has read ten messages, and plans no other batch before its gate is open."""
+    fill(running, options["subscribe"], 0, 10)
+    query = GatedQuery(spark, running, place / "checkpoint", reads_first=True, **options)
+    active = query.start()
+    try:
+        wait_until(lambda: query.batches or active.exception() is not None, 60, "the first batch")
+        yield query, active
+    finally:
+        query.gate.set()
+        active.stop()
+
+
 def test_a_log_whose_start_passes_a_batch_that_is_planned(spark: Any, retaining: Cluster, tmp_path: Path) -> None:
     """The tasks find out: an error, or what is left, as the query wants it."""
     topic = new_topic(retaining, "planned")
@@ -100,12 +117,7 @@ def test_a_log_whose_start_passes_a_query_between_two_batches(
 ) -> None:
     """The driver finds out: the query ends, or goes on with what is left."""
     topic = new_topic(retaining, f"between-{fails}")
-    fill(retaining, topic, 0, 10)
-    options = {"subscribe": topic, "failOnDataLoss": fails}
-    query = GatedQuery(spark, retaining, tmp_path / "checkpoint", reads_first=True, **options)
-    active = query.start()
-    try:
-        wait_until(lambda: query.batches or active.exception() is not None, 60, "the first batch")
+    with behind_its_first_batch(spark, retaining, tmp_path, subscribe=topic, failOnDataLoss=fails) as (query, active):
         fill(retaining, topic, 10, 80)
         start = retained(retaining, topic, 10)
         query.gate.set()
@@ -116,9 +128,6 @@ def test_a_log_whose_start_passes_a_query_between_two_batches(
         else:
             wait_until(lambda: len(query.batches) == 2 or active.exception() is not None, 60, "what is left")
             assert query.numbers() == Counter(numbers(0, 10) + numbers(start, 80))
-    finally:
-        query.gate.set()
-        active.stop()
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -126,12 +135,7 @@ def test_a_topic_that_is_made_anew_under_a_running_query(
     spark: Any, retaining: Cluster, tmp_path: Path, fails: bool
 ) -> None:
     topic = new_topic(retaining, f"anew-{fails}")
-    fill(retaining, topic, 0, 10)
-    options = {"subscribe": topic, "failOnDataLoss": fails}
-    query = GatedQuery(spark, retaining, tmp_path / "checkpoint", reads_first=True, **options)
-    active = query.start()
-    try:
-        wait_until(lambda: query.batches or active.exception() is not None, 60, "the first batch")
+    with behind_its_first_batch(spark, retaining, tmp_path, subscribe=topic, failOnDataLoss=fails) as (query, active):
         with retaining.admin() as admin:
             admin.delete(topic)
         new_topic(retaining, topic)
@@ -144,6 +148,3 @@ def test_a_topic_that_is_made_anew_under_a_running_query(
         else:
             wait_until(lambda: len(query.batches) == 2 or active.exception() is not None, 60, "the new topic's")
             assert query.numbers() == Counter(numbers(0, 10) + numbers(100, 120))
-    finally:
-        query.gate.set()
-        active.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
+from tests.spark.held import begun, scan_in_the_middle
 from tests.spark.test_source_losses import GatedQuery
 from tests.spark.test_stream_source import Query, numbers
 
@@ -122,23 +122,12 @@ def in_sync(own: Cluster) -> bool:
 
 def test_killed_workers_are_replaced_and_counts_are_exact(spark: Any, running: Cluster, tmp_path: Path) -> None:
     """kill -9 of every Python worker that has a task, while each is in the middle of its range."""
-    topic = new_topic(running, 1)
-    send(running, topic, [number.ljust(300) for number in numbers(0, 60_000)])
-    frame = spark.read.format("metamq").options(zookeeper=running.zookeeper, subscribe=topic, minPartitions=2).load()
-    counted = frame.select("value").mapInArrow(waiting_in_the_middle(str(tmp_path)), "value binary")
-    with ThreadPoolExecutor(1) as pool:
-        collecting = pool.submit(counted.collect)
-        try:
-            wait_until(lambda: len(list(tmp_path.glob("*.begun"))) == 2 or collecting.done(), 60, "two tasks")
-            workers = task_workers()
-            assert len(workers) == 4  # for each task one that fetches and one that maps
-            for worker in workers:
-                worker.kill()
-        finally:
-            (tmp_path / "go").touch()
-        rows = collecting.result(90)
-    assert Counter(bytes(row.value).rstrip() for row in rows) == Counter(numbers(0, 60_000))
-    assert len(list(tmp_path.glob("*.begun"))) == 4  # each task was run twice
+    with scan_in_the_middle(spark, running, tmp_path):
+        workers = task_workers()
+        assert len(workers) == 4  # for each task one that fetches and one that maps
+        for worker in workers:
+            worker.kill()
+    assert begun(tmp_path) == 4  # each task was run twice
 
 
 def task_workers() -> list[psutil.Process]:
@@ -150,18 +139,3 @@ def task_workers() -> list[psutil.Process]:
             if parent is not None and process.cmdline()[-2:] == parent.cmdline()[-2:] == DAEMON:
                 found.append(process)
     return found
-
-
-def waiting_in_the_middle(place: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    def each(batches: Iterator[Any]) -> Iterator[Any]:
-        import os
-        import time
-
-        for number, batch in enumerate(batches):
-            if number == 1:
-                open(f"{place}/{os.getpid()}.begun", "w").close()
-                while not os.path.exists(f"{place}/go"):
-                    time.sleep(0.01)
-            yield batch
-
-    return each

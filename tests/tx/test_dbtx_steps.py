@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def at_every_step(shop: Shop, folder: Path, steps: list[str], what: str, sent: s
     programs = [begun(number, 0) for number in range(len(steps))]
     for number in range(len(steps)):
         for tried in range(1, TRIES):
-            wait_until(lambda number=number: has_come(programs[number]), 240, "the step")  # type: ignore[misc]
+            wait_until(partial(has_come, programs[number]), 240, "the step")
             if programs[number].running or programs[number].wait() == -signal.SIGKILL:
                 break
             programs[number] = begun(number, tried)
