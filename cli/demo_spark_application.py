@@ -3,8 +3,9 @@
 It aggregates the flights as they are, then runs a streaming query over them: per hour of departure, counts and delays
 go into another topic. Started again after a kill it goes on from the query's checkpoint.
 
-    python -m metamq.cli.demo_spark_application ZOOKEEPER FOLDER FLIGHTS_PER_BATCH
-                                                            ends when all is aggregated, or its standard input does
+    python -m metamq.cli.demo_spark_application ZOOKEEPER FOLDER FLIGHTS_PER_BATCH ENDS
+                                                            ends with its standard input; with ENDS = 1 when all is
+                                                            aggregated, with 0 the query waits for more
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from metamq.broker.parent import follow_parent
 from metamq.spark_consumers import session
 
 FLIGHTS, DELAYS = "flights", "delays"
-DELIVERY = "exactly_once"
 FIELDS = "carrier string, dep_delay int, year int, month int, day int, hour int"
 LATE = "10 days"
 """Partitions are read at about the same pace: flights that are so far apart never come in the wrong order."""
@@ -70,8 +70,8 @@ def by_carrier(spark: Any, zookeeper: str) -> list[dict[str, Any]]:
     return [row.asDict() for row in rows]
 
 
-def by_hour(spark: Any, zookeeper: str, folder: Path, each: int) -> None:
-    """The streaming query, until it has read all there is when it starts."""
+def by_hour(spark: Any, zookeeper: str, folder: Path, each: int, *, ends: bool) -> None:
+    """The streaming query, for ever, or until it has read all there is when it starts."""
     from pyspark.sql import functions as f
 
     source = {"zookeeper": zookeeper, "subscribe": FLIGHTS, "startingOffsets": "earliest", "maxOffsetsPerTrigger": each}
@@ -81,12 +81,12 @@ def by_hour(spark: Any, zookeeper: str, folder: Path, each: int) -> None:
     rows = hours.select(
         hour.alias("key"), f.to_json(f.struct(hour.alias("hour"), "flights", "delayed", "delay_minutes")).alias("value")
     )
-    sink = {"zookeeper": zookeeper, "topic": DELAYS, "delivery": DELIVERY}
+    sink = {"zookeeper": zookeeper, "topic": DELAYS, "delivery": "exactly_once"}
     query = rows.writeStream.format("metamq").options(**sink, checkpointLocation=str(folder / "checkpoint"))
-    query.trigger(availableNow=True).start().awaitTermination()
+    (query.trigger(availableNow=True) if ends else query).start().awaitTermination()
 
 
-def work(zookeeper: str, folder: Path, each: int) -> None:
+def work(zookeeper: str, folder: Path, each: int, *, ends: bool) -> None:
     """Both queries; the first only if its result is not there."""
     spark = session("demo", "local[2,4]", conf(folder))
     result = folder / BY_CARRIER
@@ -94,10 +94,10 @@ def work(zookeeper: str, folder: Path, each: int) -> None:
         rows = by_carrier(spark, zookeeper)
         result.with_suffix(".new").write_text(json.dumps(rows))
         result.with_suffix(".new").rename(result)
-    by_hour(spark, zookeeper, folder, each)
+    by_hour(spark, zookeeper, folder, each, ends=ends)
     spark.stop()
 
 
 if __name__ == "__main__":
     follow_parent(sys.stdin.fileno())
-    work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), ends=sys.argv[4] == "1")
