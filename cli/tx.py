@@ -178,9 +178,13 @@ def _next_steps(one: BranchDescription) -> list[str]:
     if gtrid.startswith(b"co-"):
         return ["Start that Coordinator again: it asks its log.", _LAST]
     if gtrid.startswith(b"spark:job-"):
-        return ["If it was decided, the next exactly-once write of Spark's ends it.", _LAST]
+        return [
+            "The next exactly-once batch write of Spark's ends it, if it was decided or its write is over; if its "
+            "driver died before, two days after its last task began.",
+            _LAST,
+        ]
     if gtrid.startswith(b"spark:"):
-        return ["Start that query again: its next batch ends it.", _LAST]
+        return ["Start that query again: its next batch with rows ends it.", _LAST]
     return ["Start its transaction manager again: it recovers what is prepared.", _LAST]
 
 

@@ -120,6 +120,12 @@ class Cluster:
                     self._brokers_fresh = False
                     raise
 
+    async def look_again(self) -> None:
+        """Reads who the masters are now, whatever watches have told: no older than this call. Raises ConnectError."""
+        await self.session.sync()
+        async with self._reading["/brokers"]:
+            self.brokers = await live_brokers(self.session)
+
     def _brokers_stale(self) -> None:
         self._brokers_fresh = False
         self._refresh("brokers", self._read_brokers, lambda: self._brokers_fresh)

@@ -1,144 +1,166 @@
 """The driver's part of a sink that is exactly once: it records the decision, then brings it about.
 
-    commit   records which attempts win, unless that stands already; commits them; rolls back every other branch of
-             the query up to that batch; removes the decisions before
+    commit   records which attempts win, unless that stands already; commits them; then, as far as brokers answer,
+             rolls back every other branch of the query up to that batch
     abort    Spark calls it after a failed commit, too: what is decided is brought about; else nothing can be decided
              any more by what is under way, and the attempts are rolled back
 
-Brokers are asked on connections that are made after a round trip to ZooKeeper: so it is asked who is the master now. A
-former one might not know a branch that its successor has prepared.
+Once it is decided no error may look like a failure: who writes again then has it twice.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from metamq.client.branches import ANSWER_S, Branch, TxClient, new_session
-from metamq.client.cluster import Cluster
-from metamq.errors import BranchNotKnown, ConnectError, MetamqError
-from metamq.spark_consumers.decision_store import DecisionStore, NotOurs
-from metamq.spark_consumers.decisions import JOB, BranchName, Decision, ends
-from metamq.wire.xa import Verb, Xid
-from metamq.zk.session import Session
+from metamq.client.branches import ANSWER_S
+from metamq.errors import ConnectError, MetamqError, Outcome
+from metamq.spark_consumers.branch_ends import ROLL_BACK_S, BranchEnds
+from metamq.spark_consumers.decision_store import DecisionStore, Owner, Sink
+from metamq.spark_consumers.decisions import JOB, BranchName, Decision, NotOurs, batches_of, ends
+from metamq.spark_consumers.leftovers import end_leftovers
 
 log = logging.getLogger("metamq.spark")
 
 T = TypeVar("T")
 
 RETRY_S = 0.2
-AT_ONCE = 32
-"""Branches that are ended side by side: brokers write the records of those together."""
+
+
+class CommitUnfinished(MetamqError):
+    """The batch may be decided, or is: it is not to be written again by whoever gets this."""
+
+    outcome: Outcome = "unknown"
 
 
 class Committer:
     """Of one sink. For one loop. `patience_s`: how long ZooKeeper and brokers are waited for."""
 
-    def __init__(self, session: Session, sink: str, identity: str, patience_s: float) -> None:
-        self._session = session
-        self._sink = sink
-        self._identity = identity
-        self._patience_s = patience_s
-        self.store = DecisionStore(session)
-
-    async def commit(self, batch_id: int, winners: Mapping[str, Mapping[int, str]]) -> None:
-        """Returns once the batch's messages are to be seen, those of the first commit of the batch. Raises
-        ConfigError when the sink is another query's; ConnectError, OutcomeUnknown: then it is to be called again."""
-        decision = Decision(winners)
-        standing = await self._patiently(lambda: self.store.decide(self._sink, self._identity, batch_id, decision))
-        if standing is None:
-            log.warning("batch %d of sink %s was written before: this attempt is dropped", batch_id, self._sink)
-            await self._roll_back(batch_id, winners)
-            return
-        if standing != decision:
-            log.info("batch %d of sink %s was decided before: this attempt is dropped", batch_id, self._sink)
-        await self._patiently(lambda: self.finish(self._sink, batch_id))
-
-    async def abort(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
-        """Returns once nothing of the attempts is left, or all of it where it was decided so."""
-        try:
-            standing = await self._patiently(lambda: self.store.fence(self._sink, self._identity, batch_id))
-        except NotOurs:
-            standing = None
-        if standing is not None:
-            await self._patiently(lambda: self.finish(self._sink, batch_id))
-            return
-        await self._roll_back(batch_id, attempts)
-        if self._sink.startswith(JOB):
-            await self._patiently(lambda: self.store.remove_job(self._sink, decided=False))
-
-    async def finish(self, sink: str, newest: int) -> None:
-        """Brings about all decisions up to a batch that is decided."""
-        await self._session.sync()
-        decisions = {number: one for number, one in (await self.store.decisions(sink)).items() if number <= newest}
-        cluster = Cluster(self._session)
-        try:
-            client = TxClient(cluster)
-            winners = decisions[newest].winners if newest in decisions else {}
-            await self._commit(client, sink, newest, winners)
-            prepared = []
-            for broker_id in await self._broker_ids():
-                found = await client.branches(broker_id)
-                prepared += [(one.xid, broker_id) for one in found if one.state == "prepared"]
-            left = ends(sink, newest, decisions, prepared)
-            await _each(left.commit, lambda one: _end(client, *one, Verb.COMMIT))
-            await _each(left.rollback, lambda one: _end(client, *one, Verb.ROLLBACK))
-        finally:
-            await cluster.close()
-        if sink.startswith(JOB):
-            await self.store.remove_job(sink, decided=True)
-        for number in decisions:
-            if number < newest:
-                await self.store.remove(sink, number)
-
-    async def finish_jobs(self) -> None:
-        """Brings about what drivers have decided that are gone. Others may be at it: it can be done twice."""
-        for job in await self.store.jobs():
-            if job != self._sink and await self.store.decision(job, 0) is not None:
-                await self.finish(job, 0)
-
-    async def _commit(
-        self, client: TxClient, sink: str, batch_id: int, winners: Mapping[str, Mapping[int, str]]
+    def __init__(
+        self, branch_ends: BranchEnds, sink: str, owner: Owner, patience_s: float, *, accepts_loss: bool = False
     ) -> None:
-        async def commit(one: tuple[str, int, str]) -> None:
-            attempt, broker_id, history = one
-            xid = BranchName(sink, batch_id, attempt).at(broker_id)
-            branch = Branch(xid, broker_id, new_session())
-            try:
-                await client.ask(branch, [Verb.COMMIT], timeout_s=self._answer_s)
-            except BranchNotKnown as error:  # it was prepared, and nothing but a commit ends it: it is committed
-                if not error.finished and branch.history != history:
-                    log.error("broker %d has lost data, perhaps with it %s of batch %d", broker_id, xid, batch_id)
-
-        await _each([(attempt, *one) for attempt, at in winners.items() for one in at.items()], commit)
-
-    async def _roll_back(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
-        """Branches that nobody has decided about, nor will. What cannot be now is done with the query's next batch."""
-        cluster = Cluster(self._session)
-        names = [
-            (BranchName(self._sink, batch_id, attempt).at(broker_id), broker_id)
-            for attempt, at in attempts.items()
-            for broker_id in at
-        ]
-        try:
-            client = TxClient(cluster)
-            await _each(names, lambda one: _end(client, *one, Verb.ROLLBACK))
-        except MetamqError as error:
-            log.warning("branches of batch %d of sink %s are not rolled back yet: %s", batch_id, self._sink, error)
-        finally:
-            await cluster.close()
-
-    async def _broker_ids(self) -> list[int]:
-        names = await self._session.children(self._session.paths.broker_ids())
-        return sorted(int(name) for name in names if name.isdecimal())
+        self._ends = branch_ends
+        self._sink = sink
+        self._owner = owner
+        self._patience_s = patience_s
+        self._accepts_loss = accepts_loss
+        self.store = DecisionStore(branch_ends.cluster.session)
 
     @property
-    def _answer_s(self) -> float:
-        return min(self._patience_s, 3 * ANSWER_S)
+    def _is_job(self) -> bool:
+        return self._sink.startswith(JOB)
+
+    async def begin_job(self) -> None:
+        """Before the first task of a batch write. Ends what others have left."""
+        own: Sink = await self._patiently(lambda: self.store.begin(self._sink, self._owner.identity))
+        await end_leftovers(self._ends, self.store, self._sink, own.changed_ms)
+
+    async def claim(self) -> None:
+        """Before the first task of a query's run. Raises NotOurs."""
+        await self._patiently(lambda: self.store.claim(self._sink, self._owner))
+
+    async def touch(self) -> None:
+        """In a task of a batch write: it is alive. Raises NotOurs."""
+        await self._patiently(lambda: self.store.touch(self._sink))
+
+    async def commit(self, batch_id: int, winners: Mapping[str, Mapping[int, str]], content: str = "") -> None:
+        """Returns once the batch's messages are to be seen, those of the first commit of the batch.
+
+        Raises NotOurs, when nothing of these attempts counts; CommitLost; CommitUnfinished.
+        """
+        decision = Decision(winners, content)
+        try:
+            standing = await self._patiently(lambda: self.store.decide(self._sink, self._owner, batch_id, decision))
+        except MetamqError as error:
+            if not _is_passing(error):
+                raise
+            raise self._unfinished(batch_id, error, decided=False) from error
+        if standing.winners != winners:
+            log.warning("%s was decided before: this attempt is dropped", self._what(batch_id))
+        try:
+            await self._patiently(lambda: self.finish(self._sink, batch_id))
+        except MetamqError as error:
+            if not _is_passing(error):
+                raise
+            raise self._unfinished(batch_id, error, decided=True) from error
+
+    async def abort(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
+        """Returns once nothing of the attempts will be seen, or all of it where it was decided so.
+
+        Raises CommitUnfinished of a batch write that was decided: it has not failed.
+        """
+        try:
+            standing = await self._patiently(lambda: self.store.fence(self._sink, self._owner, batch_id))
+        except NotOurs:
+            standing = None
+        if standing is None:
+            await self._best_effort(lambda: self._roll_back(batch_id, attempts))
+            if self._is_job:
+                await self._best_effort(lambda: self.store.remove_job(self._sink, decided=False))
+            return
+        try:
+            await self.finish(self._sink, batch_id, answer_s=ROLL_BACK_S)  # commit() has been patient already
+        except MetamqError as error:
+            if not _is_passing(error):
+                raise
+            raise self._unfinished(batch_id, error, decided=True) from error
+        if self._is_job:
+            hint = "Do not write it again."
+            raise CommitUnfinished(f"{self._what(batch_id)} has not failed: all its rows are there", hint=hint)
+
+    async def finish(self, sink: str, newest: int, answer_s: float = 3 * ANSWER_S) -> None:
+        """Brings about a batch that is decided. Raises as commit()."""
+        decision = await self.store.decision(sink, newest)
+        winners = decision.winners if decision is not None else {}
+        await self._ends.commit(
+            sink, newest, winners, answer_s=min(self._patience_s, answer_s), accepts_loss=self._accepts_loss
+        )
+        if self._is_job:
+            await self._best_effort(lambda: self.store.remove_job(sink, decided=True))
+        await self._best_effort(lambda: self._sweep(sink, newest, decision))
+
+    async def _sweep(self, sink: str, newest: int, decision: Decision | None) -> None:
+        """Ends what is left of the batches up to a decided one."""
+        prepared = await self._ends.prepared()
+        decisions = {} if decision is None else {newest: decision}
+        for number in batches_of(sink, newest, prepared) - {newest}:
+            older = await self.store.decision(sink, number)
+            if older is not None:
+                decisions[number] = older
+        await self._ends.end(ends(sink, newest, decisions, prepared))
+        if not self._is_job:
+            await self.store.trim(sink, newest)
+
+    async def _roll_back(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
+        """Branches that nobody has decided about, nor will."""
+        await self._ends.cluster.look_again()
+        names = [(BranchName(self._sink, batch_id, one), broker_id) for one, at in attempts.items() for broker_id in at]
+        await self._ends.roll_back([(name.at(broker_id), broker_id) for name, broker_id in names])
+
+    async def _best_effort(self, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await call()
+        except MetamqError as error:
+            log.warning("branches of the sink %s, or its node, are left, perhaps: %s", self._sink, error)
+
+    def _what(self, batch_id: int) -> str:
+        return f"the batch write {self._sink}" if self._is_job else f"batch {batch_id} of the sink {self._sink}"
+
+    def _unfinished(self, batch_id: int, error: MetamqError, *, decided: bool) -> MetamqError:
+        if decided:
+            problem = f"{self._what(batch_id)} is decided, and will be seen, but is not yet: {error.problem}"
+            hint = "Start the query again: it finishes that first."
+            if self._is_job:
+                hint = "Do not write it again: the next exactly-once batch write, whosever, finishes it."
+        else:
+            problem = f"nobody knows whether {self._what(batch_id)} was decided: {error.problem}"
+            hint = "Start the query again: it asks."
+            if self._is_job:
+                hint = "Look whether its rows are there once ZooKeeper answers, before it is written again."
+        return CommitUnfinished(problem, hint=hint)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """Calls again while ZooKeeper or a broker is away."""
@@ -147,27 +169,11 @@ class Committer:
             try:
                 return await call()
             except MetamqError as error:
-                is_passing = isinstance(error, ConnectError) or error.retriable or error.outcome == "unknown"
-                if not is_passing or time.monotonic() > deadline_s:
+                if not _is_passing(error) or time.monotonic() > deadline_s:
                     raise
                 log.info("sink %s: %s; trying again", self._sink, error)
             await asyncio.sleep(RETRY_S)
 
 
-async def _end(client: TxClient, xid: Xid, broker_id: int, verb: Verb) -> None:
-    with contextlib.suppress(BranchNotKnown):  # somebody else has
-        await client.ask(Branch(xid, broker_id, new_session()), [verb], timeout_s=ANSWER_S)
-
-
-async def _each(things: Collection[T], end: Callable[[T], Awaitable[None]]) -> None:
-    """Side by side. Raises the first error, once all are through."""
-    at_once = asyncio.Semaphore(AT_ONCE)
-
-    async def one(thing: T) -> None:
-        async with at_once:
-            await end(thing)
-
-    results: Iterable[BaseException | None] = await asyncio.gather(*map(one, things), return_exceptions=True)
-    for error in results:
-        if error is not None:
-            raise error
+def _is_passing(error: MetamqError) -> bool:
+    return isinstance(error, ConnectError) or error.retriable or error.outcome == "unknown"

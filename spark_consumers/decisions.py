@@ -9,7 +9,10 @@ attempts win is one decision a batch, made by the driver and recorded before any
     one of a later batch                                      is left alone: its driver may be about to decide
 
 A sink's node has the number of its newest decision, its *floor*: no batch below it is decided about any more. So old
-decisions can be removed, and a driver that was paused for long finds the floor above its batch, and commits nothing.
+decisions can be removed, and a driver that was paused for long finds the floor above its batch, and is told.
+
+A batch write is a sink of its own. Its node is there before its first task, and until all that it decided is committed:
+a branch without one is nobody's, and is rolled back by whoever finds it.
 """
 
 from __future__ import annotations
@@ -17,16 +20,22 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from metamq.errors import CorruptData
+from metamq.errors import ConfigError, CorruptData
 from metamq.wire.xa import FORMAT_ID, Xid
 
 PREFIX = b"spark:"
 JOB = "job-"
 """What the names of batch writes begin with: each is a sink of its own, with one batch."""
 NAME_CHARS_MAX = 36
+RUNS = 16
+"""Runs of a query that its sink knows. One that was followed by more is refused by the batches it is behind."""
+
+
+class NotOurs(ConfigError):
+    """The sink is another query's, or run's, or given up: this one decides about nothing there."""
 
 
 def new_job() -> str:
@@ -73,6 +82,8 @@ class Decision:
     """The attempts that win a batch: for each the brokers where it has a branch, with their histories then."""
 
     winners: Mapping[str, Mapping[int, str]]
+    content: str = ""
+    """A digest of what the batch was made from; empty where that is not known."""
 
     def has(self, attempt: str) -> bool:
         """Whether it is to be committed."""
@@ -81,14 +92,18 @@ class Decision:
     def to_json(self) -> bytes:
         """For its node."""
         winners = {attempt: {str(one): history for one, history in at.items()} for attempt, at in self.winners.items()}
-        return json.dumps({"winners": winners}, separators=(",", ":")).encode()
+        return json.dumps({"content": self.content, "winners": winners}, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Decision:
         """Raises CorruptData."""
         try:
-            winners: dict[str, dict[str, str]] = json.loads(data)["winners"]
-            return cls({attempt: {int(one): text for one, text in at.items()} for attempt, at in winners.items()})
+            fields: dict[str, Any] = json.loads(data)
+            winners: dict[str, dict[str, str]] = fields["winners"]
+            return cls(
+                {attempt: {int(one): text for one, text in at.items()} for attempt, at in winners.items()},
+                str(fields.get("content", "")),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptData("a decision of a Spark sink in ZooKeeper", f"{data[:100]!r}: {error!r}") from None
 
@@ -99,19 +114,66 @@ class SinkState:
 
     identity: str
     floor: int
+    runs: tuple[str, ...] = ()
+    """The query's, each start one, in the order in which they began to write; the last one decides."""
+    finished: bool = False
+    """Of a batch write: all it decided is committed."""
 
     def to_json(self) -> bytes:
         """For its node."""
-        return json.dumps({"query": self.identity, "floor": self.floor}).encode()
+        fields = {"query": self.identity, "floor": self.floor, "runs": self.runs, "finished": self.finished}
+        return json.dumps(fields).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> SinkState:
         """Raises CorruptData."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            return cls(str(fields["query"]), int(fields["floor"]))
+            runs = tuple(str(run) for run in fields.get("runs", ()))
+            return cls(str(fields["query"]), int(fields["floor"]), runs, bool(fields.get("finished", False)))
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptData("the node of a Spark sink in ZooKeeper", f"{data[:100]!r}: {error!r}") from None
+
+    def joined(self, sink: str, run: str) -> SinkState:
+        """With a run that is about to write. Raises NotOurs when another one has followed it."""
+        if not run or self.runs[-1:] == (run,):
+            return self
+        if run in self.runs:
+            raise taken_over(sink, self.runs[-1])
+        return replace(self, runs=(*self.runs, run)[-RUNS:])
+
+
+def taken_over(sink: str, by: str) -> NotOurs:
+    """What a run is told that another one has followed."""
+    return NotOurs(
+        f"the sink {sink} was taken over by the run {by} of its query, which began to write later than this one",
+        hint="Only one driver may run a query, and only one a copy of its checkpoint: end the other one, or this.",
+    )
+
+
+def check_batch(
+    sink: str, state: SinkState, run: str, batch_id: int, decision: Decision, standing: Decision | None
+) -> None:
+    """Whether a batch may be decided about, or be taken for the one that `standing` has decided. Raises NotOurs.
+
+    The driver that a query really has runs again the newest batch at most, made from the same as before.
+    """
+    if standing is not None and standing.winners == decision.winners:
+        return  # its own, whose answer was lost
+    if run and state.runs and state.runs[-1] != run:
+        raise taken_over(sink, state.runs[-1])
+    if batch_id < state.floor:
+        raise NotOurs(
+            f"batch {batch_id} of the sink {sink} comes again, though batch {state.floor} is decided: its checkpoint "
+            "is older than what it has written, as one from a backup is, or another driver has gone on with the query",
+            hint="Go on with the newest checkpoint. With a new one the query writes again what it reads again.",
+        )
+    if standing is not None and standing.content and decision.content and standing.content != decision.content:
+        raise NotOurs(
+            f"batch {batch_id} of the sink {sink} is decided, and was made from other offsets of its sources than this "
+            "one: its checkpoint is a copy, or from a backup, or another driver has gone on with the query",
+            hint="Go on with the newest checkpoint. With a new one the query writes again what it reads again.",
+        )
 
 
 class Ends(NamedTuple):
@@ -121,16 +183,38 @@ class Ends(NamedTuple):
     """(Xid, broker id)"""
     rollback: list[tuple[Xid, int]]
 
+    def add(self, one: tuple[Xid, int], *, wins: bool) -> None:
+        """Takes in a branch."""
+        (self.commit if wins else self.rollback).append(one)
+
+
+def batches_of(sink: str, newest: int, prepared: Iterable[tuple[Xid, int]]) -> set[int]:
+    """Those up to a decided one that a sink's branches are of: their decisions have to be known to end them."""
+    names = [name_of(xid) for xid, _broker_id in prepared]
+    return {name.batch_id for name in names if name is not None and name.sink == sink and name.batch_id <= newest}
+
 
 def ends(sink: str, newest: int, decisions: Mapping[int, Decision], prepared: Iterable[tuple[Xid, int]]) -> Ends:
-    """Of the branches of a sink at all brokers, given its newest decision's batch id and all decisions there are."""
+    """Of the branches of a sink at all brokers, given its newest decision's batch id and the decisions of `batches_of`
+    that there are."""
     found = Ends([], [])
-    for xid, broker_id in prepared:
-        name = name_of(xid)
-        if name is None or name.sink != sink or name.batch_id > newest:
+    for one in prepared:
+        name = name_of(one[0])
+        if name is not None and name.sink == sink and name.batch_id <= newest:
+            decision = decisions.get(name.batch_id)
+            found.add(one, wins=decision is not None and decision.has(name.attempt))
+    return found
+
+
+def ends_of_jobs(jobs: Mapping[str, Decision | None], prepared: Iterable[tuple[Xid, int]]) -> Ends:
+    """Of the branches of batch writes, given those writes that have nodes, read after the branches. One that has a
+    node and no decision may be about to decide."""
+    found = Ends([], [])
+    for one in prepared:
+        name = name_of(one[0])
+        if name is None or not name.sink.startswith(JOB):
             continue
-        decision = decisions.get(name.batch_id)
-        (found.commit if decision is not None and decision.has(name.attempt) else found.rollback).append(
-            (xid, broker_id)
-        )
+        decision = jobs.get(name.sink)
+        if decision is not None or name.sink not in jobs:
+            found.add(one, wins=decision is not None and decision.has(name.attempt))
     return found

@@ -1,19 +1,20 @@
 """The sink that is exactly once, as Spark sees it: tasks prepare branches, the driver decides.
 
-A streaming query and its batch are known to a task by what Spark has among its local properties; the driver is told of
-them with the tasks' messages, since Spark tells it the batch alone.
+A streaming query, its run and its batch are known to a task by what Spark has among its local properties; the driver is
+told of them with the tasks' messages, since Spark tells it the batch alone.
 """
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from metamq.errors import ConfigError
+from metamq.spark_consumers.checkpoint import checkpoint_id, content, known_id, named
+from metamq.spark_consumers.decision_store import Owner
 from metamq.spark_consumers.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.gathering import Gatherer
 from metamq.spark_consumers.sink_client import sink_client
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 QUERY_PROPERTY = "sql.streaming.queryId"
 BATCH_PROPERTY = "streaming.sql.batchId"
+RUN_PROPERTY = "spark.jobGroup.id"
+"""A streaming query's jobs are a group by the id of its run."""
+TOUCH_S = 600.0
+"""A worker says no more often that a batch write is alive."""
 
 
 @dataclass
@@ -35,11 +40,40 @@ class Prepared(WriterCommitMessage):
     """Of the query, by its checkpoint; empty where the task was not told."""
     batch_id: int
     attempt: str
+    run: str = ""
+    """Of the query; empty where the task was not told."""
     branches: dict[int, str] = field(default_factory=dict)
     """The history of each broker that it has a branch at."""
 
 
-def write_branches(options: SinkOptions, sink: str, identity: str, batch_id: int, rows: Iterator[Any]) -> Prepared:
+_claimed: set[tuple[str, Owner]] = set()
+_touched_s: dict[str, float] = {}
+"""What this process has said of sinks, and of batch writes when."""
+
+
+def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
+    """Before a run of a query writes: its sink is its own, and so is the name in the option `sinkId`.
+
+    Raises NotOurs.
+    """
+    client = sink_client(options)
+    wanted = [(options.sink_id, Owner(owner.identity)), (sink, owner)]
+    for name, by in wanted:
+        if name is not None and (name, by) not in _claimed:
+            client.background.run(client.committer(name, by).claim())
+            _claimed.add((name, by))
+
+
+def touch(options: SinkOptions, job: str) -> None:
+    """Before a task of a batch write begins: it is alive. Raises NotOurs."""
+    now_s = time.monotonic()
+    if now_s - _touched_s.get(job, -TOUCH_S) >= TOUCH_S:
+        client = sink_client(options)
+        client.background.run(client.committer(job, Owner(job)).touch())
+        _touched_s[job] = now_s
+
+
+def write_branches(options: SinkOptions, sink: str, owner: Owner, batch_id: int, rows: Iterator[Any]) -> Prepared:
     """One attempt at a task. Returns once all it wrote is prepared; else nothing of it will be seen."""
     from pyspark import TaskContext
 
@@ -57,7 +91,7 @@ def write_branches(options: SinkOptions, sink: str, identity: str, batch_id: int
     except BaseException:
         client.background.run(branches.give_up())
         raise
-    return Prepared(sink, identity, batch_id, name.attempt, histories)
+    return Prepared(sink, owner.identity, batch_id, name.attempt, owner.run, histories)
 
 
 def _attempts(messages: Sequence[Any]) -> dict[str, Mapping[int, str]]:
@@ -71,23 +105,22 @@ class ExactBatchWriter(DataSourceArrowWriter):
         self._options = options
         self._job = new_job()
         client = sink_client(options)
-        client.background.run(client.committer(self._job, self._job).store.begin(self._job, self._job))
+        client.background.run(client.committer(self._job, Owner(self._job)).begin_job())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Runs in an executor. Returns once all is prepared."""
-        return write_branches(self._options, self._job, self._job, 0, iterator)
+        touch(self._options, self._job)
+        return write_branches(self._options, self._job, Owner(self._job), 0, iterator)
 
     def commit(self, messages: Sequence[Any]) -> None:
         """All is to be seen once it returns."""
         client = sink_client(self._options)
-        committer = client.committer(self._job, self._job)
-        client.background.run(committer.commit(0, _attempts(messages)))
-        client.background.run(committer.finish_jobs())
+        client.background.run(client.committer(self._job, Owner(self._job)).commit(0, _attempts(messages)))
 
     def abort(self, messages: Sequence[Any]) -> None:
         """Nothing will be, unless a commit() that failed has decided so."""
         client = sink_client(self._options)
-        client.background.run(client.committer(self._job, self._job).abort(0, _attempts(messages)))
+        client.background.run(client.committer(self._job, Owner(self._job)).abort(0, _attempts(messages)))
 
 
 class ExactStreamWriter(DataSourceStreamArrowWriter):
@@ -96,6 +129,9 @@ class ExactStreamWriter(DataSourceStreamArrowWriter):
     def __init__(self, options: SinkOptions, checkpoint: str | None) -> None:
         self._options = options
         self._checkpoint = checkpoint
+        query = None if options.sink_id is None else known_id(checkpoint)
+        if query is not None:
+            claim(options, None, Owner(query))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Runs in an executor. Returns once all is prepared."""
@@ -105,7 +141,10 @@ class ExactStreamWriter(DataSourceStreamArrowWriter):
         assert context is not None
         query, batch = context.getLocalProperty(QUERY_PROPERTY), context.getLocalProperty(BATCH_PROPERTY)
         sink, batch_id = named(self._options.sink_id, query, batch)
-        return write_branches(self._options, sink, query or "", batch_id, iterator)
+        owner = Owner(query or "", context.getLocalProperty(RUN_PROPERTY) or "" if query else "")
+        if query:
+            claim(self._options, sink, owner)
+        return write_branches(self._options, sink, owner, batch_id, iterator)
 
     def commit(self, messages: Sequence[Any], batchId: int) -> None:
         """The batch is to be seen once it returns, as it was written first."""
@@ -120,36 +159,12 @@ class ExactStreamWriter(DataSourceStreamArrowWriter):
         if not told:  # no task came to its end
             return
         first = told[0]
+        identity = first.identity or checkpoint_id(self._checkpoint)
         client = sink_client(self._options)
-        committer = client.committer(first.sink, first.identity or checkpoint_id(self._checkpoint))
-        end = committer.commit if is_commit else committer.abort
-        client.background.run(end(batch_id, _attempts(messages)))
-
-
-def named(sink_id: str | None, query: str | None, batch: str | None) -> tuple[str, int]:
-    """The sink's name and the batch id, from what a task is told. Raises ConfigError."""
-    sink = sink_id or query
-    if sink is None:
-        raise ConfigError("this Spark does not tell a task its query's id", hint="Name the sink: option 'sinkId'.")
-    if batch is None:
-        hint = "Use delivery=at_least_once."
-        raise ConfigError("this Spark does not tell a task the id of its batch", hint=hint)
-    return sink, int(batch)
-
-
-def checkpoint_id(location: str | None) -> str:
-    """The id that Spark has written into a query's checkpoint. Raises ConfigError."""
-    from pyarrow import fs
-
-    try:
-        if location is None:
-            raise OSError("its place is not among the sink's options")
-        if "://" in location or location.startswith("file:"):
-            system, path = fs.FileSystem.from_uri(location)
+        committer = client.committer(first.sink, Owner(identity, first.run))
+        attempts = _attempts(messages)
+        if is_commit:
+            made_from = content(self._checkpoint, identity, batch_id)
+            client.background.run(committer.commit(batch_id, attempts, made_from))
         else:
-            system, path = fs.LocalFileSystem(), location
-        with system.open_input_stream(f"{path}/metadata") as file:
-            return str(json.loads(file.read())["id"])
-    except (OSError, ValueError, KeyError) as error:
-        hint = "Use delivery=at_least_once, or a checkpoint that the driver can read."
-        raise ConfigError(f"the query's id is not in its checkpoint: {error}", hint=hint) from None
+            client.background.run(committer.abort(batch_id, attempts))

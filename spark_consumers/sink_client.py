@@ -18,7 +18,9 @@ from metamq.client.cluster import Cluster
 from metamq.client.columnar import ColumnarSender, Shipment
 from metamq.client.first_contact import open_client_session
 from metamq.errors import ConnectError
+from metamq.spark_consumers.branch_ends import BranchEnds
 from metamq.spark_consumers.committing import Committer
+from metamq.spark_consumers.decision_store import Owner
 from metamq.spark_consumers.decisions import BranchName
 from metamq.spark_consumers.sink_options import SinkOptions
 from metamq.spark_consumers.task_branches import TaskBranches
@@ -39,6 +41,7 @@ class Connected:
         self.background = background()
         self._senders: dict[tuple[Codec, float], ColumnarSender] = {}
         self.cluster = _patiently(lambda: self.background.run(self._open(zookeeper, root)), patience_s)
+        self.ends = BranchEnds(self.cluster)
 
     async def _open(self, zookeeper: str, root: str) -> Cluster:
         session = await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS)
@@ -92,9 +95,12 @@ class SinkClient:
             patience_s=options.delivery_timeout_s,
         )  # fmt: skip
 
-    def committer(self, sink: str, identity: str) -> Committer:
+    def committer(self, sink: str, owner: Owner) -> Committer:
         """For the driver."""
-        return Committer(self.cluster.session, sink, identity, self.options.delivery_timeout_s)
+        return Committer(
+            self._connected.ends, sink, owner, self.options.delivery_timeout_s,
+            accepts_loss=not self.options.fail_on_data_loss,
+        )  # fmt: skip
 
     def topic(self, name: str) -> TopicConfig:
         """The topic's configuration, as it is now or was last known. Raises TopicNotFound, ConnectError."""

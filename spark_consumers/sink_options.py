@@ -24,6 +24,7 @@ OPTIONS = (
     "compression",
     "deliveryTimeoutMs",
     "transactionTimeoutMs",
+    "failOnDataLoss",
 )
 TEXT_OR_BYTES = ("string", "binary")
 HEADERS = "array<struct<key:string,value:binary>>"
@@ -52,6 +53,8 @@ class SinkOptions:
     delivery_timeout_s: float
     transaction_timeout_s: float
     """Brokers roll back what a task has written and not prepared after so long, if it does not end before."""
+    fail_on_data_loss: bool
+    """Whether it is an error that a broker has lost what was prepared there, and decided."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
@@ -68,6 +71,7 @@ def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOpti
         codec=_codec(texts),
         delivery_timeout_s=(texts.whole("deliveryTimeoutMs") or 120_000) / 1000,
         transaction_timeout_s=_transaction_timeout_s(texts, exactly),
+        fail_on_data_loss=_fail_on_data_loss(texts, exactly),
     )
 
 
@@ -109,6 +113,12 @@ def _transaction_timeout_s(texts: Texts, is_of_use: bool) -> float:
     if timeout_s > TIMEOUT_MAX_S:
         raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="It has to be a day at most.")
     return timeout_s
+
+
+def _fail_on_data_loss(texts: Texts, is_of_use: bool) -> bool:
+    if texts.get("failOnDataLoss") is not None and not is_of_use:
+        raise ConfigError("option 'failOnDataLoss' is for delivery=exactly_once, which this is not", hint="Remove it.")
+    return texts.flag("failOnDataLoss", True)
 
 
 def _codec(texts: Texts) -> Codec:

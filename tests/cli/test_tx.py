@@ -97,7 +97,7 @@ def test_list_and_show(running: Cluster, mq: XAResource, topic: str, capsys: pyt
         (b"db:0123456789abcdef:x", "outcome table is 0123456789abcdef", "Recoverer"),
         (b"co-0123456789ab-x", "whose log is 0123456789ab", "Coordinator"),
         (b"spark:nightly:17", "batch 17 of the streaming query, or sink, nightly", "Start that query again"),
-        (b"spark:job-0123:0", "the batch write job-0123", "the next exactly-once write"),
+        (b"spark:job-0123:0", "the batch write job-0123", "The next exactly-once batch write"),
     ],
 )
 def test_show_says_who_is_to_decide(

@@ -15,6 +15,9 @@ from metamq.zk.ports import free_port
 
 HERE = Path(__file__).parent
 WITHOUT_SPARK = {
+    "test_decision_rules.py",
+    "test_exact_decisions.py",
+    "test_exact_jobs.py",
     "test_fetch.py",
     "test_gathering.py",
     "test_lag.py",
@@ -53,6 +56,19 @@ def running() -> Iterator[Cluster]:
     """A ZooKeeper and one broker."""
     with cluster() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Cluster]:
+    """Two brokers, for what needs no Spark."""
+    with cluster(brokers=2) as started:
+        yield started
+
+
+@pytest.fixture
+def sink() -> str:
+    """The name of a sink that no test used."""
+    return f"sink-{next(_numbers)}"
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from metamq.spark_consumers.checkpoint import checkpoint_id
+from metamq.spark_consumers.decision_store import Owner
+from metamq.spark_consumers.sink_client import SinkClient
+from metamq.spark_consumers.sink_options import parse_sink_options
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 from tests.spark.dying_sink import DyingSource
@@ -70,22 +75,43 @@ def test_a_query_whose_driver_dies_at_any_point_of_a_commit_has_written_each_row
         assert open_branches(running) == []
 
 
-def test_a_sink_id_outlives_no_checkpoint(spark: Any, running: Cluster, topic: str, tmp_path: Path) -> None:
-    """S1-8 e: its batches are counted from 0 again, and would be taken for those of before."""
+def test_whose_a_batch_is_by_its_checkpoint(spark: Any, running: Cluster, topic: str, tmp_path: Path) -> None:
+    """S1-8 e: without a checkpoint batches are counted from 0 again, and read again. One from a backup is behind."""
     to = new_topic(running)
-    send(running, topic, numbers(0, 10))
     source = spark.readStream.format("metamq").options(
         zookeeper=running.zookeeper, subscribe=topic, startingOffsets="earliest"
     )
 
-    def run(checkpoint: str) -> None:
-        options = {"zookeeper": running.zookeeper, "topic": to, "sinkId": f"into-{to}", **EXACTLY}
+    def run(checkpoint: str, sink_id: str) -> None:
+        options = {"zookeeper": running.zookeeper, "topic": to, "sinkId": sink_id, **EXACTLY}
         writer = source.load().select("value").writeStream.format("metamq").options(**options)
         query = writer.option("checkpointLocation", str(tmp_path / checkpoint)).trigger(availableNow=True).start()
         assert query.awaitTermination(100)
 
-    run("first")
-    with pytest.raises(Exception, match="was its checkpoint deleted"):
-        run("second")
-    assert values(running, to) == Counter(numbers(0, 10))
+    send(running, topic, numbers(0, 10))
+    run("first", f"into-{to}")
+    shutil.copytree(tmp_path / "first", tmp_path / "backup")
+    send(running, topic, numbers(10, 20))
+    run("first", f"into-{to}")
+    shutil.copytree(tmp_path / "first", tmp_path / "in-flight")
+    (tmp_path / "in-flight" / "commits" / "1").unlink()
+    run("in-flight", f"renamed-{to}")
+    assert values(running, to) == Counter(numbers(0, 20)), "another sinkId is no other sink"
+    send(running, topic, numbers(20, 30))
+    for checkpoint, said in (("second", "was its checkpoint deleted"), ("backup", "made from other offsets")):
+        with pytest.raises(Exception, match=said):
+            run(checkpoint, f"into-{to}")
+        assert values(running, to) == Counter(numbers(0, 20))
     assert open_branches(running) == []
+    assert len(set(_runs(running, checkpoint_id(str(tmp_path / "first"))))) == 4, "of the query, but for 'second'"
+
+
+def _runs(running: Cluster, sink: str) -> tuple[str, ...]:
+    options = {"zookeeper": running.zookeeper, "topic": "t", **EXACTLY}
+    client = SinkClient(parse_sink_options(options, streaming=True))
+    try:
+        known = client.background.run(client.committer(sink, Owner(sink)).store.sink(sink))
+    finally:
+        client.close()
+    assert known is not None
+    return known.state.runs

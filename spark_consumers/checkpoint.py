@@ -1,0 +1,92 @@
+"""What a streaming query's checkpoint tells the driver: the query's id, and what a batch was made from.
+
+Spark writes `metadata` with the id when the query is new, and `offsets/<batch>` before it runs a batch: a version, a
+line about the run, and a line for each source. A batch that is run again finds the file as it was. Where the checkpoint
+is no place that Python can read, nothing is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from metamq.errors import ConfigError
+
+
+def named(sink_id: str | None, query: str | None, batch: str | None) -> tuple[str, int]:
+    """The sink's name and the batch id, from what a task is told. Raises ConfigError."""
+    sink = query or sink_id
+    if sink is None:
+        raise ConfigError("this Spark does not tell a task its query's id", hint="Name the sink: option 'sinkId'.")
+    if batch is None:
+        hint = "Use delivery=at_least_once."
+        raise ConfigError("this Spark does not tell a task the id of its batch", hint=hint)
+    return sink, int(batch)
+
+
+def checkpoint_id(location: str | None) -> str:
+    """The id that Spark has written into a query's checkpoint. Raises ConfigError."""
+    try:
+        return str(json.loads(_read(location, "metadata"))["id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "Use delivery=at_least_once, or a checkpoint that the driver can read."
+        raise ConfigError(f"the query's id is not in its checkpoint: {error}", hint=hint) from None
+
+
+def known_id(location: str | None) -> str | None:
+    """The same; None where it cannot be read."""
+    try:
+        return checkpoint_id(location)
+    except ConfigError:
+        return None
+
+
+def content(location: str | None, query: str, batch_id: int) -> str:
+    """A digest of what a batch was made from; empty where it cannot be read."""
+    if known_id(location) != query:  # what is at that place here is not the query's
+        return ""
+    try:
+        lines = _read(location, f"offsets/{batch_id}").splitlines()
+    except OSError:
+        return ""
+    return hashlib.sha256(b"\n".join(lines[2:])).hexdigest()[:32] if len(lines) > 2 else ""
+
+
+def newest_finished(location: str) -> int | None:
+    """The batch that Spark has noted last as done, for what is in a folder of this machine; None where it is not."""
+    path = _local(location)
+    if path is None:
+        return None
+    return max((int(one.name) for one in (path / "commits").glob("*") if one.name.isdecimal()), default=-1)
+
+
+_unreadable: set[str] = set()
+"""Places that are no folders and could not be read: each batch would try again, and some take long to fail."""
+
+
+def _read(location: str | None, name: str) -> bytes:
+    if location is None:
+        raise OSError("its place is not among the sink's options")
+    path = _local(location)
+    if path is not None:
+        return (path / name).read_bytes()
+    if location in _unreadable:
+        raise OSError("it could not be read before")
+    from pyarrow import fs
+
+    try:
+        system, place = fs.FileSystem.from_uri(location)
+        with system.open_input_stream(f"{place}/{name}") as file:
+            return bytes(file.read())
+    except (OSError, ValueError):
+        _unreadable.add(location)
+        raise
+
+
+def _local(location: str) -> Path | None:
+    if location.startswith("file:"):
+        from urllib.parse import unquote, urlsplit
+
+        return Path(unquote(urlsplit(location).path))
+    return None if "://" in location else Path(location)
