@@ -28,7 +28,7 @@ LIST_S = 3.0
 """What a broker that is to tell which branches it has is waited for."""
 ROLL_BACK_S = 5.0
 SILENT_S = 60.0
-"""One that did not tell is not asked again so soon: each batch would wait for it."""
+"""One that hangs is not asked again so soon: each batch would wait for it."""
 
 
 class CommitLost(MetamqError):
@@ -65,8 +65,9 @@ class BranchEnds:
                 if not error.finished and branch.history != history:
                     lost[broker_id] = lost.get(broker_id, 0) + 1
             except HeuristicOutcome as error:
-                if error.code != XACode.HEURCOM:
+                if error.code != XACode.HEURCOM:  # an operator has decided otherwise
                     raise
+                await client.ask(branch, [Verb.FORGET], timeout_s=answer_s)
 
         await self.cluster.look_again()
         await _each([(attempt, *one) for attempt, at in winners.items() for one in at.items()], commit)
@@ -91,7 +92,8 @@ class BranchEnds:
                 async with asyncio.timeout(LIST_S):
                     branches = await client.branches(broker_id)
             except (TimeoutError, MetamqError) as error:
-                self._silent_until_s[broker_id] = now_s + SILENT_S
+                if isinstance(error, TimeoutError):
+                    self._silent_until_s[broker_id] = now_s + SILENT_S
                 log.warning("broker %d does not tell which branches are left there: %r", broker_id, error)
                 return []
             return [(one.xid, broker_id) for one in branches if one.state == "prepared"]

@@ -66,6 +66,17 @@ class Committer:
         """In a task of a batch write: it is alive. Raises NotOurs."""
         await self._patiently(lambda: self.store.touch(self._sink))
 
+    async def newest_decided(self) -> int | None:
+        """The newest batch that was decided about; None when none was."""
+
+        async def newest() -> int | None:
+            known = await self.store.sink(self._sink)
+            if known is None or await self.store.decision(self._sink, known.state.floor) is None:
+                return None
+            return known.state.floor
+
+        return await self._patiently(newest)
+
     async def commit(self, batch_id: int, winners: Mapping[str, Mapping[int, str]], content: str = "") -> None:
         """Returns once the batch's messages are to be seen, those of the first commit of the batch.
 

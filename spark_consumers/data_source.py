@@ -72,13 +72,15 @@ class DefaultSource(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
         """For a streaming query that writes. Raises ConfigError for a wrong option or column."""
-        from metamq.spark_consumers.exact_sink import ExactStreamWriter
+        from metamq.spark_consumers.exact_sink import ExactStreamWriter, refuse_half_done
         from metamq.spark_consumers.sink import StreamWriter, sink_options
 
         options = sink_options(self.options, schema, overwrite, streaming=True)
+        checkpoint = self.options.get("checkpointLocation")
         if options.delivery == "at_least_once":
+            refuse_half_done(options, checkpoint)
             return StreamWriter(options)
-        return ExactStreamWriter(options, self.options.get("checkpointLocation"))
+        return ExactStreamWriter(options, checkpoint)
 
 
 def _check(schema: StructType) -> None:

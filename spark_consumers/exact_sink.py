@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
-from metamq.spark_consumers.checkpoint import checkpoint_id, content, known_id, named
+from metamq.errors import ConfigError
+from metamq.spark_consumers.checkpoint import checkpoint_id, content, known_id, named, newest_finished
 from metamq.spark_consumers.decision_store import Owner
 from metamq.spark_consumers.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.gathering import Gatherer
@@ -49,6 +50,8 @@ class Prepared(WriterCommitMessage):
 _claimed: set[tuple[str, Owner]] = set()
 _touched_s: dict[str, float] = {}
 """What this process has said of sinks, and of batch writes when."""
+_never_exact: set[str] = set()
+"""Queries that have decided nothing."""
 
 
 def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
@@ -62,6 +65,26 @@ def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
         if name is not None and (name, by) not in _claimed:
             client.background.run(client.committer(name, by).claim())
             _claimed.add((name, by))
+
+
+def refuse_half_done(options: SinkOptions, location: str | None) -> None:
+    """Of a query that writes at least once: a batch that it has decided, when it wrote exactly once, would come twice.
+
+    Raises ConfigError; ConnectError. Where it cannot be seen nothing is said.
+    """
+    query = known_id(location)
+    if query is None or location is None or query in _never_exact:
+        return
+    client = sink_client(options)
+    decided = client.background.run(client.committer(query, Owner(query)).newest_decided())
+    newest = newest_finished(location)
+    if decided is None:
+        _never_exact.add(query)
+    elif newest is not None and decided > newest:
+        raise ConfigError(
+            f"batch {decided} of this query was written exactly once, and Spark is about to write it again",
+            hint="Start the query once with delivery=exactly_once and trigger(availableNow=True): that ends the batch.",
+        )
 
 
 def touch(options: SinkOptions, job: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from metamq.client.columnar import ColumnarBatch
 from metamq.errors import ConfigError, MetamqError
 from metamq.spark_consumers.branch_ends import CommitLost
 from metamq.spark_consumers.committing import CommitUnfinished
@@ -287,6 +288,39 @@ def test_what_an_older_batch_decided_and_a_broker_has_prepared_still_is_committe
     for batch_id in range(1, 4):
         driver.commit(batch_id, driver.write(batch_id, [f"{4 + batch_id}"]))
     check(two, topic, sink, texts(0, 8))
+
+
+def test_what_an_operator_has_committed_by_hand_is_committed(
+    two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(two, topic, sink)
+    attempts = driver.write(0, texts(0, 9))
+    with monkeypatch.context() as patched, pytest.raises(Died):
+        driver.commit(0, attempts, dying(driver.committer(), "decided", patched))
+    with two.admin() as admin:
+        for one in left_open(two, sink):
+            admin.commit_branch(one.xid, one.broker_id)
+    driver.commit(0, attempts)
+    check(two, topic, sink, texts(0, 9))
+
+
+@pytest.mark.parametrize("is_same_worker", [True, False])
+def test_s1_8_f_at_least_once_all_of_a_second_attempt_is_stored_in_whatever_order(
+    two: Cluster, topic: str, is_same_worker: bool
+) -> None:
+    """Nothing of it is taken for a repetition of what the first attempt has sent, from this worker or another."""
+    values = texts(0, 600)
+    first = Driver(two, topic, "")
+    second = first if is_same_worker else Driver(two, topic, "")
+    for worker, rows in ((first, values[:400]), (second, values[::-1])):
+        gatherer = Gatherer(topic, worker.client.topic)
+        shipment = worker.client.shipment()
+        for at in range(0, len(rows), 100):
+            some = pa.record_batch({"value": rows[at : at + 100], "key": rows[at : at + 100]})
+            gathered = [*gatherer.add(some), *gatherer.rest()]
+            shipment.send([ColumnarBatch(topic, one.columns, one.size, one.target.place) for one in gathered])
+        shipment.wait()
+    assert seen(two, topic) == Counter(values) + Counter(values[:400])
 
 
 @pytest.mark.long

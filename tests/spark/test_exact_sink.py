@@ -82,8 +82,10 @@ def test_whose_a_batch_is_by_its_checkpoint(spark: Any, running: Cluster, topic:
         zookeeper=running.zookeeper, subscribe=topic, startingOffsets="earliest"
     )
 
-    def run(checkpoint: str, sink_id: str) -> None:
-        options = {"zookeeper": running.zookeeper, "topic": to, "sinkId": sink_id, **EXACTLY}
+    def run(checkpoint: str, sink_id: str | None) -> None:
+        options = {"zookeeper": running.zookeeper, "topic": to}
+        if sink_id is not None:
+            options |= {"sinkId": sink_id, **EXACTLY}
         writer = source.load().select("value").writeStream.format("metamq").options(**options)
         query = writer.option("checkpointLocation", str(tmp_path / checkpoint)).trigger(availableNow=True).start()
         assert query.awaitTermination(100)
@@ -95,6 +97,8 @@ def test_whose_a_batch_is_by_its_checkpoint(spark: Any, running: Cluster, topic:
     run("first", f"into-{to}")
     shutil.copytree(tmp_path / "first", tmp_path / "in-flight")
     (tmp_path / "in-flight" / "commits" / "1").unlink()
+    with pytest.raises(Exception, match="batch 1 of this query was written exactly once"):
+        run("in-flight", None)
     run("in-flight", f"renamed-{to}")
     assert values(running, to) == Counter(numbers(0, 20)), "another sinkId is no other sink"
     send(running, topic, numbers(20, 30))
