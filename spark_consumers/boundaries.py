@@ -15,6 +15,8 @@ from metamq.zk.partitions import TopicPartition, partition_order
 
 _EXAMPLE = '{"flights": {"0-0": 23, "0-1": -2}}'
 _NAMED_MAX = 5
+_TIME_MAX_MS = 253_402_300_799_999
+"""The end of the year 9999. Beyond is likely to be in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def offsets_boundary(option: str, text: str, *, refused: int | None = None) -> B
 
 def time_boundary(option: str, text: str) -> Boundary:
     """The value of `startingTimestamp` or `endingTimestamp`: one time for all partitions."""
-    if not text.strip().isdecimal():
+    if not text.strip().isdecimal() or int(text) > _TIME_MAX_MS:
         hint = "Give the milliseconds since 1970, UTC, as in 1735689600000."
         raise ConfigError(f"option {option!r} is {text!r}, not a time", hint=hint)
     return Boundary(option, int(text) * 1000, is_time=True)
@@ -82,7 +84,7 @@ def times_boundary(option: str, text: str) -> Boundary:
     """The value of `…OffsetsByTimestamp`: a time for each partition."""
     each = per_partition(option, text)
     for tp, time_ms in each.items():
-        if time_ms < 0:
+        if not 0 <= time_ms <= _TIME_MAX_MS:
             hint = "Give the milliseconds since 1970, UTC."
             raise ConfigError(f"option {option!r} has the time {time_ms} for {tp}", hint=hint)
     return Boundary(option, None, {tp: time_ms * 1000 for tp, time_ms in each.items()}, is_time=True)

@@ -57,8 +57,9 @@ class DefaultSource(DataSource):
         """For a streaming query. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.options import parse_options
         from metamq.spark_consumers.stream_reader import StreamReader
+        from metamq.spark_consumers.table_options import of_query
 
-        options = parse_options(self.options, streaming=True)
+        options = parse_options(of_query(self.options, schema), streaming=True)
         _check(schema)
         return StreamReader(options, schema)
 

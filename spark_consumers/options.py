@@ -47,6 +47,13 @@ STREAM = ("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "gr
 SPARKS_OWN = {"path", "serialization.format", "checkpointlocation", "queryname", "__ispatternrecursive"}
 """What Spark puts among the options of a table or a query by itself, in lower case."""
 
+_OF_KAFKA = {
+    "fetchoffset.numretries": "Brokers are asked again until `pollTimeoutMs` is over: give that.",
+    "fetchoffset.retryintervalms": "Brokers are asked again until `pollTimeoutMs` is over: give that.",
+    "kafkaconsumer.polltimeoutms": "Give `pollTimeoutMs`.",
+    "groupidprefix": "A query joins no group. `groupId` names the one whose offsets show its progress.",
+}
+"""Options of Kafka's source that have others in their place here, in lower case."""
 _ASSIGN_EXAMPLE = '{"flights": ["0-0", "0-1"]}'
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _COUNT_MAX = 2**63 - 1
@@ -74,7 +81,6 @@ class SourceOptions:
     min_partitions: int | None
     max_records_per_partition: int | None
     fail_on_data_loss: bool
-    include_headers: bool
     read_from: Literal["master", "any"]
     poll_timeout_s: float
     pushdown: bool
@@ -88,8 +94,10 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
     """The options of a batch or of a streaming query. Raises ConfigError, which names the option and the next step."""
     allowed = (*BOTH, *(STREAM if streaming else BATCH))
     texts = Texts(given, allowed, streaming)
+    check_path(given, "subscribe")
+    texts.flag("includeHeaders", False)
     strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
-    return SourceOptions(
+    options = SourceOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
         root=zookeeper_root(texts.get("root")),
         subscription=_subscription(texts),
@@ -99,7 +107,6 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         min_partitions=texts.whole("minPartitions"),
         max_records_per_partition=texts.whole("maxRecordsPerPartition"),
         fail_on_data_loss=texts.flag("failOnDataLoss", True),
-        include_headers=texts.flag("includeHeaders", False),
         read_from="any" if texts.choice("readFrom", ("any", "master"), "any") == "any" else "master",
         poll_timeout_s=(texts.whole("pollTimeoutMs") or 120_000) / 1000,
         pushdown=texts.flag("pushdown", False),
@@ -108,6 +115,24 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         max_trigger_delay_s=texts.seconds("maxTriggerDelay", 900.0),
         group=_group(texts),
     )
+    _check_company(texts)
+    return options
+
+
+def check_path(given: Mapping[str, str], topic_option: str) -> None:
+    """Refuses what load(), save() or start() was given. A table's folder, which Spark makes up, is a URL."""
+    path = next((text for name, text in given.items() if name.lower() == "path"), None)
+    if path is not None and ":/" not in path:
+        raise ConfigError(f"a topic has no path, and {path!r} is one", hint=f"Name the topic: option {topic_option!r}.")
+
+
+def _check_company(texts: Texts) -> None:
+    """Refuses options that do nothing without another one."""
+    times = ("startingTimestamp", "startingOffsetsByTimestamp")
+    for name, others in (("maxTriggerDelay", ("minOffsetsPerTrigger",)), (times[1] + "Strategy", times)):
+        if texts.get(name) is not None and not texts.present(others):
+            needed = " or ".join(map(repr, others))
+            raise ConfigError(f"option {name!r} does nothing without {needed}", hint="Remove it, or add the other.")
 
 
 def check_options(given: Mapping[str, str]) -> None:
@@ -145,6 +170,8 @@ class Texts:
             if name is None:
                 if key.lower() in SPARKS_OWN:
                     continue
+                if key.lower() in _OF_KAFKA:
+                    raise ConfigError(f"unknown option {key!r}: it is Kafka's", hint=_OF_KAFKA[key.lower()])
                 if key.lower().startswith("kafka."):
                     hint = "Brokers are found through ZooKeeper: give `zookeeper`, as in 'zk1:2181,zk2:2181'."
                     raise ConfigError(f"unknown option {key!r}: it is Kafka's", hint=hint)

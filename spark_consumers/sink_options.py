@@ -10,7 +10,7 @@ from typing import Literal
 from metamq.client.settings import zookeeper_root, zookeeper_servers
 from metamq.errors import ConfigError, MetamqError
 from metamq.spark_consumers.decisions import JOB, NAME_CHARS_MAX
-from metamq.spark_consumers.options import Texts
+from metamq.spark_consumers.options import Texts, check_path
 from metamq.wire.compression import Codec, codec_named
 from metamq.zk.names import check_topic
 
@@ -60,7 +60,7 @@ class SinkOptions:
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
     """The options of a query that writes. Raises ConfigError, which names the option and the next step."""
     texts = Texts(given, OPTIONS, streaming, OPTIONS)
-    _check_path(given)
+    check_path(given, "topic")
     exactly = texts.choice("delivery", ("at_least_once", "exactly_once"), "at_least_once") == "exactly_once"
     return SinkOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
@@ -73,13 +73,6 @@ def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOpti
         transaction_timeout_s=_transaction_timeout_s(texts, exactly),
         fail_on_data_loss=_fail_on_data_loss(texts, exactly),
     )
-
-
-def _check_path(given: Mapping[str, str]) -> None:
-    """What save() and start() were given. A table's folder, which Spark makes up, is a URL."""
-    path = next((text for name, text in given.items() if name.lower() == "path"), None)
-    if path is not None and ":/" not in path:
-        raise ConfigError(f"a topic has no path, and {path!r} is one", hint="Name the topic: option 'topic'.")
 
 
 def _topic(texts: Texts) -> str | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import site
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 LOCAL_MASTER = "local[*,4]"
 """All cores; a task is tried up to four times, which `local[*]` does not."""
+
+FILE_SYSTEMS = "spark.hadoop.fs."
+"""Who configures file systems may have checkpoints elsewhere."""
 
 
 def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
@@ -41,7 +47,8 @@ def session(
     """A SparkSession with recommended_conf(), this Python for its workers, a Java, and the format `metamq`.
 
     `conf` is further configuration, and outranks what is recommended. Without `master` it is that of `conf`, of
-    $MASTER, or all cores of this machine. Raises ConfigError without pyspark, and without a Java of 17 or later.
+    $MASTER, or all cores of this machine; with a local one, checkpoints are taken for local files, unless `conf` has
+    settings of a file system. Raises ConfigError without pyspark, and without a Java of 17 or later.
     """
     try:
         from pyspark.sql import SparkSession
@@ -51,14 +58,45 @@ def session(
 
     settings = {name: str(value) for name, value in (conf or {}).items()}
     master = master or settings.get("spark.master") or os.environ.get("MASTER") or LOCAL_MASTER
-    is_local = master.partition("[")[0] == "local"
+    is_local = master.partition("[")[0] == "local" and not any(name.startswith(FILE_SYSTEMS) for name in settings)
     # The workers' Python is not in the configuration but here; `python3` of the PATH may be another one.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if SparkSession.getActiveSession() is None:
-        os.environ["JAVA_HOME"] = str(java_home())
     builder: Any = SparkSession.builder.appName(app_name).master(master)
     for name, value in {**recommended_conf(local_checkpoints=is_local), **settings}.items():
         builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    spark.dataSource.register(DefaultSource)  # an editable install is not found by itself
+    with contextlib.nullcontext() if _has_jvm() else _java():
+        spark: SparkSession = builder.getOrCreate()
+    if not is_discovered():
+        spark.dataSource.register(DefaultSource)
     return spark
+
+
+def _has_jvm() -> bool:
+    from pyspark import SparkContext
+
+    return getattr(SparkContext, "_gateway", None) is not None
+
+
+@contextlib.contextmanager
+def _java() -> Iterator[None]:
+    """Spark's launcher finds its Java in the environment."""
+    before = os.environ.get("JAVA_HOME")
+    os.environ["JAVA_HOME"] = str(java_home())
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["JAVA_HOME"]
+        else:
+            os.environ["JAVA_HOME"] = before
+
+
+def is_discovered() -> bool:
+    """Whether Spark finds the format by itself: its workers see a module in a folder that Python starts with.
+
+    An editable install is none. To register what is found as well is harmless, but Spark warns of it each time.
+    """
+    if os.environ.get("PYSPARK_PYTHON") != sys.executable:  # what is installed there is not known
+        return False
+    folders = [*site.getsitepackages(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return any(folder and Path(folder, "pyspark_metamq.py").is_file() for folder in folders)

@@ -88,10 +88,18 @@ def test_times_and_filters(spark: Any, running: Cluster) -> None:
             producer.send(topic, b"%d" % number, timestamp=datetime.fromtimestamp(1000 + number, UTC)).result()
     times = {"startingTimestamp": 1_003_000, "endingTimestamp": 1_006_000}
     assert values(load(spark, running, topic, **times)) == [b"3", b"4", b"5"]
-    frame = load(spark, running, topic, pushdown="true")
+    frame = load(spark, running, topic, pushdown="true", maxRecordsPerPartition=1)
+    assert tasks(frame) == 10
     narrow = frame.where("offset >= 2 and timestamp >= timestamp_seconds(1004) and offset < 9 and partition = '0-0'")
     assert values(narrow) == [b"4", b"5", b"6", b"7", b"8"]
+    assert tasks(narrow) == 5, "what the filters rule out is not read"
+    assert tasks(frame.where("timestamp > timestamp'1970-01-01 00:16:46 UTC'")) == 4, "from 1,006 s on"
+    assert tasks(frame.where("offset in (3, 5)")) == 3
     assert values(frame.where("topic = 'another'")) == []
+
+
+def tasks(frame: Any) -> int:
+    return int(frame.rdd.getNumPartitions())
 
 
 @pytest.mark.parametrize("face", ["read", "readStream"])

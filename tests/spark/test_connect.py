@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from metamq.spark_consumers.java import java_home
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 
@@ -83,7 +84,8 @@ def how_many():
 
 
 def run(command: list[str], place: Path) -> str:
-    done = subprocess.run(command, cwd=place, env=os.environ, capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, "JAVA_HOME": str(java_home())}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -48,7 +48,6 @@ def test_defaults_are_those_of_kafkas_source() -> None:
         LATEST,
     )
     assert batch.fail_on_data_loss
-    assert not batch.include_headers
     assert stream.max_trigger_delay_s == 900
 
 
@@ -106,6 +105,17 @@ def test_a_time_outranks_times_by_partition_and_these_outrank_offsets() -> None:
         ({"startingOffsets": '{"a": {"0": 1}}'}, False, "'startingOffsets': partition '0' is not"),
         ({"startingOffsets": '{"a": [1]}'}, False, "'a' has no map of partitions"),
         ({"startingTimestamp": "yesterday"}, False, "'startingTimestamp' is 'yesterday', not a time"),
+        ({"startingTimestamp": "1735689600000000"}, False, "not a time. Give the milliseconds"),
+        ({"startingTimestamp": "9" * 30}, False, "not a time. Give the milliseconds"),
+        ({"startingOffsetsByTimestamp": '{"a": {"0-0": 1735689600000000}}'}, False, "has the time 1735689600000000"),
+        ({"startingOffsetsByTimestampStrategy": "latest"}, False, "does nothing without 'startingTimestamp' or"),
+        ({"maxTriggerDelay": "5m"}, True, "'maxTriggerDelay' does nothing without 'minOffsetsPerTrigger'"),
+        ({"includeHeaders": "some"}, False, "'includeHeaders' is 'some'"),
+        ({"path": "flights"}, False, "a topic has no path, and 'flights' is one. Name the topic: option 'subscribe'"),
+        ({"fetchOffset.numRetries": "3"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
+        ({"fetchOffset.retryIntervalMs": "10"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
+        ({"kafkaConsumer.pollTimeoutMs": "10"}, False, "is Kafka's. Give `pollTimeoutMs`"),
+        ({"groupIdPrefix": "g"}, True, "is Kafka's. A query joins no group. `groupId` names"),
         ({"minPartitions": "0"}, False, "'minPartitions' is '0'"),
         ({"maxTriggerDelay": "5 fortnights"}, True, "'maxTriggerDelay' is '5 fortnights', not a time"),
         ({"failOnDataLoss": "perhaps"}, False, "'failOnDataLoss' is 'perhaps'. Choose 'true' or 'false'"),

