@@ -53,12 +53,20 @@ def content(location: str | None, query: str, batch_id: int) -> str:
     return hashlib.sha256(b"\n".join(lines[2:])).hexdigest()[:32] if len(lines) > 2 else ""
 
 
-def newest_finished(location: str) -> int | None:
-    """The batch that Spark has noted last as done, for what is in a folder of this machine; None where it is not."""
-    path = _local(location)
-    if path is None:
+def local_folder(location: str | None) -> Path | None:
+    """Of a checkpoint that is on this machine; None where it is not."""
+    if location is None:
         return None
-    return max((int(one.name) for one in (path / "commits").glob("*") if one.name.isdecimal()), default=-1)
+    if location.startswith("file:"):
+        from urllib.parse import unquote, urlsplit
+
+        return Path(unquote(urlsplit(location).path))
+    return None if "://" in location else Path(location)
+
+
+def newest_finished(folder: Path) -> int:
+    """The batch that Spark has noted last as done; -1 before the first."""
+    return max((int(one.name) for one in (folder / "commits").glob("*") if one.name.isdecimal()), default=-1)
 
 
 _unreadable: set[str] = set()
@@ -68,7 +76,7 @@ _unreadable: set[str] = set()
 def _read(location: str | None, name: str) -> bytes:
     if location is None:
         raise OSError("its place is not among the sink's options")
-    path = _local(location)
+    path = local_folder(location)
     if path is not None:
         return (path / name).read_bytes()
     if location in _unreadable:
@@ -79,14 +87,8 @@ def _read(location: str | None, name: str) -> bytes:
         system, place = fs.FileSystem.from_uri(location)
         with system.open_input_stream(f"{place}/{name}") as file:
             return bytes(file.read())
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError):
         _unreadable.add(location)
         raise
-
-
-def _local(location: str) -> Path | None:
-    if location.startswith("file:"):
-        from urllib.parse import unquote, urlsplit
-
-        return Path(unquote(urlsplit(location).path))
-    return None if "://" in location else Path(location)

@@ -89,6 +89,11 @@ class Decision:
         """Whether it is to be committed."""
         return attempt in self.winners
 
+    @property
+    def brokers(self) -> set[int]:
+        """Where it has branches."""
+        return {broker_id for at in self.winners.values() for broker_id in at}
+
     def to_json(self) -> bytes:
         """For its node."""
         winners = {attempt: {str(one): history for one, history in at.items()} for attempt, at in self.winners.items()}

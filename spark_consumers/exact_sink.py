@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.checkpoint import checkpoint_id, content, known_id, named, newest_finished
+from metamq.spark_consumers.checkpoint import checkpoint_id, content, known_id, local_folder, named, newest_finished
 from metamq.spark_consumers.decision_store import Owner
 from metamq.spark_consumers.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.gathering import Gatherer
@@ -72,15 +72,15 @@ def refuse_half_done(options: SinkOptions, location: str | None) -> None:
 
     Raises ConfigError; ConnectError. Where it cannot be seen nothing is said.
     """
-    query = known_id(location)
-    if query is None or location is None or query in _never_exact:
+    folder = local_folder(location)
+    query = None if folder is None else known_id(location)
+    if folder is None or query is None or query in _never_exact:
         return
     client = sink_client(options)
     decided = client.background.run(client.committer(query, Owner(query)).newest_decided())
-    newest = newest_finished(location)
     if decided is None:
         _never_exact.add(query)
-    elif newest is not None and decided > newest:
+    elif decided > newest_finished(folder):
         raise ConfigError(
             f"batch {decided} of this query was written exactly once, and Spark is about to write it again",
             hint="Start the query once with delivery=exactly_once and trigger(availableNow=True): that ends the batch.",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.checkpoint import checkpoint_id, content, named, newest_finished
+from metamq.spark_consumers.checkpoint import checkpoint_id, content, local_folder, named, newest_finished
 from metamq.spark_consumers.decisions import (
     RUNS,
     BranchName,
@@ -139,8 +139,9 @@ def test_what_a_checkpoint_tells(tmp_path: Path) -> None:
     assert digest("2", '{"a":1}', '{"b":2}') == first
     assert digest("2", '{"a":1}', '{"b":3}') not in (first, "")
     assert digest("1", '{"a":1}', '{"b":2}', query="another") == content(str(place), "the-id", 8) == ""
-    assert newest_finished(str(place)) == -1
+    assert newest_finished(place) == -1
     for name in ("3", "12", ".12.crc"):
         (place / "commits" / name).touch()
-    assert newest_finished(place.as_uri()) == 12
-    assert newest_finished("s3a://elsewhere") is None
+    assert newest_finished(place) == 12
+    assert local_folder(place.as_uri()) == local_folder(str(place)) == place
+    assert local_folder("s3a://elsewhere") is local_folder(None) is None

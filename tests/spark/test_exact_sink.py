@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from metamq.spark_consumers.checkpoint import checkpoint_id
-from metamq.spark_consumers.decision_store import Owner
+from metamq.spark_consumers.decision_store import DecisionStore, Owner
 from metamq.spark_consumers.sink_client import SinkClient
 from metamq.spark_consumers.sink_options import parse_sink_options
 from metamq.testing import Cluster
@@ -43,6 +44,7 @@ def test_a_write_that_fails_has_written_nothing(spark: Any, running: Cluster, to
         write(frame, running, topic=topic, **EXACTLY)
     assert values(running, topic) == Counter()
     assert open_branches(running) == []
+    assert _asked(running, lambda store: store.jobs()) == []
 
 
 @pytest.mark.timeout(240)
@@ -111,11 +113,14 @@ def test_whose_a_batch_is_by_its_checkpoint(spark: Any, running: Cluster, topic:
 
 
 def _runs(running: Cluster, sink: str) -> tuple[str, ...]:
-    options = {"zookeeper": running.zookeeper, "topic": "t", **EXACTLY}
-    client = SinkClient(parse_sink_options(options, streaming=True))
+    known = _asked(running, lambda store: store.sink(sink))
+    return tuple(known.state.runs)
+
+
+def _asked(running: Cluster, ask: Callable[[DecisionStore], Any]) -> Any:
+    """What ZooKeeper has of sinks."""
+    client = SinkClient(parse_sink_options({"zookeeper": running.zookeeper, **EXACTLY}, streaming=True))
     try:
-        known = client.background.run(client.committer(sink, Owner(sink)).store.sink(sink))
+        return client.background.run(ask(client.committer("any", Owner("any")).store))
     finally:
         client.close()
-    assert known is not None
-    return known.state.runs
