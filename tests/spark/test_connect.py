@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 from metamq.spark_consumers.java import java_home
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
+from tests.spark.test_sink import values
+from tests.spark.test_stream_source import numbers
 
 CLIENT = """
 import sys, time
 from pyspark.sql import SparkSession
 from metamq.spark_consumers import LagListener
 
-remote, zookeeper, topic, to, place = sys.argv[1:]
+remote, zookeeper, topic, to, copy, place = sys.argv[1:]
+exactly = {"zookeeper": zookeeper, "delivery": "exactly_once"}
 spark = SparkSession.builder.remote(remote).getOrCreate()
 assert "connect" in type(spark).__module__
 options = {"zookeeper": zookeeper, "subscribe": topic, "startingOffsets": "earliest"}
@@ -27,16 +31,16 @@ found = [spark.read.format("metamq").options(**options).load().count()]
 spark.sql(f"CREATE TEMPORARY VIEW messages USING metamq OPTIONS (zookeeper '{zookeeper}', subscribe '{topic}')")
 found.append(spark.sql("SELECT count(value) FROM messages").collect()[0][0])
 frame = spark.range(7).selectExpr("cast(id as string) AS value")
-frame.write.format("metamq").options(zookeeper=zookeeper, topic=to).mode("append").save()
+frame.write.format("metamq").options(**exactly, topic=to).mode("append").save()
 found.append(spark.read.format("metamq").options(zookeeper=zookeeper, subscribe=to).load().count())
 told = []
 listener = LagListener(on_lag=told.append)
 spark.streams.addListener(listener)
 stream = spark.readStream.format("metamq").options(**options, maxOffsetsPerTrigger=30).load()
-writer = stream.writeStream.format("parquet").option("checkpointLocation", place + "/checkpoint")
-query = writer.trigger(availableNow=True).start(place + "/out")
+writer = stream.select("key", "value").writeStream.format("metamq").options(**exactly, topic=copy)
+query = writer.option("checkpointLocation", place + "/checkpoint").trigger(availableNow=True).start()
 assert query.awaitTermination(100)
-found.append(spark.read.parquet(place + "/out").select("value").distinct().count())
+found.append(spark.read.format("metamq").options(zookeeper=zookeeper, subscribe=copy).load().count())
 deadline = time.monotonic() + 30
 while len(told) < 4 and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -94,10 +98,12 @@ def run(command: list[str], place: Path) -> str:
 def test_a_client_of_spark_connect_reads_and_writes_by_sql_too_and_as_a_stream(
     connect: str, running: Cluster, tmp_path: Path
 ) -> None:
-    topic, to = new_topic(running, 1), new_topic(running, 1)
-    send(running, topic, [b"%d" % number for number in range(100)])
-    said = run([sys.executable, "-c", CLIENT, connect, running.zookeeper, topic, to, str(tmp_path)], tmp_path)
+    topic, to, copy = (new_topic(running, 1) for _ in range(3))
+    send(running, topic, numbers(0, 100))
+    said = run([sys.executable, "-c", CLIENT, connect, running.zookeeper, topic, to, copy, str(tmp_path)], tmp_path)
     assert said.splitlines()[-2:] == ["found [100, 100, 7, 100] [70, 40, 10, 0]", "True"]
+    assert values(running, to) == Counter(numbers(0, 7))
+    assert values(running, copy) == Counter(numbers(0, 100))
 
 
 @pytest.mark.timeout(240)

@@ -1,14 +1,12 @@
-"""A driver that is killed with -9 again and again, JVM and all, and started anew on its checkpoint."""
+"""A driver that is killed with -9 at each point of a batch, JVM and all, and started anew on its checkpoint."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,27 +15,32 @@ import pytest
 from metamq.testing import Cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
+from tests.spark.dying_sink import POINTS
 from tests.spark.test_exact_sink import open_branches
 from tests.spark.test_sink import values
 from tests.spark.test_stream_source import numbers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KILLS = 4
-MESSAGES = 2000
+A_BATCH = 40
+MESSAGES = A_BATCH * (len(POINTS) + 2)
 
 PROGRAM = """
 import sys
 from metamq.spark_consumers import session
+from tests.spark.dying_sink import DyingSource
 
-place, zookeeper, source, sink = sys.argv[1:]
+place, zookeeper, source, sink, a_batch, point, batch = sys.argv[1:]
 conf = {"spark.ui.enabled": "false", "spark.sql.warehouse.dir": f"{place}/tables", "spark.driver.host": "127.0.0.1",
         "spark.driver.memory": "1g", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 spark = session("killed", "local[2,4]", conf)
-options = {"zookeeper": zookeeper, "subscribe": source, "startingOffsets": "earliest", "maxOffsetsPerTrigger": 40}
+spark.dataSource.register(DyingSource)
+options = {"zookeeper": zookeeper, "subscribe": source, "startingOffsets": "earliest", "maxOffsetsPerTrigger": a_batch}
 frame = spark.readStream.format("metamq").options(**options).load().select("key", "value")
 options = {"zookeeper": zookeeper, "topic": sink, "delivery": "exactly_once"}
-writer = frame.writeStream.format("metamq").options(**options).option("checkpointLocation", f"{place}/checkpoint")
-query = writer.trigger(availableNow=True).start()
+if point:
+    options |= {"point": point, "batch": batch, "mark": f"{place}/{point}"}
+writer = frame.writeStream.format("dying" if point else "metamq").options(**options)
+query = writer.option("checkpointLocation", f"{place}/checkpoint").trigger(availableNow=True).start()
 query.awaitTermination()
 print("done", flush=True)
 """
@@ -45,22 +48,28 @@ print("done", flush=True)
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_driver_that_is_killed_at_any_moment_has_written_each_row_once(running: Cluster, tmp_path: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    chance = random.Random(seed)
+def test_a_driver_that_is_killed_at_each_point_of_a_batch_has_written_each_row_once(
+    running: Cluster, tmp_path: Path
+) -> None:
+    """Each at a batch of its own, behind that which the one before was killed at."""
     source, sink = new_topic(running), new_topic(running, 3)
     send(running, source, numbers(0, MESSAGES), keys=numbers(0, MESSAGES))
-    for kill in range(KILLS):
-        driver = _started(tmp_path, running, source, sink)
+    stored = 0
+    for number, point in enumerate(POINTS):
+        driver = _started(tmp_path, running, source, sink, point, number)
         try:
-            reached = kill * MESSAGES // (KILLS + 1)
-            wait_until(lambda reached=reached: sum(values(running, sink).values()) > reached, 120, "some batches")
-            time.sleep(chance.random() * 0.5)  # where in a batch it is killed is not to be known
+            wait_until(lambda p=point, d=driver: (tmp_path / p).exists() or d.poll() is not None, 120, point)  # type: ignore[misc]
+            assert (tmp_path / point).exists(), (tmp_path / "log").read_text()[-3000:]
         finally:
             _kill(driver)
-        assert max(values(running, sink).values()) == 1
-    last = _started(tmp_path, running, source, sink)
+        assert len(open_branches(running)) >= (point != "committed")
+        found = values(running, sink)
+        assert max(found.values(), default=1) == 1
+        batches = number + (point == "committed")
+        assert abs(sum(found.values()) - A_BATCH * batches) < (A_BATCH if point == "one committed" else 5)
+        assert sum(found.values()) >= stored
+        stored = sum(found.values())
+    last = _started(tmp_path, running, source, sink, "", 0)
     try:
         out, _ = last.communicate(timeout=300)
     finally:
@@ -70,13 +79,14 @@ def test_a_driver_that_is_killed_at_any_moment_has_written_each_row_once(running
     assert open_branches(running) == []
 
 
-def _started(place: Path, running: Cluster, source: str, sink: str) -> subprocess.Popen[str]:
+def _started(place: Path, running: Cluster, source: str, sink: str, point: str, batch: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"}
-    arguments = [sys.executable, "-c", PROGRAM, str(place), running.zookeeper, source, sink]
+    arguments = [str(place), running.zookeeper, source, sink, str(A_BATCH), point, str(batch)]
     with (place / "log").open("a") as log:
         return subprocess.Popen(
-            arguments, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        )
+            [sys.executable, "-c", PROGRAM, *arguments],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+        )  # fmt: skip
 
 
 def _kill(driver: subprocess.Popen[str]) -> None:

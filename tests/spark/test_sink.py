@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from metamq.spark_consumers.sink import has_run
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
@@ -103,6 +104,18 @@ def _marking(mark: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
     return each
 
 
+def test_a_query_has_run_once_its_checkpoint_has_a_batch(tmp_path: Path) -> None:
+    """Its driver then waits for ZooKeeper; before, an address that is wrong is told."""
+    assert not has_run(f"file://{tmp_path}/new")
+    (tmp_path / "commits").mkdir()
+    assert not has_run(str(tmp_path))
+    (tmp_path / "commits" / "0").touch()
+    assert has_run(str(tmp_path))
+    assert has_run(f"file://{tmp_path}")
+    for unseen in ("s3a://not/to/be/seen", None):
+        assert has_run(unseen)
+
+
 def test_a_topic_is_not_overwritten(spark: Any, running: Cluster, topic: str) -> None:
     frame = spark.range(1).selectExpr("cast(id as string) value")
     with pytest.raises(Exception, match="a topic cannot be overwritten"):
@@ -175,7 +188,7 @@ def own(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
+@pytest.mark.parametrize("delivery", ["at_least_once", pytest.param("exactly_once", marks=pytest.mark.long)])
 def test_a_write_outlives_a_broker_a_master_and_zookeeper(
     spark: Any, small_batches: None, own: Cluster, tmp_path: Path, delivery: str
 ) -> None:

@@ -32,8 +32,15 @@ def test_the_snippets_of_spark_run_as_printed(
             # Relative paths would be below the JVM's working folder.
             here = re.sub(r'"(out|checkpoint[a-z-]*)"', lambda name: repr(str(tmp_path / name[1])), snippet)
             exec(compile(here, str(DOCUMENT), "exec"), names)
-        for query in spark.streams.active:
+        streams = spark.streams.active
+        assert len(streams) == 2
+        for number in range(2):  # streams begin at the end: before the first message here they have found it
+            for query in streams:
+                query.processAllAvailable()
+            send(running, "flights", [b"JFK to MIA %d" % number])
+        for query in streams:
             query.processAllAvailable()
+        parquet = spark.read.parquet(str(tmp_path / "out")).selectExpr("cast(value AS string) AS value").collect()
     finally:
         for query in spark.streams.active:
             query.stop()
@@ -41,4 +48,7 @@ def test_the_snippets_of_spark_run_as_printed(
         if "lag" in names:
             spark.streams.removeListener(names["lag"])
     assert "EWR to IAH" in capfd.readouterr().out
+    flown = {f"JFK to MIA {number}" for number in range(2)}
+    assert sorted(row.value for row in parquet) == sorted(flown)
+    assert values(running, "copy") == {value.encode(): 1 for value in flown}
     assert values(running, "loud") == {b"EWR TO IAH": 1}

@@ -11,7 +11,6 @@ import pytest
 
 from metamq.client.branches import TxClient
 from metamq.errors import ConfigError, ConnectError, MetamqError, TryLater
-from metamq.spark_consumers.checkpoints import has_run
 from metamq.spark_consumers.decisions import BranchName, new_attempt
 from metamq.spark_consumers.gathering import Gatherer
 from metamq.spark_consumers.sink_client import SinkClient, sink_client
@@ -196,15 +195,3 @@ def test_zookeeper_is_tried_once_at_first_contact_and_waited_for_later(
     with pytest.raises(MetamqError):
         sink_client(wrong, is_first=is_first)
     assert tried == tries
-
-
-def test_a_query_has_run_once_its_checkpoint_has_a_batch(tmp_path: Path) -> None:
-    assert has_run(None)
-    assert not has_run(str(tmp_path))
-    assert not has_run(f"file://{tmp_path}/new")
-    (tmp_path / "commits").mkdir()
-    assert not has_run(str(tmp_path))
-    (tmp_path / "commits" / "0").touch()
-    assert has_run(str(tmp_path))
-    assert has_run(f"file://{tmp_path}")
-    assert has_run("s3a://not/to/be/seen")
