@@ -10,7 +10,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from metamq.client.columnar import ColumnarBatch
 from metamq.errors import ConfigError
-from metamq.spark_consumers.checkpoint import newest_finished
+from metamq.spark_consumers.checkpoint import local_folder, newest_finished
 from metamq.spark_consumers.gathering import Gathered, Gatherer
 from metamq.spark_consumers.sink_client import sink_client
 from metamq.spark_consumers.sink_options import SinkOptions, check_sink_columns, parse_sink_options
@@ -35,7 +35,8 @@ def sink_options(given: dict[str, str], schema: StructType, overwrite: bool, *, 
 
 def has_run(checkpoint: str | None) -> bool:
     """Whether a streaming query has ended a batch before; also where that cannot be seen."""
-    return checkpoint is None or newest_finished(checkpoint) != -1
+    folder = local_folder(checkpoint)
+    return folder is None or newest_finished(folder) != -1
 
 
 @dataclass
