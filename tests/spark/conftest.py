@@ -18,6 +18,7 @@ WITHOUT_SPARK = {
     "test_decision_rules.py",
     "test_exact_decisions.py",
     "test_exact_jobs.py",
+    "test_exact_lives.py",
     "test_fetch.py",
     "test_gathering.py",
     "test_lag.py",

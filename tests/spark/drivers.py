@@ -66,10 +66,12 @@ class Driver:
             name = BranchName(self.sink, batch_id, new_attempt(task, 0))
             branches = self.client.background.run(self.client.branches(name))
             gatherer = Gatherer(self.client.options.topic, self.client.topic)
-            some = values[task::tasks]
+            some = pa.array(values[task::tasks], pa.string())
             rows = pa.record_batch({"value": some, "key": some})
             branches.add((one, self.client.topic(one.target.topic)) for one in [*gatherer.add(rows), *gatherer.rest()])
-            attempts[name.attempt] = self.client.background.run(branches.prepare())
+            histories = self.client.background.run(branches.prepare())
+            if histories:
+                attempts[name.attempt] = histories
         return attempts
 
     def committer(self) -> Committer:
