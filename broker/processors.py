@@ -307,9 +307,10 @@ class Processors:
     def _offset(self, entry: OffsetsEntry) -> OffsetsResult:
         try:
             partition = self.find(entry.topic, entry.topic_id, entry.partition)
-            _is_sure, error = parted(partition, entry.offset, entry.epoch, self)
-            if error is not None:
-                raise error
+            if entry.offset >= 0:  # who goes on from there wants the last word
+                _is_sure, error = parted(partition, entry.offset, entry.epoch, self)
+                if not self.is_master or error is not None:
+                    raise error or self.not_master.with_traceback(None)
             log = partition.log
             offset, timestamp_us = log.stable_offset, -1
             if entry.timestamp_us == EARLIEST:

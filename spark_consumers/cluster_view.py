@@ -104,11 +104,11 @@ class ClusterView:
         asked: Mapping[TopicPartition, tuple[str, int]],
         come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
     ) -> dict[TopicPartition, Found]:
-        """For partition -> (topic id, a time in microseconds or EARLIEST, LATEST) each one's answer or error.
+        """For partition -> (topic id, a time in microseconds or EARLIEST, LATEST) its master's answer, or an error.
 
-        `come_to`: up to where a partition was read, and the epoch of the message before that.
+        `come_to`: up to where partitions were read, and the epoch of the message before that. Others are at the start.
         """
-        return self._run(ask_offsets(self._cluster, asked, come_to or {}))
+        return self._run(ask_offsets(self._cluster, asked, {**dict.fromkeys(asked, (0, -1)), **(come_to or {})}))
 
     def replicas(
         self, partitions: Collection[TopicPartition], *, with_slaves: bool

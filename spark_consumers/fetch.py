@@ -278,8 +278,8 @@ class _Fetching:
             self._ended_early_s = now
         if now - self._ended_early_s > self._task.poll_timeout_s:
             stable = result.stable_offset if result is not None else self._offset
-            lost = OffsetOutOfRange(str(self._wanted.tp), self._wanted.end, self._offset, stable)
-            lost.hint = "The query was planned with messages that the log does not have any more."
+            reason = "the query was planned with messages that the log does not have any more"
+            lost = OffsetOutOfRange(str(self._wanted.tp), self._wanted.end, self._offset, stable, reason)
             self._lost(lost, self._wanted.end)
 
     def _time_is_over(self) -> bool:
@@ -316,7 +316,7 @@ class _Fetching:
         """Raises, or leaves out what is gone."""
         if self._task.fail_on_data_loss:
             if isinstance(error, OffsetOutOfRange):
-                error.hint += " To go on without what is gone: failOnDataLoss=false."
+                error.hint = "To go on without what is gone: failOnDataLoss=false."
             raise error
         go_on_at = min(go_on_at, self._wanted.end)
         log.warning(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from metamq.client.admin_brokers import Found
-from metamq.errors import MetamqError
+from metamq.errors import MetamqError, TopicNotFound
 from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.fetch import FetchTask
@@ -79,14 +79,11 @@ def ask(
 
 
 def ask_until_answered(
-    view: ClusterView,
-    questions: Mapping[TopicPartition, tuple[str, int]],
-    timeout_s: float,
-    come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+    view: ClusterView, questions: Mapping[TopicPartition, tuple[str, int]], timeout_s: float
 ) -> dict[TopicPartition, OffsetsResult]:
     """As ask(), with what to ask for."""
     answers: dict[TopicPartition, OffsetsResult] = {}
-    for tp, found in ask_until_settled(view, questions, timeout_s, come_to).items():
+    for tp, found in ask_until_settled(view, questions, timeout_s).items():
         if not isinstance(found, OffsetsResult):
             raise found
         answers[tp] = found
@@ -99,13 +96,16 @@ def ask_until_settled(
     timeout_s: float,
     come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
 ) -> dict[TopicPartition, Found]:
-    """Asks again while there are errors that may pass. Raises one that does not in time."""
+    """Asks again while there are errors that may pass. Raises one that does not in time.
+
+    That a broker does not know a topic which ZooKeeper has may pass, too: one of them is new.
+    """
     deadline = time.monotonic() + timeout_s
     settled: dict[TopicPartition, Found] = {}
     left = dict(questions)
     while left:
         for tp, found in view.offsets(left, come_to).items():
-            if isinstance(found, OffsetsResult) or not found.retriable:
+            if isinstance(found, OffsetsResult) or not (found.retriable or isinstance(found, TopicNotFound)):
                 settled[tp] = found
                 del left[tp]
             elif time.monotonic() > deadline:

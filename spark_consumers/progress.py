@@ -87,6 +87,21 @@ def begin(
     return begun
 
 
+def reachable(
+    target: Places, before: Places, answers: Mapping[TopicPartition, Found]
+) -> dict[TopicPartition, StreamPlace]:
+    """The target as far as it is to be had: of a log that parted from what was read, only up to there.
+
+    Nothing of what is behind was there when the target was fixed, unless that was done in the new log.
+    """
+    found = dict(target)
+    for tp, place in target.items():
+        answer = answers.get(tp)
+        if isinstance(answer, OffsetDiverged) and place.epoch <= before[tp].epoch:
+            found[tp] = StreamPlace(place.topic_id, answer.agreed, answer.epoch)
+    return found
+
+
 def step(
     before: Places,
     begun: dict[TopicPartition, StreamPlace],
@@ -107,9 +122,7 @@ def step(
             ends[tp] = _end(place, answers.get(tp))
         elif _is_in(limits.target, tp, place):
             bound = limits.target[tp]
-            # A target in a log that has parted from it is not gone for before the next look.
-            is_ahead = bound.offset > place.offset and not isinstance(loss, OffsetDiverged)
-            ends[tp] = bound if is_ahead else place
+            ends[tp] = bound if bound.offset > place.offset else place
         elif known is not None:
             ends[tp] = place
     begun = {tp: begun[tp] for tp in ends}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from metamq.client.admin_brokers import Found
-from metamq.errors import MetamqError
+from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange
 from metamq.spark_consumers import planning, progress
 from metamq.spark_consumers.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.fetch import FetchTask
@@ -67,8 +67,7 @@ class StreamPlanner:
         view = self._opened()
         present = view.partitions(self._options.subscription, missing_ok=True)
         questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
-        from_start = dict.fromkeys(present, (0, -1))  # for the epochs
-        self._at_start = planning.ask_until_answered(view, questions, self._options.poll_timeout_s, from_start)
+        self._at_start = planning.ask_until_answered(view, questions, self._options.poll_timeout_s)
         self._target = {
             tp: StreamPlace(present[tp], answer.stable_offset, answer.epoch) for tp, answer in self._at_start.items()
         }
@@ -108,11 +107,7 @@ class StreamPlanner:
         self, view: ClusterView, done: Places, present: Topics, is_only_batch: bool
     ) -> dict[TopicPartition, Found]:
         questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
-        # Of a partition that is new the epochs are told from its start.
-        come_to = {
-            tp: done[tp][1:] if tp in done and done[tp].topic_id == topic_id else (0, -1)
-            for tp, topic_id in present.items()
-        }
+        come_to = {tp: place[1:] for tp, place in done.items() if present.get(tp) == place.topic_id}
         if is_only_batch:
             answers = planning.ask_until_settled(view, questions, self._options.poll_timeout_s, come_to)
         else:
@@ -121,8 +116,10 @@ class StreamPlanner:
         for tp, answer in answers.items():
             if isinstance(answer, OffsetsResult):
                 self._ends[tp] = answer.stable_offset
-            elif answer.retriable and self._is_of_target(tp, present[tp]):
+            elif not isinstance(answer, OffsetDiverged) and self._is_of_target(tp, present[tp]):
                 answers[tp] = self._at_start[tp]
+        if self._target is not None:
+            self._target = progress.reachable(self._target, done, answers)
         return answers
 
     def _is_of_target(self, tp: TopicPartition, topic_id: str) -> bool:
@@ -142,7 +139,8 @@ class StreamPlanner:
 
     def _lost(self, losses: list[MetamqError]) -> None:
         if losses and self._options.fail_on_data_loss:
-            losses[0].hint += " To go on without what is gone: failOnDataLoss=false."
+            kept = "" if isinstance(losses[0], OffsetOutOfRange) else f"{losses[0].hint} "  # else it is for consumers
+            losses[0].hint = f"{kept}To go on without what is gone: failOnDataLoss=false."
             raise losses[0]
         for loss in losses:
             if str(loss) not in self._told:

@@ -148,7 +148,7 @@ class OffsetsEntry(NamedTuple):
     partition: int
     timestamp_us: int
     offset: int = -1
-    """Where the asker has come to, -1: nowhere. What of the log is behind is told by epochs."""
+    """Where the asker has come to, -1: nowhere. What of the log is behind is told by epochs, by a master only."""
     epoch: int = -1
     """Of the message before that; -1: not known. The broker looks whether its log has the same up to there
     (OffsetDiverged)."""

@@ -94,6 +94,9 @@ def test_an_accepted_loss_of_what_was_read_is_noticed_and_what_took_its_place_is
                 assert query.batch()
             read = query.seen()
             _end, planned = query.planned()
+            late = Query(running, failOnDataLoss="false", maxOffsetsPerTrigger="300")
+            late.planner.fix_target()
+            assert late.batch()
             group.replicas[0].kill()
             slave.start()
             group.promote(1, accept_loss=True)
@@ -109,6 +112,11 @@ def test_an_accepted_loss_of_what_was_read_is_noticed_and_what_took_its_place_is
             query.run_available_now()
             assert query.seen() == read + Counter(new)
             assert read == Counter((both + gone)[: sum(read.values())])
+            rest = next(number for number in range(10) if not late.batch())
+            assert rest < 5, "what its target was in is gone: it ends all the same"
+            late.opened()
+            late.run_available_now()
+            assert late.seen() == Counter(both + new)
         finally:
             slave.kill()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from metamq.client.admin_brokers import Found
 from metamq.errors import ConnectError, CorruptData, MetamqError, OffsetDiverged, TopicNotFound
 from metamq.spark_consumers.admission import admit, is_enough
-from metamq.spark_consumers.progress import Limits, Step, begin, lost_partitions, step
+from metamq.spark_consumers.progress import Limits, Step, begin, lost_partitions, reachable, step
 from metamq.spark_consumers.publishing import Publisher
 from metamq.spark_consumers.stream_offsets import (
     START,
@@ -149,9 +149,10 @@ def test_what_was_read_and_given_up_is_a_loss_and_what_is_there_now_is_read() ->
     assert found.offset == StreamOffset({A0: place(2500)}, {A0: place(2500)})
     further = stepped({A0: place(2500)}, {A0: answer(6000, epoch=2, epochs=[(2, 6000)])}, most=1000).offset
     assert further == StreamOffset({A0: place(2500)}, {A0: place(3500, 2)})
-    # Nor is the target of a query that ends with what there was gone for.
-    found = stepped({A0: place(3000)}, {A0: parted}, target={A0: place(5000)})
-    assert found.offset == StreamOffset({A0: place(2500)}, {A0: place(2500)})
+    # A query that ends with what there was at its start ends there.
+    before, answers = {A0: place(3000)}, {A0: parted, A1: AWAY}
+    assert reachable({A0: place(5000), A1: place(7)}, before, answers) == {A0: place(2500), A1: place(7)}
+    assert reachable({A0: place(5000, 2)}, before, answers) == {A0: place(5000, 2)}, "fixed in the new log"
 
 
 def test_a_gap_is_passed_over_at_once() -> None:

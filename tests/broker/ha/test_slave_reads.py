@@ -257,6 +257,9 @@ def test_a_slave_waits_for_what_is_to_come_and_refuses_what_is_the_masters(group
             assert found[0].epoch == -1, "of the message before"
             assert found[1].epoch >= 1
             epochs.append(found[1].epoch)
+            with_a_place = [OffsetsEntry(topic, identity, 0, LATEST, 0)]
+            (one,) = unpack_list(OffsetsResult, await connection.request(Command.OFFSETS, with_a_place, timeout_s=60))
+            assert isinstance(status.decode_error(one.status, one.error), Fenced), "only a master has the last word"
             opened = [GetPartition(1, topic, identity, 0)]
             for ahead in (0, 1, 1000):
                 poll = Get(100, 1, 1 << 20, 1 << 20, opened, [(1, len(values) + ahead)], [])
