@@ -1,8 +1,8 @@
 """What a streaming query's checkpoint tells the driver: the query's id, and what a batch was made from.
 
 Spark writes `metadata` with the id when the query is new, and `offsets/<batch>` before it runs a batch: a version, a
-line about the run, and a line for each source. A batch that is run again finds the file as it was. Where the checkpoint
-is no place that Python can read, nothing is known.
+line about the run, and a line for each source. A batch that is run again finds the file as it was. Only what is in a
+folder of this machine, mounted ones too, is read for each batch: what a store or HDFS would take is not to be known.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def named(sink_id: str | None, query: str | None, batch: str | None) -> tuple[st
 
 
 def checkpoint_id(location: str | None) -> str:
-    """The id that Spark has written into a query's checkpoint. Raises ConfigError."""
+    """The id that Spark has written into a query's checkpoint, wherever pyarrow can read. Raises ConfigError."""
     try:
         return str(json.loads(_read(location, "metadata"))["id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -34,20 +34,21 @@ def checkpoint_id(location: str | None) -> str:
         raise ConfigError(f"the query's id is not in its checkpoint: {error}", hint=hint) from None
 
 
-def known_id(location: str | None) -> str | None:
-    """The same; None where it cannot be read."""
+def known_id(folder: Path | None) -> str | None:
+    """The same; None where the checkpoint is no folder of this machine, or there is none yet."""
     try:
-        return checkpoint_id(location)
+        return None if folder is None else checkpoint_id(str(folder))
     except ConfigError:
         return None
 
 
 def content(location: str | None, query: str, batch_id: int) -> str:
-    """A digest of what a batch was made from; empty where it cannot be read."""
-    if known_id(location) != query:  # what is at that place here is not the query's
+    """A digest of what a batch was made from; empty where the checkpoint is no folder of this machine."""
+    folder = local_folder(location)
+    if folder is None or known_id(folder) != query:  # what is at that place here is not the query's
         return ""
     try:
-        lines = _read(location, f"offsets/{batch_id}").splitlines()
+        lines = (folder / "offsets" / str(batch_id)).read_bytes().splitlines()
     except OSError:
         return ""
     return hashlib.sha256(b"\n".join(lines[2:])).hexdigest()[:32] if len(lines) > 2 else ""
@@ -69,26 +70,14 @@ def newest_finished(folder: Path) -> int:
     return max((int(one.name) for one in (folder / "commits").glob("*") if one.name.isdecimal()), default=-1)
 
 
-_unreadable: set[str] = set()
-"""Places that are no folders and could not be read: each batch would try again, and some take long to fail."""
-
-
 def _read(location: str | None, name: str) -> bytes:
     if location is None:
         raise OSError("its place is not among the sink's options")
-    path = local_folder(location)
-    if path is not None:
-        return (path / name).read_bytes()
-    if location in _unreadable:
-        raise OSError("it could not be read before")
+    folder = local_folder(location)
+    if folder is not None:
+        return (folder / name).read_bytes()
     from pyarrow import fs
 
-    try:
-        system, place = fs.FileSystem.from_uri(location)
-        with system.open_input_stream(f"{place}/{name}") as file:
-            return bytes(file.read())
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError):
-        _unreadable.add(location)
-        raise
+    system, place = fs.FileSystem.from_uri(location)
+    with system.open_input_stream(f"{place}/{name}") as file:
+        return bytes(file.read())

@@ -73,7 +73,7 @@ def refuse_half_done(options: SinkOptions, location: str | None) -> None:
     Raises ConfigError; ConnectError. Where it cannot be seen nothing is said.
     """
     folder = local_folder(location)
-    query = None if folder is None else known_id(location)
+    query = known_id(folder)
     if folder is None or query is None or query in _never_exact:
         return
     client = sink_client(options)
@@ -152,7 +152,7 @@ class ExactStreamWriter(DataSourceStreamArrowWriter):
     def __init__(self, options: SinkOptions, checkpoint: str | None) -> None:
         self._options = options
         self._checkpoint = checkpoint
-        query = None if options.sink_id is None else known_id(checkpoint)
+        query = None if options.sink_id is None else known_id(local_folder(checkpoint))
         if query is not None:
             claim(options, None, Owner(query))
 
