@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
@@ -32,7 +33,9 @@ SILENT_S = 60.0
 
 
 class CommitLost(MetamqError):
-    """What was decided may be lost, by a promotion with an accepted loss."""
+    """What was decided may be lost, by a promotion with an accepted loss, or is, by an operator."""
+
+    hint = "Compare what is there with the source. Go on with the option failOnDataLoss=false."
 
 
 class BranchEnds:
@@ -54,7 +57,7 @@ class BranchEnds:
         """Returns once all of them are committed. Raises CommitLost, unless that is accepted; OutcomeUnknown,
         ConnectError: to be called again."""
         client = TxClient(self.cluster)
-        lost: dict[int, int] = {}
+        lost: Counter[str] = Counter()
 
         async def commit(one: tuple[str, int, str]) -> None:
             attempt, broker_id, history = one
@@ -63,21 +66,18 @@ class BranchEnds:
                 await client.ask(branch, [Verb.COMMIT], timeout_s=answer_s)
             except BranchNotKnown as error:  # it was prepared, and nothing but a commit ends it: it is committed
                 if not error.finished and branch.history != history:
-                    lost[broker_id] = lost.get(broker_id, 0) + 1
+                    lost[f"unknown to broker {broker_id}, where a promotion has accepted a loss since"] += 1
             except HeuristicOutcome as error:
-                if error.code != XACode.HEURCOM:  # an operator has decided otherwise
-                    raise
-                await client.ask(branch, [Verb.FORGET], timeout_s=answer_s)
+                if error.code == XACode.HEURCOM:
+                    await client.ask(branch, [Verb.FORGET], timeout_s=answer_s)
+                else:
+                    lost[f"not committed by an operator at broker {broker_id}"] += 1
 
         await self.cluster.look_again()
         await _each([(attempt, *one) for attempt, at in winners.items() for one in at.items()], commit)
         if lost:
-            of = ", ".join(f"{count} branches of broker {broker_id}" for broker_id, count in sorted(lost.items()))
-            error = CommitLost(
-                f"batch {batch_id} of the sink {sink} is decided, but perhaps not whole: a promotion has accepted a "
-                f"loss since it was prepared, and nothing is known of {of}",
-                hint="Compare what is there with the source. Go on with the option failOnDataLoss=false.",
-            )
+            what = "; ".join(f"{count} of its branches are {why}" for why, count in sorted(lost.items()))
+            error = CommitLost(f"batch {batch_id} of the sink {sink} is decided, but perhaps not whole: {what}")
             if not accepts_loss:
                 raise error
             log.error("%s", error.problem)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from metamq.client.branches import ANSWER_S
 from metamq.errors import ConnectError, MetamqError, Outcome
-from metamq.spark_consumers.branch_ends import ROLL_BACK_S, BranchEnds
+from metamq.spark_consumers.branch_ends import ROLL_BACK_S, BranchEnds, CommitLost
 from metamq.spark_consumers.decision_store import DecisionStore, Owner, Sink
 from metamq.spark_consumers.decisions import JOB, BranchName, Decision, NotOurs, batches_of, ends
 from metamq.spark_consumers.leftovers import end_leftovers
@@ -93,9 +93,9 @@ class Committer:
             log.warning("%s was decided before: this attempt is dropped", self._what(batch_id))
         try:
             await self._patiently(lambda: self.finish(self._sink, batch_id))
+        except CommitLost:
+            raise
         except MetamqError as error:
-            if not _is_passing(error):
-                raise
             raise self._unfinished(batch_id, error, decided=True) from error
 
     async def abort(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
@@ -114,9 +114,9 @@ class Committer:
             return
         try:
             await self.finish(self._sink, batch_id, answer_s=ROLL_BACK_S)  # commit() has been patient already
+        except CommitLost:
+            raise
         except MetamqError as error:
-            if not _is_passing(error):
-                raise
             raise self._unfinished(batch_id, error, decided=True) from error
         if self._is_job:
             hint = "Do not write it again."

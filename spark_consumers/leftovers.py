@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from metamq.errors import HeuristicOutcome, MetamqError
+from metamq.errors import MetamqError
 from metamq.spark_consumers.branch_ends import ROLL_BACK_S, BranchEnds, CommitLost
 from metamq.spark_consumers.decision_store import DecisionStore
 from metamq.spark_consumers.decisions import Decision, ends_of_jobs
@@ -61,7 +61,7 @@ async def _finish(
         return True  # later: its broker is down, and would be waited for
     try:
         await branch_ends.commit(job, 0, decision.winners, answer_s=ROLL_BACK_S)
-    except (CommitLost, HeuristicOutcome) as error:
+    except CommitLost as error:
         log.error("%s", error.problem)  # nothing can be done about it, and its driver is told if it lives
     await store.mark_finished(job, known)
     return True

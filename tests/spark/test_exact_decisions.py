@@ -262,7 +262,7 @@ def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
     if is_job:
         assert "Do not write it again" in str(raised.value)
         with pytest.raises(CommitUnfinished, match=f"{driver.sink} has not failed: all its rows are there"):
-            driver.abort(0, attempts)
+            Driver(two, topic, driver.sink).abort(0, attempts)
     else:
         driver.commit(0, driver.write(0, texts(0, 5)))
     check(two, topic, driver.sink, texts(0, 5))
@@ -290,18 +290,28 @@ def test_what_an_older_batch_decided_and_a_broker_has_prepared_still_is_committe
     check(two, topic, sink, texts(0, 8))
 
 
-def test_what_an_operator_has_committed_by_hand_is_committed(
-    two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_what_an_operator_has_decided_by_hand(
+    two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch, is_committed: bool
 ) -> None:
     driver = Driver(two, topic, sink)
     attempts = driver.write(0, texts(0, 9))
     with monkeypatch.context() as patched, pytest.raises(Died):
         driver.commit(0, attempts, dying(driver.committer(), "decided", patched))
     with two.admin() as admin:
-        for one in left_open(two, sink):
-            admin.commit_branch(one.xid, one.broker_id)
-    driver.commit(0, attempts)
-    check(two, topic, sink, texts(0, 9))
+        opened = left_open(two, sink)
+        for one in opened:
+            (admin.commit_branch if is_committed else admin.rollback_branch)(one.xid, one.broker_id)
+        if is_committed:
+            driver.commit(0, attempts)
+        else:
+            with pytest.raises(CommitLost, match="2 of its branches are not committed by an operator at broker 1"):
+                driver.commit(0, attempts)
+            accepting = Driver(two, topic, sink, failOnDataLoss="false")
+            accepting.commit(0, accepting.write(0, texts(0, 9)))
+            for one in opened:
+                admin.forget_branch(one.xid, one.broker_id)
+    check(two, topic, sink, texts(0, 9) if is_committed else [])
 
 
 @pytest.mark.parametrize("is_same_worker", [True, False])
@@ -339,7 +349,9 @@ def test_what_was_decided_and_is_lost_is_an_error_until_it_is_accepted(tmp_path:
         )
         admin.promote(0, 1, accept_loss=True)
         for _ in range(2):
-            with pytest.raises(CommitLost, match=f"batch 0 of the sink {sink} .* 2 branches of broker 0.*failOnData"):
+            with pytest.raises(
+                CommitLost, match=f"batch 0 of the sink {sink} .* 2 of its branches are unknown to broker 0.*failOnData"
+            ):
                 driver.commit(0, attempts)
         accepting = Driver(own, "t", sink, failOnDataLoss="false")
         accepting.commit(0, accepting.write(0, texts(0, 5)))
