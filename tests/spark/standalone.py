@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,23 +40,25 @@ class Standalone:
         for number in range(workers):
             name = f"worker-{number}"
             options = ["--cores", "1", "--memory", "1500M", "--work-dir", str(self._place / "work")]
-            self._run(name, f"{DEPLOY}.worker.Worker", *options, self.master)
+            # Each is a host of its own, since Spark runs no task twice at once on one.
+            host = f"127.0.0.{number + 1}" if sys.platform == "linux" else "127.0.0.1"
+            self._run(name, f"{DEPLOY}.worker.Worker", *options, self.master, host=host)
         for number in range(workers):
             wait_until(partial(self._is_registered, f"worker-{number}"), 60, "a worker")
 
     def _is_registered(self, worker: str) -> bool:
         return "registered with master" in self._said(worker)
 
-    def _run(self, name: str, main_class: str, *arguments: str) -> None:
+    def _run(self, name: str, main_class: str, *arguments: str, host: str = "127.0.0.1") -> None:
         environment = {
             **os.environ,
             "SPARK_HOME": str(self._home),
             "JAVA_HOME": str(java_home()),
-            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_IP": host,
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA,
         }
-        command = [self._home / "bin" / "spark-class", main_class, "--host", "127.0.0.1", "--webui-port", "0"]
+        command = [self._home / "bin" / "spark-class", main_class, "--host", host, "--webui-port", "0"]
         with (self._place / f"{name}.log").open("wb") as log:
             started = subprocess.Popen([*command, *arguments], env=environment, stdout=log, stderr=log)
         self._processes.append(started)
@@ -109,8 +112,8 @@ def standalone(place: Path, workers: int = 2) -> Iterator[Standalone]:
 
 
 @contextlib.contextmanager
-def session_on(cluster: Standalone, place: Path) -> Iterator[Any]:
-    """A session with an executor on each worker."""
+def session_on(cluster: Standalone, place: Path, more: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """A session with an executor on each worker, and more settings."""
     from metamq.spark_consumers import session
 
     conf = {
@@ -120,6 +123,7 @@ def session_on(cluster: Standalone, place: Path) -> Iterator[Any]:
         "spark.cores.max": 2,
         "spark.driver.extraJavaOptions": QUICK_JAVA,
         "spark.executor.extraJavaOptions": QUICK_JAVA,
+        **(more or {}),
     }
     spark = session("executors", cluster.master, conf)
     spark.sparkContext.setLogLevel("ERROR")
