@@ -153,6 +153,6 @@ class ClusterView:
             async with room:
                 await reset_offset(session, group, tp, Committed(place.offset, place.epoch, place.topic_id))
 
-        async with asyncio.TaskGroup() as tasks:
-            for tp, place in places.items():
-                tasks.create_task(publish_one(tp, place))
+        found = await asyncio.gather(*(publish_one(*item) for item in places.items()), return_exceptions=True)
+        for error in filter(None, found):
+            raise error

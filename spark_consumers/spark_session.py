@@ -41,6 +41,13 @@ def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
     return conf
 
 
+def settings(master: str, given: Mapping[str, str]) -> dict[str, str]:
+    """What a session is started with."""
+    is_local = master.partition("[")[0] == "local"
+    local_checkpoints = is_local and not any(name.startswith(FILE_SYSTEMS) for name in given)
+    return {**recommended_conf(local_checkpoints=local_checkpoints), **given}
+
+
 def session(
     app_name: str = "metamq", master: str | None = None, conf: Mapping[str, object] | None = None
 ) -> SparkSession:
@@ -56,13 +63,12 @@ def session(
         raise ConfigError("Spark is not installed", hint="Install it with: pip install 'metamq[spark]'") from None
     from metamq.spark_consumers.data_source import DefaultSource
 
-    settings = {name: str(value) for name, value in (conf or {}).items()}
-    master = master or settings.get("spark.master") or os.environ.get("MASTER") or LOCAL_MASTER
-    is_local = master.partition("[")[0] == "local" and not any(name.startswith(FILE_SYSTEMS) for name in settings)
+    given = {name: str(value) for name, value in (conf or {}).items()}
+    master = master or given.get("spark.master") or os.environ.get("MASTER") or LOCAL_MASTER
     # The workers' Python is not in the configuration but here; `python3` of the PATH may be another one.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder: Any = SparkSession.builder.appName(app_name).master(master)
-    for name, value in {**recommended_conf(local_checkpoints=is_local), **settings}.items():
+    for name, value in settings(master, given).items():
         builder = builder.config(name, value)
     with contextlib.nullcontext() if _has_jvm() else _java():
         spark: SparkSession = builder.getOrCreate()

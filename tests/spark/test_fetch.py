@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from metamq.client.background import background
 from metamq.client.settings import zookeeper_root
 from metamq.errors import ConfigError, ConnectError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.arrow_batches import ArrowBatches
@@ -260,6 +261,10 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
             with pytest.raises(ConfigError, match="a query cannot publish its progress there"):
                 view.publish("g", place)
         view.publish("g", place)
+        session = view._cluster.session
+        background().run(session.set(session.paths.offset("g", "t", "0-0"), b"none of ours"))
+        with pytest.raises(CorruptData):
+            view.publish("g", place)
 
 
 def test_no_more_is_fetched_ahead_than_a_task_has_memory_for(own: Cluster) -> None:

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from metamq.spark_consumers import java, recommended_conf, spark_session
+from metamq.spark_consumers import java, recommended_conf, session, spark_session
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 
@@ -115,6 +116,22 @@ def test_the_format_is_registered_where_spark_does_not_find_it(tmp_path: Path, m
     assert spark_session.is_discovered()
     monkeypatch.setenv("PYSPARK_PYTHON", "/usr/bin/another-python")
     assert not spark_session.is_discovered()
+
+
+def test_checkpoints_are_taken_for_local_files_only_where_nothing_says_otherwise() -> None:
+    name = "spark.sql.streaming.checkpointFileManagerClass"
+    assert "FileSystemBased" in spark_session.settings("local[*,4]", {"a": "b"})[name]
+    assert name not in spark_session.settings("spark://127.0.0.1:7077", {})
+    assert name not in spark_session.settings("local[2]", {"spark.hadoop.fs.s3a.endpoint": "x"})
+    assert spark_session.settings("local[2]", {name: "another"})[name] == "another"
+
+
+def test_a_session_that_runs_is_found_from_another_thread_and_needs_no_java(
+    spark: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAMQ_JAVA", "/nowhere")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(session).result(60) is spark
 
 
 def test_recommended_settings_are_in_force(spark: object) -> None:
