@@ -20,6 +20,7 @@ from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges, tasks
 from metamq.spark_consumers.stream_offsets import StreamPlace
 from metamq.testing import Cluster, cluster
+from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.ports import free_port
 from tests.parts import statistics, wait_until
@@ -262,7 +263,7 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
                 view.publish("g", place)
         view.publish("g", place)
         session = view._cluster.session
-        background().run(session.set(session.paths.offset("g", "t", "0-0"), b"none of ours"))
+        background().run(session.set(session.paths.offset("g", "t", "0-0"), b"none of ours", ANY_VERSION))
         with pytest.raises(CorruptData):
             view.publish("g", place)
 
