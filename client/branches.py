@@ -42,9 +42,6 @@ RETRY_S = 0.1
 PERSISTENT = frozenset({Verb.COMMIT, Verb.ROLLBACK, Verb.FORGET, Verb.RESOLVE})
 """Verbs that are asked again when no answer comes."""
 
-LATER = (TryLater, DiskFull)
-"""What a broker says that is there, and cannot do it at present."""
-
 
 class Encoded(NamedTuple):
     """A batch that is ready to go."""
@@ -115,6 +112,11 @@ class _Asked:
         del self.verbs[: self.done]
 
 
+def _is_later(error: MetamqError) -> bool:
+    """Whether the broker is there, and cannot do it at present. That a limit is reached may last."""
+    return isinstance(error, DiskFull) or (isinstance(error, TryLater) and error.code == XACode.RETRY)
+
+
 def _was_done(verb: Verb, answer: BranchNotKnown) -> bool:
     """Whether one that asks again and finds the branch gone may take that for its own doing."""
     return verb is Verb.FORGET or (verb is Verb.ROLLBACK and not answer.finished)
@@ -174,7 +176,7 @@ class TxClient:
                 return code
             except MetamqError as error:
                 now_s = time.monotonic() + RETRY_S
-                if isinstance(error, LATER) and now_s <= later_until_s:
+                if _is_later(error) and now_s <= later_until_s:
                     asked.leave_out_what_is_done()
                     deadline_s = max(deadline_s, later_until_s)
                 elif is_answered or isinstance(error, TransactionError):

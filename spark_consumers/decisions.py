@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from metamq.errors import ConfigError, CorruptData
 from metamq.wire.xa import FORMAT_ID, Xid
+from metamq.zk.session import MAX_DATA_BYTES
 
 PREFIX = b"spark:"
 JOB = "job-"
@@ -95,21 +96,32 @@ class Decision:
         return {broker_id for at in self.winners.values() for broker_id in at}
 
     def to_json(self) -> bytes:
-        """For its node."""
-        winners = {attempt: {str(one): history for one, history in at.items()} for attempt, at in self.winners.items()}
-        return json.dumps({"content": self.content, "winners": winners}, separators=(",", ":")).encode()
+        """For its node. Each place, a broker with its history, stands there once. Raises ConfigError."""
+        places = sorted({place for at in self.winners.values() for place in at.items()})
+        number = {place: index for index, place in enumerate(places)}
+        winners = {attempt: [number[place] for place in at.items()] for attempt, at in self.winners.items()}
+        fields = {"content": self.content, "places": places, "winners": winners}
+        data = json.dumps(fields, separators=(",", ":")).encode()
+        if len(data) > MAX_DATA_BYTES:
+            raise ConfigError(
+                f"what is to be recorded of {len(winners):,} tasks with rows at {len(places):,} brokers has "
+                f"{len(data):,} bytes, and a node of ZooKeeper's {MAX_DATA_BYTES:,} at most",
+                hint="Write in fewer tasks: coalesce(n) before the write.",
+            )
+        return data
 
     @classmethod
     def from_json(cls, data: bytes) -> Decision:
         """Raises CorruptData."""
         try:
             fields: dict[str, Any] = json.loads(data)
-            winners: dict[str, dict[str, str]] = fields["winners"]
+            places = [(int(one), str(history)) for one, history in fields["places"]]
+            winners: dict[str, list[int]] = fields["winners"]
             return cls(
-                {attempt: {int(one): text for one, text in at.items()} for attempt, at in winners.items()},
-                str(fields.get("content", "")),
+                {attempt: dict(places[number] for number in at) for attempt, at in winners.items()},
+                str(fields["content"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise CorruptData("a decision of a Spark sink in ZooKeeper", f"{data[:100]!r}: {error!r}") from None
 
 

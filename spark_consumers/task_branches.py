@@ -11,20 +11,24 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from metamq.client.branches import Encoded
 from metamq.client.cluster import Cluster
-from metamq.errors import MetamqError
+from metamq.errors import ConfigError, MetamqError, TryLater
 from metamq.spark_consumers.decisions import BranchName
 from metamq.spark_consumers.gathering import Gathered
 from metamq.tx.app.work import Work
 from metamq.wire.commands import PutEntry
 from metamq.wire.compression import Codec
 from metamq.wire.limits import ENTRIES_TARGET
-from metamq.wire.xa import Xid
+from metamq.wire.xa import Verb, XACode, Xid
 from metamq.zk.topics import TopicConfig
 
+OWN_MAX = 5_000
+"""With so many of its own, half of what a broker takes, a write does not wait for those of others to end."""
+LOOK_S = 2.0
 BUFFER_BYTES = 32 * 1024 * 1024
 ANSWER_S = 30.0
 """A broker that took a request and does not answer for so long fails the attempt: what it has of it may be gone."""
@@ -43,9 +47,40 @@ class _NamedWork(Work):
             answer_s=min(patience_s, ANSWER_S), patience_s=patience_s,
         )  # fmt: skip
         self._name = name
+        self._room_patience_s = patience_s
 
     def xid_at(self, broker_id: int) -> Xid:
         return self._name.at(broker_id)
+
+    async def _ask(self, broker_id: int, verbs: list[Verb], batches: Sequence[Encoded] = (), *more: Any) -> XACode:
+        """Waits, too, while a broker has as many branches, or as large a journal, as it may: of others. Raises
+        ConfigError where they are this write's own, and will not become fewer."""
+        deadline_s = time.monotonic() + self._room_patience_s
+        while True:
+            try:
+                return await super()._ask(broker_id, verbs, batches, *more)
+            except TryLater as error:
+                if error.code != XACode.RMERR:
+                    raise
+                if not self.branches[broker_id].epoch:  # it has not begun
+                    del self.branches[broker_id]
+                await self._check_own(broker_id)
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(LOOK_S)
+
+    async def _check_own(self, broker_id: int) -> None:
+        try:
+            found = await self._client.branches(broker_id, all_of_them=True)
+        except MetamqError:  # as likely to be told the next time
+            return
+        own = sum(one.xid.gtrid == self.gtrid for one in found)
+        if own >= OWN_MAX:
+            raise ConfigError(
+                f"broker {broker_id} takes no more branches: {own:,} of the {len(found):,} that are open there are of "
+                "this write, one for each task with rows there, until it is committed",
+                hint="Write in fewer tasks: coalesce(n) before the write.",
+            )
 
 
 class TaskBranches:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, CorruptData
 from metamq.spark_consumers.checkpoint import checkpoint_id, content, local_folder, named, newest_finished
 from metamq.spark_consumers.decisions import (
     RUNS,
@@ -43,8 +43,26 @@ def test_names_are_found_again_and_others_are_nobodys() -> None:
 def test_what_is_decided_survives_its_json() -> None:
     decision = Decision({"0.0.ab": {0: "0:1", 3: "3:1"}, "1.2.cd": {0: "0:1"}}, "made from")
     assert Decision.from_json(decision.to_json()) == decision
+    for damaged in (
+        b"",
+        b"[]",
+        b'{"content":"","winners":{"a":[0]}}',
+        b'{"content":"","places":[],"winners":{"a":[0]}}',
+    ):
+        with pytest.raises(CorruptData):
+            Decision.from_json(damaged)
     for state in (SinkState(QUERY, 17), SinkState(QUERY, 17, ("run-1", "run-2"), finished=True)):
         assert SinkState.from_json(state.to_json()) == state
+
+
+def test_a_decision_has_room_for_as_many_tasks_as_brokers_have_for_their_branches() -> None:
+    def of(tasks: int, brokers: int) -> Decision:
+        at = {broker_id: f"{broker_id}:17" for broker_id in range(brokers)}
+        return Decision({new_attempt(task, 0): at for task in range(tasks)}, "0" * 32)
+
+    assert len(of(10_000, 20).to_json()) < 1_000_000
+    with pytest.raises(ConfigError, match=r"40,000 tasks with rows at 2 brokers.*coalesce\(n\)"):
+        of(40_000, 2).to_json()
 
 
 def test_each_branch_has_one_end_or_none() -> None:

@@ -17,6 +17,7 @@ from metamq.spark_consumers.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink_options import SinkOptions, parse_sink_options
 from metamq.spark_consumers.task_branches import TaskBranches
 from metamq.testing import Cluster, cluster
+from metamq.tx.store.verbs import Limits
 from metamq.zk.session import Session
 from tests.parts import LocalBroker, wait_until
 
@@ -128,6 +129,33 @@ def test_what_a_broker_does_not_take_at_present_is_sent_again(
             timer.join()
         assert open_at(client, 8) == [("prepared", 3)]
         client.background.run(branches.give_up())
+
+
+def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do(
+    two: Cluster, tmp_path: Path, opened: Callable[[SinkOptions], SinkClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metamq.spark_consumers.task_branches.LOOK_S", 0.1)
+    with LocalBroker(two.zookeeper, tmp_path / "broker", id=9) as local:
+        with two.admin() as admin:
+            admin.create_topic("many", partitions=1, brokers=[9])
+        processor = local.broker._processors.transactions
+        limits = Limits(branches=2)
+        processor._term.store.limits = limits
+        client = opened(options(two, topic="many"))
+        others = [attempt(client, ["x"]) for _ in range(2)]
+        for one in others:
+            client.background.run(one.prepare())
+        late = attempt(client, ["y"])
+        timer = after(AWAY_S, lambda: client.background.run(others[0].give_up()))
+        try:
+            assert client.background.run(late.prepare()).keys() == {9}, "there is room, by and by"
+        finally:
+            timer.join()
+        monkeypatch.setattr("metamq.spark_consumers.task_branches.OWN_MAX", 2)
+        with pytest.raises(ConfigError, match=r"2 of the 2 .* are of this write.*coalesce\(n\)"):
+            client.background.run(attempt(client, ["z"]).prepare())
+        for one in (late, others[1]):
+            client.background.run(one.give_up())
 
 
 def test_rows_that_may_go_anywhere_go_where_a_broker_is(
