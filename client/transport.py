@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -32,8 +33,34 @@ BACKOFF_MAX_S = 2.0
 KEPT_BYTES = 8 * 1024 * 1024
 """Memory of large answers that a connection uses again."""
 
+IS_IT_RUNNING = "Is the broker running? `metamq doctor` looks at every part."
 
-def _reason(error: OSError) -> str:
+WAKE_BYTES = 256 * 1024
+"""Within a large answer the kernel wakes us for so much at a time, instead of for each 100 KB or so: a wake-up costs as
+much as copying some ten thousand bytes."""
+
+
+def wake_after(sock: socket.socket, size: int) -> None:
+    """Has the kernel wait for `size` bytes, or the end, before it wakes a reader. No more than are sure to come."""
+    if sys.platform == "linux":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+
+
+def hosts_in_turn(host: str, timeout_s: float) -> list[tuple[str, float]]:
+    """Each of the hosts that a broker has told, separated by commas, and how long it may take."""
+    *others, last = (one.strip() for one in host.split(","))
+    return [(one, min(timeout_s, NEXT_HOST_S)) for one in others] + [(last, timeout_s)]
+
+
+def none_answered(address: str, refused: dict[str, ConnectError]) -> ConnectError:
+    """What the hosts of an address have come to, given what each of them has."""
+    *_others, last = refused.values()
+    if len(refused) == 1:
+        return last
+    return ConnectError(address, "; ".join(f"{one}: {error.reason}" for one, error in refused.items()), hint=last.hint)
+
+
+def reason_of(error: OSError) -> str:
     """In the system's words: asyncio's own name the address again."""
     number = error.errno or 0
     return os.strerror(number) if number > 0 else error.strerror or str(error)
@@ -55,6 +82,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._pushed: Callable[[Any, memoryview], None] | None = None
         self._opened: asyncio.Future[HelloReply] = loop.create_future()
         self._transport: asyncio.Transport | None = None
+        self._wake_bytes = 1
         self.closed = loop.create_future()
         """Done, with the reason, once the connection is gone."""
 
@@ -65,22 +93,15 @@ class BrokerConnection(asyncio.BufferedProtocol):
         Raises ConnectError, UnsupportedVersion, or what the broker refuses with.
         """
         address = f"{host}:{port}"
-        *others, last = (one.strip() for one in host.split(","))
-        reasons = []
-        for one in others:
+        refused: dict[str, ConnectError] = {}
+        for one, limit_s in hosts_in_turn(host, timeout_s):
             try:
-                return await cls._open(address, one, port, min(timeout_s, NEXT_HOST_S))
+                return await cls._open(address, one, port, limit_s)
             except UnsupportedVersion:
                 raise
             except ConnectError as error:
-                reasons.append(f"{one}: {error.reason}")
-        try:
-            return await cls._open(address, last, port, timeout_s)
-        except ConnectError as error:
-            if isinstance(error, UnsupportedVersion) or not reasons:
-                raise
-            reasons.append(f"{last}: {error.reason}")
-            raise ConnectError(address, "; ".join(reasons), hint=error.hint) from error
+                refused[one] = error
+        raise none_answered(address, refused)
 
     @classmethod
     async def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BrokerConnection:
@@ -92,9 +113,9 @@ class BrokerConnection(asyncio.BufferedProtocol):
                 await connection._opened
         except TimeoutError:
             connection.abort()
-            raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=_HINT) from None
+            raise ConnectError(address, f"no answer within {timeout_s:g} s", hint=IS_IT_RUNNING) from None
         except OSError as error:
-            raise ConnectError(address, _reason(error), hint=_HINT) from error
+            raise ConnectError(address, reason_of(error), hint=IS_IT_RUNNING) from error
         except ProtocolError as error:
             raise ConnectError(address, error.problem, hint=error.hint) from error
         except BaseException:
@@ -135,6 +156,10 @@ class BrokerConnection(asyncio.BufferedProtocol):
             return
         if not self._opened.done() and self._connection.greeting is not None:
             self._opened.set_result(self._connection.greeting)
+        wake_bytes = min(self._connection.missing_bytes, WAKE_BYTES) or 1
+        if wake_bytes != self._wake_bytes and self._transport is not None:
+            self._wake_bytes = wake_bytes
+            wake_after(self._transport.get_extra_info("socket"), wake_bytes)
 
     def _push_received(self, response: Response) -> None:
         if response.status != status.OK:
@@ -236,9 +261,6 @@ class BrokerConnection(asyncio.BufferedProtocol):
 def _expire(future: asyncio.Future[Response]) -> None:
     if not future.done():
         future.set_exception(TimeoutError())
-
-
-_HINT = "Is the broker running? `metamq doctor` looks at every part."
 
 
 _Place = tuple[str, int, str]

@@ -103,6 +103,11 @@ class ClientConnection:
         )
         self.next_buffer = self._reader.next_buffer
 
+    @property
+    def missing_bytes(self) -> int:
+        """What is still to come of a large answer, at least; 0 where none has begun."""
+        return self._reader.missing_bytes
+
     def hello(self) -> list[Buffer]:
         """The first bytes to send."""
         assert self.state is State.GREETING

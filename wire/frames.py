@@ -132,6 +132,13 @@ class FrameReader:
         """Whether a part of a frame has arrived."""
         return self._filled > 0 or self.large_bytes > 0
 
+    @property
+    def missing_bytes(self) -> int:
+        """How much more a large frame that has begun needs; 0 where none has."""
+        if not self.large_bytes:
+            return 0
+        return self.large_bytes - (self._filled if self._large is None else self._large_filled)
+
     def next_buffer(self) -> memoryview:
         """Where to receive the next bytes; never empty. Not before the last received() has been exhausted."""
         if not self.large_bytes:
