@@ -166,7 +166,7 @@ def _transactions(results: dict[str, Any]) -> list[str]:
 
 
 def _spark(measured: dict[str, Any]) -> list[str]:
-    trickle = measured["trickle"]
+    trickle, sink = measured["trickle"], measured["sink"]
     lines = ["", "## Spark", ""]
     lines.append(
         "A session of `local[2]` with the recommended settings, all columns, written nowhere (`noop`). The ceiling is "
@@ -181,6 +181,11 @@ def _spark(measured: dict[str, Any]) -> list[str]:
         lines.append(f"| {size:,.0f} | {cells[0]} | {cells[1]} | {row['ratio']:.2f} |")
     lines += ["", "Rows per second, and MB/s of values."]
     lines += [
+        "",
+        f"The sink, rows of {sink['value_bytes']:.0f} bytes that Spark makes itself, until `save()` returns: "
+        f"{sink['at_least_once'] / 1e6:.2f} M rows/s at least once, {sink['least_to_noop']:.2f} of the "
+        f"{sink['noop'] / 1e6:.2f} M that the query alone makes; {sink['exactly_once'] / 1e6:.2f} M exactly once, "
+        f"{sink['exactly_to_least']:.2f} of at least once.",
         "",
         f"20 messages/s through a streaming query, trigger of 0 seconds, from `send` to the row in `foreachBatch`: "
         f"{trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms p99.",

@@ -125,7 +125,7 @@ def run_transactions(rounds: int) -> dict[str, Any]:
 
 
 def run_spark(rounds: int) -> dict[str, Any]:
-    """Spark's scan and its latency. It needs pyspark, which the other parts do not."""
+    """Spark's scan, sink and latency. It needs pyspark, which the other parts do not."""
     import spark
 
     return spark.measure(rounds, say)
@@ -189,6 +189,8 @@ def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
         measured = results["spark"]
         for row, target in zip(measured["scans"], (0.70, 0.50), strict=True):
             at_least(f"Spark's scan / its ceiling, {row['message_bytes']:.0f} B", row["ratio"], target)
+        at_least("Spark's sink, at least once / noop", measured["sink"]["least_to_noop"], 0.40)
+        at_least("Spark's sink, exactly / at least once", measured["sink"]["exactly_to_least"], 0.70)
         at_most("Spark, a trickle end to end p50, ms", measured["trickle"]["p50_ms"], 100)
     return found
 

@@ -1,4 +1,5 @@
-"""Spark beside its own limits: a scan against the ceiling of Spark's path from Python, and the latency of a trickle.
+"""Spark beside its own limits: a scan against the ceiling of Spark's path from Python, the sink (bench/spark_sink.py)
+against the query that makes its rows, and the latency of a trickle.
 
 One session of `local[2]` with the recommended settings, one broker. What is compared runs in turns within a round, each
 first as often as second; each has run before it counts.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import latency
+import spark_sink
 from flushed import until_flushed
 from settle import settle
 
@@ -166,6 +168,7 @@ def measure(rounds: int, say: Say) -> dict[str, Any]:
     ):
         spark.dataSource.register(CeilingSource)
         found: dict[str, Any] = {"scans": [scans(running, spark, size, rounds, say) for size in BYTES]}
+        found["sink"] = spark_sink.measure(running, spark, rounds, say)
         measured = [trickle(running, spark, folder) for _ in range(min(rounds, 3))]
         found["trickle"] = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
         say("trickle: " + ", ".join(f"{name} {value:.0f}" for name, value in found["trickle"].items()))

@@ -1,0 +1,73 @@
+"""Spark's sink beside what the query that makes the rows can do, and exactly once beside at least once.
+
+The rows are made by Spark itself, in the JVM, all different. They are written nowhere (`noop`), at least once and
+exactly once, in turns. What is timed is what a user waits for: until `save()` returns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from flushed import until_flushed
+from settle import settle
+
+from metamq.testing import Cluster
+
+Say = Callable[[str], None]
+
+ROWS = 6_000_000
+VALUE_BYTES = 100
+PARTITIONS = 4
+DELIVERIES = ("at_least_once", "exactly_once")
+
+
+class Sink:
+    """Writes the same rows again and again, each time into a topic of its own."""
+
+    def __init__(self, running: Cluster, spark: Any) -> None:
+        self._running = running
+        made = spark.range(0, ROWS, 1, PARTITIONS)
+        self._rows = made.selectExpr(f"cast(lpad(string(id), {VALUE_BYTES}, '0') as binary) as value")
+        self._names = (f"sink-{number}" for number in count())
+
+    def rate(self, delivery: str) -> float:
+        """Rows per second; `delivery` "noop": of the query alone."""
+        if delivery == "noop":
+            began = time.perf_counter()
+            self._rows.write.format("noop").mode("overwrite").save()
+            return ROWS / (time.perf_counter() - began)
+        topic = next(self._names)
+        self._running.create_topic(topic, partitions=PARTITIONS)
+        options = {"zookeeper": self._running.zookeeper, "topic": topic, "delivery": delivery}
+        settle(ROWS * VALUE_BYTES)
+        began = time.perf_counter()
+        self._rows.write.format("metamq").options(**options).mode("append").save()
+        took = time.perf_counter() - began
+        until_flushed(self._running.broker)
+        with self._running.admin() as admin:
+            stored = admin.describe_topic(topic).messages
+            admin.delete(topic)
+        assert stored == ROWS, f"{delivery}: {stored} of {ROWS} rows are in the topic"
+        return ROWS / took
+
+
+def measure(running: Cluster, spark: Any, rounds: int, say: Say) -> dict[str, float]:
+    """Rows per second of each, and their ratios."""
+    sink = Sink(running, spark)
+    ways = ("noop", *DELIVERIES)
+    for way in ways:
+        sink.rate(way)
+    measured = []
+    for number in range(rounds):
+        order = ways if number % 2 == 0 else ways[::-1]
+        rates = {way: sink.rate(way) for way in order}
+        least, exactly = rates["at_least_once"], rates["exactly_once"]
+        measured.append({**rates, "least_to_noop": least / rates["noop"], "exactly_to_least": exactly / least})
+        say("sink: " + ", ".join(f"{way} {rate / 1e6:.2f} M rows/s" for way, rate in rates.items()))
+    return {"value_bytes": VALUE_BYTES} | {
+        name: statistics.median(one[name] for one in measured) for name in measured[0]
+    }
