@@ -1,4 +1,7 @@
-"""Reads one range of a partition for a task: fetched ahead in the background loop, handed over in the task's thread.
+"""Reads one range of a partition for a task, in the task's thread.
+
+While Spark takes one answer the broker already sends the next, into the socket's memory: what is received is checked,
+wrapped and handed to the JVM by the core that received it, while it is in that core's cache.
 
 A range is read to its end or not at all: whoever reads it gets every message once, in order. What fails on the way (a
 broker that is restarted, a slave that is promoted, a damaged answer) is asked for again from where reading had come to,
@@ -10,12 +13,10 @@ the user said so.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import queue
 import random
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from metamq.client.background import background
@@ -42,10 +43,8 @@ log = logging.getLogger("metamq.spark")
 
 Chunk = list[tuple[BatchHeader, memoryview]]
 
-CHUNKS_AHEAD = 2
-"""Of at most FETCH_BYTES each: one that Spark takes, one that comes meanwhile."""
-FETCH_BYTES = 2 * 1024 * 1024
-"""Three of them fit into the memory that a connection keeps (transport.KEPT_BYTES): new memory is zeroed first."""
+FETCH_BYTES = 1024 * 1024
+"""A large batch, or many small ones. With more, what was received first has left the core's cache before it is used."""
 FETCH_BYTES_MIN = 64 * 1024
 WAIT_MS = 500
 DELAY_FIRST_S = 0.05
@@ -70,42 +69,20 @@ class FetchTask(NamedTuple):
     poll_timeout_s: float = 120.0
 
 
-@dataclass(slots=True)
-class _Ahead:
-    """What was fetched and not taken yet."""
-
-    room: asyncio.Semaphore
-    chunks: queue.SimpleQueue[Chunk | BaseException | None] = field(default_factory=queue.SimpleQueue)
-
-
 def fetch(task: FetchTask) -> Iterator[Chunk]:
     """The range's batches, both checksums verified; the first and the last may have messages beyond it.
 
     Raises OffsetOutOfRange, TopicNotFound and CorruptData for what is lost, else the last error once time is over.
     """
-    runner = background()
-    ahead = _Ahead(asyncio.Semaphore(CHUNKS_AHEAD))
-    fetching = asyncio.run_coroutine_threadsafe(_Fetching(task, ahead).run(), runner.loop)
-    try:
-        while True:
-            chunk = ahead.chunks.get()
-            if chunk is None:
-                return
-            if isinstance(chunk, BaseException):
-                raise chunk
-            yield chunk
-            runner.call_soon(ahead.room.release)
-    finally:
-        fetching.cancel()
+    return _Fetching(task).chunks()
 
 
 class _Fetching:
-    """One range being fetched, in the loop."""
+    """One range being fetched."""
 
-    def __init__(self, task: FetchTask, ahead: _Ahead) -> None:
+    def __init__(self, task: FetchTask) -> None:
         self._task = task
         self._wanted = task.wanted
-        self._ahead = ahead
         self._offset = task.wanted.start
         self._epoch = task.epoch
         self._message_bytes = 1024
@@ -122,53 +99,61 @@ class _Fetching:
         self._ended_early_s: float | None = None
         """Since when the master says that its log ends before the range."""
 
-    async def run(self) -> None:
-        """Puts chunks, and then None or what was wrong."""
+    def chunks(self) -> Iterator[Chunk]:
+        """As fetch()."""
         try:
             self._made_progress()
             while self._offset < self._wanted.end:
-                await self._ahead.room.acquire()
-                chunk = await self._next_chunk()
+                chunk = self._next_chunk()
                 if chunk:
-                    self._ahead.chunks.put(chunk)
-                else:
-                    self._ahead.room.release()
+                    yield chunk
+                    self._progress_s = time.monotonic()  # Spark may have taken its time
             if self._lane is not None:
                 lanes().give_back(self._lane)
                 self._lane = None
-            self._ahead.chunks.put(None)
-        except BaseException as error:
-            self._ahead.chunks.put(error)
-            if not isinstance(error, MetamqError):
-                raise
         finally:
             self._drop_lane()
 
     def _made_progress(self) -> None:
-        self._progress_s = asyncio.get_running_loop().time()
+        self._progress_s = time.monotonic()
         self._delay_s = 0.0
         self._damaged = self._refused = 0
         self._ended_early_s = None
 
-    async def _next_chunk(self) -> Chunk:
+    def _next_chunk(self) -> Chunk:
         """What comes next; nothing after a failure, which is dealt with. Raises when it is no use to go on."""
         try:
-            lane = await self._connected()
-            place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch)
-            result, data = await lane.fetch(place, WAIT_MS, self._bytes_to_ask_for())
+            lane = self._connected()
+            if not lane.is_asked:
+                self._ask(lane)
+            result, data = lane.answer()
         except MetamqError as error:
-            await self._failed(error)
+            self._failed(error)
             return []
         chunk, damage = self._taken(data)
         if chunk:
             self._made_progress()
         if damage is not None:
-            await self._failed(damage)
+            self._failed(damage)
         elif not chunk:
-            await self._nothing_came(result)
+            self._nothing_came(result)
         elif result is not None and result.preferred_replica >= 0:
             self._prefer(result.preferred_replica)
+        self._ask_ahead()
         return chunk
+
+    def _ask(self, lane: Lane) -> None:
+        place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch)
+        lane.ask(place, WAIT_MS, self._bytes_to_ask_for())
+
+    def _ask_ahead(self) -> None:
+        """For what comes next, before Spark is given what came."""
+        if self._lane is not None and self._offset < self._wanted.end:
+            try:
+                self._ask(self._lane)
+            except MetamqError as error:
+                log.info("%s is asked again from offset %d on: %s", self._wanted.tp, self._offset, error)
+                self._drop_lane()
 
     def _bytes_to_ask_for(self) -> int:
         rest = (self._wanted.end - self._offset) * self._message_bytes
@@ -200,12 +185,11 @@ class _Fetching:
         wanted = self._wanted
         return OffsetDiverged(str(wanted.tp), wanted.end, 0, header.end_offset, header.base_offset, self._epoch)
 
-    async def _connected(self) -> Lane:
-        if self._lane is not None and self._lane.alive:
+    def _connected(self) -> Lane:
+        if self._lane is not None:
             return self._lane
-        self._drop_lane()
         if self._delay_s or not self._replicas:
-            await self._look_up()
+            self._look_up()
         order = sorted(self._replicas, key=lambda replica: replica.number != self._preferred)
         error: MetamqError = ConnectError(
             self._broker(),
@@ -214,7 +198,7 @@ class _Fetching:
         )
         for replica in order:
             try:
-                self._lane = await lanes().take(replica.host, replica.port)
+                self._lane = lanes().take(replica.host, replica.port)
             except MetamqError as refused:
                 error = refused
             else:
@@ -225,23 +209,24 @@ class _Fetching:
     def _broker(self) -> str:
         return f"broker {parse_partition(self._wanted.tp.partition)[0]}"
 
-    async def _look_up(self) -> None:
+    def _look_up(self) -> None:
         broker_id, _index = parse_partition(self._wanted.tp.partition)
-        task = self._task
+        task, topic = self._task, self._wanted.tp.topic
         try:
-            found = await find_replicas(
-                task.zookeeper, task.root, broker_id, self._wanted.tp.topic, with_slaves=task.with_slaves
+            found = background().run(
+                find_replicas(task.zookeeper, task.root, broker_id, topic, with_slaves=task.with_slaves)
             )
         except MetamqError as error:  # they may be where they were
             log.info("where broker %d is cannot be looked up at present: %s", broker_id, error)
         else:
             self._replicas = list(found)
 
-    async def _topic_is_gone(self) -> bool:
+    def _topic_is_gone(self) -> bool:
         """Whether ZooKeeper says so, too; False while it cannot be asked."""
         task = self._task
         try:
-            return await find_topic_id(task.zookeeper, task.root, self._wanted.tp.topic) != self._wanted.topic_id
+            found = background().run(find_topic_id(task.zookeeper, task.root, self._wanted.tp.topic))
+            return found != self._wanted.topic_id
         except MetamqError as error:
             log.info("whether topic %r is there cannot be looked up at present: %s", self._wanted.tp.topic, error)
             return False
@@ -262,7 +247,7 @@ class _Fetching:
             lanes().give_back(self._lane)
             self._lane = None
 
-    async def _nothing_came(self, result: GetResult | None) -> None:
+    def _nothing_came(self, result: GetResult | None) -> None:
         """The log ends before the range does: that of a slave, or of a master that is about to show more of it.
 
         What a slave does not have may be lost or not: only a master that keeps to it has the last word.
@@ -271,9 +256,9 @@ class _Fetching:
             if self._preferred != MASTER:
                 self._change_to(MASTER)
             else:
-                await self._failed(ConnectError(self._broker(), "its master cannot be reached, and slaves have less"))
+                self._failed(ConnectError(self._broker(), "its master cannot be reached, and slaves have less"))
             return
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if self._ended_early_s is None:
             self._ended_early_s = now
         if now - self._ended_early_s > self._task.poll_timeout_s:
@@ -283,9 +268,9 @@ class _Fetching:
             self._lost(lost, self._wanted.end)
 
     def _time_is_over(self) -> bool:
-        return asyncio.get_running_loop().time() - self._progress_s > self._task.poll_timeout_s
+        return time.monotonic() - self._progress_s > self._task.poll_timeout_s
 
-    async def _failed(self, error: MetamqError) -> None:
+    def _failed(self, error: MetamqError) -> None:
         """Raises what cannot be helped; else waits a moment, longer each time."""
         if isinstance(error, OffsetDiverged):  # a streaming query's driver goes on from where the logs agree
             self._lost(error, self._wanted.end)
@@ -295,7 +280,7 @@ class _Fetching:
             return
         if isinstance(error, TopicNotFound):
             self._refused += 1
-            if self._refused >= REFUSALS_MAX and await self._topic_is_gone():
+            if self._refused >= REFUSALS_MAX and self._topic_is_gone():
                 self._lost(error, self._wanted.end)
                 return
         elif isinstance(error, CorruptData):
@@ -310,7 +295,7 @@ class _Fetching:
         self._drop_lane()
         self._preferred = MASTER if isinstance(error, Fenced) else None
         self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
-        await asyncio.sleep(self._delay_s * random.uniform(0.8, 1.2))
+        time.sleep(self._delay_s * random.uniform(0.8, 1.2))
 
     def _lost(self, error: MetamqError, go_on_at: int) -> None:
         """Raises, or leaves out what is gone."""

@@ -1,18 +1,16 @@
 """Lanes: connections of one reader's own, with the fetch session that the broker keeps for it, used again by the next.
 
-Spark keeps its Python workers, and runs task after task in them. A lane is taken by one reader at a time, since a
-further GET on a connection takes over the one that is parked.
+Spark keeps its Python workers, and runs task after task in them. A lane is taken by one reader at a time, and used in
+that reader's thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from itertools import count
 from typing import NamedTuple
 
-from metamq.client.transport import BrokerConnection
-from metamq.errors import Timeout
+from metamq.client.blocking_connection import BlockingConnection
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.zk.names import parse_partition
@@ -33,42 +31,41 @@ class Place(NamedTuple):
 
 
 class Lane:
-    """One connection. Use within its loop only."""
+    """One connection: ask(), then answer(), and so on. All calls are about one partition until done_with_it()."""
 
-    def __init__(self, connection: BrokerConnection, key: tuple[str, int]) -> None:
+    def __init__(self, connection: BlockingConnection, key: tuple[str, int]) -> None:
         self.key = key
+        self.is_asked = False
+        """Whether an answer is to come."""
         self._connection = connection
         self._handles = count(1)
         self._handle = 0
         """Of the partition that is open; 0: none is."""
         self._closed: list[int] = []
+        self._limit_s = 0.0
 
     @property
-    def alive(self) -> bool:
-        """Whether it can be used."""
-        return self._connection.alive
+    def is_idle(self) -> bool:
+        """Whether it can be used by another reader."""
+        return not self.is_asked and self._connection.is_idle
 
-    async def fetch(self, place: Place, wait_ms: int, bytes_max: int) -> tuple[GetResult | None, memoryview]:
-        """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout.
-
-        All calls are about one partition until done_with_it().
-        """
+    def ask(self, place: Place, wait_ms: int, bytes_max: int) -> None:
+        """Asks the broker for what comes next. Raises ConnectError, Timeout."""
         opened = []
         if not self._handle:
             self._handle = next(self._handles)
             _broker_id, index = parse_partition(place.tp.partition)
             opened.append(GetPartition(self._handle, place.tp.topic, place.topic_id, index, place.epoch))
         closed, self._closed = self._closed, []
-        armed = [(self._handle, place.offset)]
-        poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, armed, closed)
-        future = self._connection.send(Command.GET, poll)
-        limit_s = wait_ms / 1000 + ANSWER_LATE_S
-        try:
-            async with asyncio.timeout(limit_s):
-                response = await future
-        except TimeoutError:
-            self.abort()
-            raise Timeout(f"a fetch from {self._connection.address}", limit_s) from None
+        poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, [(self._handle, place.offset)], closed)
+        self._limit_s = wait_ms / 1000 + ANSWER_LATE_S
+        self._connection.send(Command.GET, poll, timeout_s=self._limit_s)
+        self.is_asked = True
+
+    def answer(self) -> tuple[GetResult | None, memoryview]:
+        """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout."""
+        self.is_asked = False
+        response = self._connection.receive(timeout_s=self._limit_s)
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
         results = unpack_list(GetResult, response.header)
@@ -81,7 +78,7 @@ class Lane:
         return result, response.body
 
     def done_with_it(self) -> None:
-        """The next fetch opens a partition anew."""
+        """The next request opens a partition anew."""
         if self._handle:
             self._closed.append(self._handle)
             self._handle = 0
@@ -97,19 +94,20 @@ class Lanes:
     def __init__(self) -> None:
         self._idle: dict[tuple[str, int], list[Lane]] = {}
 
-    async def take(self, host: str, port: int) -> Lane:
+    def take(self, host: str, port: int) -> Lane:
         """A lane that nobody else uses. Raises ConnectError, UnsupportedVersion."""
         idle = self._idle.get((host, port), [])
         while idle:
             lane = idle.pop()
-            if lane.alive:
+            if lane.is_idle:
                 return lane
-        return Lane(await BrokerConnection.open(host, port), (host, port))
+            lane.abort()
+        return Lane(BlockingConnection.open(host, port), (host, port))
 
     def give_back(self, lane: Lane) -> None:
-        """Nothing is under way on it."""
+        """For whoever comes next, unless an answer is to come on it."""
         idle = self._idle.setdefault(lane.key, [])
-        if lane.alive and len(idle) < IDLE_MAX:
+        if lane.is_idle and len(idle) < IDLE_MAX:
             lane.done_with_it()
             idle.append(lane)
         else:
@@ -120,13 +118,13 @@ _lanes = Lanes()
 
 
 def lanes() -> Lanes:
-    """Those of this process's background loop."""
+    """Those of this process."""
     return _lanes
 
 
 def _after_fork_in_child() -> None:
     global _lanes
-    _lanes = Lanes()  # the others' loop is not here
+    _lanes = Lanes()  # the parent goes on using the others
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -15,7 +15,7 @@ from metamq.client.settings import zookeeper_root
 from metamq.errors import ConfigError, ConnectError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
 from metamq.spark_consumers.arrow_batches import ArrowBatches
 from metamq.spark_consumers.cluster_view import ClusterView
-from metamq.spark_consumers.fetch import CHUNKS_AHEAD, FETCH_BYTES, FetchTask, fetch
+from metamq.spark_consumers.fetch import FETCH_BYTES, FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges, tasks
 from metamq.spark_consumers.stream_offsets import StreamPlace
@@ -282,7 +282,7 @@ def test_no_more_is_fetched_ahead_than_a_task_has_memory_for(own: Cluster) -> No
         return looks[-1] > FETCH_BYTES and len(looks) > 30 and len(set(looks[-30:])) == 1
 
     wait_until(is_at_rest, 60, "a reader that waits")
-    assert looks[-1] <= (CHUNKS_AHEAD + 1) * FETCH_BYTES
+    assert looks[-1] <= 2 * FETCH_BYTES
     for chunk in reading:
         offsets += sum(header.count for header, _data in chunk)
     assert offsets == count

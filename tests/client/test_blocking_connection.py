@@ -1,0 +1,99 @@
+"""The connection for one thread: answers in pieces, answers that do not come, and a broker that goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from metamq.client.blocking_connection import BlockingConnection
+from metamq.client.transport import WAKE_BYTES
+from metamq.errors import ConnectError, Timeout
+from metamq.testing import BrokerProcess, cluster
+from metamq.wire.commands import Command
+from metamq.zk.ports import free_port
+from tests.client.test_large_answers import ASK, BODY, Peer
+from tests.parts import wait_until
+
+
+@contextlib.contextmanager
+def connected(cuts: list[int], *, ends: bool = False) -> Iterator[BlockingConnection]:
+    """To a Peer, whose loop runs in another thread."""
+    ready, done = threading.Event(), threading.Event()
+    port = 0
+
+    async def serve() -> None:
+        nonlocal port
+        peer = Peer(cuts, ends=ends)
+        async with await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            ready.set()
+            await asyncio.to_thread(done.wait)
+            await peer.served.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    ready.wait()
+    connection = BlockingConnection.open("127.0.0.1", port)
+    try:
+        yield connection
+    finally:
+        connection.abort()
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("last", [1, 100, WAKE_BYTES - 1, WAKE_BYTES, WAKE_BYTES + 1])
+def test_an_answer_may_come_in_any_pieces(last: int) -> None:
+    with connected([1, 1000, 70_000, 70_001, -last - 3 * WAKE_BYTES, -last]) as connection:
+        for _ in range(2):
+            assert connection.is_idle
+            connection.send(Command.GET, ASK, timeout_s=20)
+            assert connection.receive(timeout_s=20).body == BODY
+
+
+def test_an_answer_that_is_cut_off_is_told() -> None:
+    with connected([100_000], ends=True) as connection:
+        connection.send(Command.GET, ASK, timeout_s=20)
+        with pytest.raises(ConnectError, match="closed") as failure:
+            connection.receive(timeout_s=20)
+        assert failure.value.outcome == "unknown"
+        assert not connection.is_idle
+        with pytest.raises(ConnectError, match="closed"):
+            connection.send(Command.GET, ASK, timeout_s=20)
+
+
+def test_a_frozen_broker_is_a_timeout_and_one_that_has_gone_is_seen() -> None:
+    with cluster() as running:
+        frozen_and_gone(running.broker)
+
+
+def frozen_and_gone(broker: BrokerProcess) -> None:
+    asking, idle = (BlockingConnection.open("127.0.0.1", broker.port) for _ in range(2))
+    broker.freeze()
+    try:
+        asking.send(Command.GET, ASK, timeout_s=20)
+        with pytest.raises(Timeout, match=f"{broker.port}"):
+            asking.receive(timeout_s=0.3)
+        assert not asking.is_idle
+        assert idle.is_idle
+        with pytest.raises(ConnectError, match=r"no answer within 0.3 s"):
+            BlockingConnection.open("127.0.0.1", broker.port, timeout_s=0.3)
+    finally:
+        broker.thaw()
+    broker.kill()
+    wait_until(lambda: not idle.is_idle, what="the end of the connection")
+    idle.abort()
+
+
+def test_each_host_is_tried() -> None:
+    port = free_port()
+    with pytest.raises(ConnectError) as failure:
+        BlockingConnection.open("127.0.0.99,127.0.0.1", port)
+    assert "127.0.0.99: " in failure.value.reason
+    assert "127.0.0.1: " in failure.value.reason
+    with pytest.raises(ConnectError, match="metamq doctor"):
+        BlockingConnection.open("127.0.0.1", port)
