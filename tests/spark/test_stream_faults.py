@@ -124,7 +124,7 @@ def test_killed_workers_are_replaced_and_counts_are_exact(spark: Any, running: C
     """kill -9 of every Python worker that has a task, while each is in the middle of its range."""
     with scan_in_the_middle(spark, running, tmp_path):
         workers = task_workers()
-        assert len(workers) == 4  # for each task one that fetches and one that maps
+        assert len(workers) >= 4  # for each task one that fetches and one that maps; others may be idle
         for worker in workers:
             worker.kill()
     assert begun(tmp_path) == 4  # each task was run twice
