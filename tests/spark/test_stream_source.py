@@ -60,9 +60,11 @@ def test_available_now_reads_what_there_is_in_bounded_batches_and_goes_on_later(
     running: Cluster, topic: str, make_query: Callable[..., Query]
 ) -> None:
     send(running, topic, numbers(0, 1000))
-    query = make_query(subscribe=topic, maxOffsetsPerTrigger=400)
+    query = make_query(subscribe=topic, maxOffsetsPerTrigger=400, groupId=f"now-{topic}")
     query.run()
     assert query.seen() == Counter(numbers(0, 1000))
+    with running.admin() as admin:
+        assert {one.lag for one in admin.describe_group(f"now-{topic}").partitions} == {0}, "published by its end"
     assert len(query.batches) == 3
     assert max(map(len, query.batches)) <= 402
     send(running, topic, numbers(1000, 1100))
