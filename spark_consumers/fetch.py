@@ -182,8 +182,8 @@ class _Fetching:
 
     def _parted(self, header: BatchHeader) -> OffsetDiverged:
         """What a batch shows that is newer than any the range was planned with."""
-        wanted = self._wanted
-        return OffsetDiverged(str(wanted.tp), wanted.end, 0, header.end_offset, header.base_offset, self._epoch)
+        tp, _topic_id, start, end = self._wanted
+        return OffsetDiverged(str(tp), end, start, header.end_offset, header.base_offset, self._epoch)
 
     def _connected(self) -> Lane:
         if self._lane is not None:
