@@ -1,5 +1,5 @@
 """Spark beside its own limits: a scan against the ceiling of Spark's path from Python, the sink (bench/spark_sink.py)
-against the query that makes its rows, and the latency of a trickle.
+against the query that makes its rows, the source beside Kafka's (bench/spark_kafka.py), and the latency of a trickle.
 
 One session of `local[2]` with the recommended settings, one broker. What is compared runs in turns within a round, each
 first as often as second; each has run before it counts.
@@ -16,15 +16,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import latency
+import spark_kafka
 import spark_sink
 from flushed import until_flushed
 from settle import settle
+from spark_rows import PARTITIONS, seconds_of
 
 from metamq import Producer
 from metamq.spark_consumers import session
@@ -35,7 +37,6 @@ Say = Callable[[str], None]
 HERE = Path(__file__).parent
 BYTES = {100: 1_000_000_000, 1024: 2 * 1024**3}
 """How much a scan reads, by message size: enough for two seconds."""
-PARTITIONS = 4
 BATCH_BYTES = 1024 * 1024
 """Of the ceiling's Arrow batches: beyond a thousand rows it makes no difference."""
 WARM_UPS = 2
@@ -46,8 +47,8 @@ _STAMP = struct.Struct("<q")
 
 
 @contextmanager
-def sparked(folder: str) -> Iterator[Any]:
-    """A session of two cores."""
+def sparked(folder: str, jars: Sequence[str] = ()) -> Iterator[Any]:
+    """A session of two cores, with further jars."""
     # The workers import the ceiling's module.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     conf = {
@@ -57,6 +58,8 @@ def sparked(folder: str) -> Iterator[Any]:
         "spark.local.dir": folder,
         "spark.sql.warehouse.dir": f"{folder}/tables",
     }
+    if jars:
+        conf["spark.jars"] = ",".join(jars)
     logging.getLogger("py4j").setLevel(logging.WARNING)
     spark = session("bench", "local[2]", conf)
     spark.sparkContext.setLogLevel("ERROR")
@@ -64,13 +67,6 @@ def sparked(folder: str) -> Iterator[Any]:
         yield spark
     finally:
         spark.stop()
-
-
-def seconds_of(frame: Any) -> float:
-    """Until Spark has had every row of it."""
-    began = time.perf_counter()
-    frame.write.format("noop").mode("overwrite").save()
-    return time.perf_counter() - began
 
 
 def fill(running: Cluster, topic: str, size: int) -> int:
@@ -161,17 +157,17 @@ def measure(rounds: int, say: Say) -> dict[str, Any]:
     """All of it."""
     from spark_ceiling import CeilingSource
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        cluster(folder=Path(folder) / "cluster") as running,
-        sparked(folder) as spark,
-    ):
-        spark.dataSource.register(CeilingSource)
-        found: dict[str, Any] = {"scans": [scans(running, spark, size, rounds, say) for size in BYTES]}
-        found["sink"] = spark_sink.measure(running, spark, rounds, say)
-        measured = [trickle(running, spark, folder) for _ in range(min(rounds, 3))]
-        found["trickle"] = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
-        say("trickle: " + ", ".join(f"{name} {value:.0f}" for name, value in found["trickle"].items()))
+    with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder) / "cluster") as running:
+        jars = spark_kafka.source_jars(Path(folder), say)
+        with sparked(folder, jars) as spark:
+            spark.dataSource.register(CeilingSource)
+            found: dict[str, Any] = {"scans": [scans(running, spark, size, rounds, say) for size in BYTES]}
+            found["sink"] = spark_sink.measure(running, spark, rounds, say)
+            if jars:
+                found["kafka"] = spark_kafka.measure(running, spark, Path(folder), rounds, say)
+            measured = [trickle(running, spark, folder) for _ in range(min(rounds, 3))]
+    found["trickle"] = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    say("trickle: " + ", ".join(f"{name} {value:.0f}" for name, value in found["trickle"].items()))
     return found
 
 

@@ -1,7 +1,7 @@
 """Spark's sink beside what the query that makes the rows can do, and exactly once beside at least once.
 
-The rows are made by Spark itself, in the JVM, all different. They are written nowhere (`noop`), at least once and
-exactly once, in turns. What is timed is what a user waits for: until `save()` returns.
+The same rows are written nowhere (`noop`), at least once and exactly once, in turns. What is timed is what a user
+waits for: until `save()` returns.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import Any
 
 from flushed import until_flushed
 from settle import settle
+from spark_rows import PARTITIONS, ROWS, VALUE_BYTES, made, seconds_of
 
 from metamq.testing import Cluster
 
 Say = Callable[[str], None]
 
-ROWS = 6_000_000
-VALUE_BYTES = 100
-PARTITIONS = 4
 DELIVERIES = ("at_least_once", "exactly_once")
 
 
@@ -30,16 +28,13 @@ class Sink:
 
     def __init__(self, running: Cluster, spark: Any) -> None:
         self._running = running
-        made = spark.range(0, ROWS, 1, PARTITIONS)
-        self._rows = made.selectExpr(f"cast(lpad(string(id), {VALUE_BYTES}, '0') as binary) as value")
+        self._rows = made(spark)
         self._names = (f"sink-{number}" for number in count())
 
     def rate(self, delivery: str) -> float:
         """Rows per second; `delivery` "noop": of the query alone."""
         if delivery == "noop":
-            began = time.perf_counter()
-            self._rows.write.format("noop").mode("overwrite").save()
-            return ROWS / (time.perf_counter() - began)
+            return ROWS / seconds_of(self._rows)
         topic = next(self._names)
         self._running.create_topic(topic, partitions=PARTITIONS)
         options = {"zookeeper": self._running.zookeeper, "topic": topic, "delivery": delivery}
