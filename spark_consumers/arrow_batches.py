@@ -37,7 +37,8 @@ class ArrowBatches:
         self._messages = 0
         self._bytes = 0
         constants = {"topic": wanted.tp.topic, "partition": wanted.tp.partition, "timestampType": CREATE_TIME}
-        self._makers = [_constant(constants[name]) if name in constants else _MAKERS[name] for name in schema.names]
+        makers = _MAKERS | {"key": _keys()} | {name: _constant(value) for name, value in constants.items()}
+        self._makers = [makers[name] for name in schema.names]
 
     def of(self, chunks: Iterable[Iterable[tuple[BatchHeader, memoryview]]]) -> Iterator[pa.RecordBatch]:
         """The messages of the fetched chunks that are in the range. Raises CorruptData."""
@@ -69,14 +70,26 @@ class ArrowBatches:
 
 
 def _constant(value: object) -> Maker:
-    """The same value in every row: one array for all batches, of which each has a part."""
+    """The same value in every row: one array for all batches, of which each has a part, most often the same one."""
     whole: pa.Array | None = None
+    part: pa.Array | None = None
 
     def make(decoded: Columns, _header: BatchHeader, kind: pa.DataType) -> pa.Array:
-        nonlocal whole
-        if whole is None or len(whole) < decoded.count:
-            whole = pa.repeat(pa.scalar(value, kind), decoded.count)
-        return whole.slice(0, decoded.count)
+        nonlocal whole, part
+        if part is None or len(part) != decoded.count:
+            if whole is None or len(whole) < decoded.count:
+                whole = pa.repeat(pa.scalar(value, kind), decoded.count)
+            part = whole.slice(0, decoded.count)
+        return part
+
+    return make
+
+
+def _keys() -> Maker:
+    no_keys = _constant(None)
+
+    def make(decoded: Columns, header: BatchHeader, kind: pa.DataType) -> pa.Array:
+        return no_keys(decoded, header, kind) if decoded.keys is None else column("key", decoded, header)
 
     return make
 
@@ -99,7 +112,6 @@ def _headers(decoded: Columns, header: BatchHeader, kind: Any) -> pa.Array:
 
 
 _MAKERS: dict[str, Maker] = {
-    "key": _plain("key"),
     "value": _plain("value"),
     "offset": _plain("offset"),
     "timestamp": _plain("timestamp"),
