@@ -92,14 +92,31 @@ def reachable(
 ) -> dict[TopicPartition, StreamPlace]:
     """The target as far as it is to be had: of a log that parted from what was read, only up to there.
 
-    Nothing of what is behind was there when the target was fixed, unless that was done in the new log.
+    Nothing of what is behind was there when the target was fixed, unless that was done in the new log. Where the query
+    is before the parting, an epoch that is newer than the target's and begins before it tells of that.
     """
     found = dict(target)
     for tp, place in target.items():
         answer = answers.get(tp)
-        if isinstance(answer, OffsetDiverged) and place.epoch <= before[tp].epoch:
-            found[tp] = StreamPlace(place.topic_id, answer.agreed, answer.epoch)
+        if isinstance(answer, OffsetDiverged):
+            if place.epoch <= before[tp].epoch:
+                found[tp] = StreamPlace(place.topic_id, answer.agreed, answer.epoch)
+            continue
+        known = before.get(tp)
+        if known is None or known.topic_id != place.topic_id:
+            known = StreamPlace(place.topic_id, 0)
+        found[tp] = _before_newer_epochs(place, known, _epochs(answer))
     return found
+
+
+def _before_newer_epochs(target: StreamPlace, known: StreamPlace, epochs: list[tuple[int, int]]) -> StreamPlace:
+    """The target, or the last place before it that is of its history; `epochs` are those from `known` on."""
+    common = known
+    for epoch, until in epochs:
+        if epoch > target.epoch >= 0:
+            return common if common.offset < target.offset else target
+        common = known._replace(offset=until, epoch=epoch)
+    return target
 
 
 def step(

@@ -155,6 +155,42 @@ def test_what_was_read_and_given_up_is_a_loss_and_what_is_there_now_is_read() ->
     assert reachable({A0: place(5000, 2)}, before, answers) == {A0: place(5000, 2)}, "fixed in the new log"
 
 
+@pytest.mark.parametrize("first", [place(1000, 0), place(1000, -1), place(2000, 1)])
+def test_a_target_that_was_given_up_before_the_query_came_there_is_where_the_logs_part(first: StreamPlace) -> None:
+    """Else its last batch is planned over messages of the new log, which its tasks take for a loss, and read twice."""
+    history = [(0, 1500), (1, 2400), (2, 6000)]
+    at, target = {A0: first}, {A0: place(5000, 1)}
+    ends = []
+    while True:
+        told = [(epoch, until) for epoch, until in history if until > at[A0].offset]
+        answers: dict[TopicPartition, Found] = {A0: answer(6000, epoch=2, epochs=told)}
+        target = reachable(target, at, answers)
+        found = stepped(at, answers, most=1200, target=target)
+        assert not found.losses
+        if found.offset is None:
+            break
+        at = dict(found.offset.reached)
+        ends.append(at[A0])
+    assert ends == [place(2200, 1), place(2400, 1)][first.offset == 2000 :]
+
+
+def test_a_target_is_kept_where_the_logs_have_not_parted_before_it() -> None:
+    at, target = {A0: place(1000)}, {A0: place(5000)}
+
+    def kept(*epochs: tuple[int, int], known: Places = at, wanted: Places = target) -> bool:
+        return reachable(wanted, known, {A0: answer(6000, epochs=epochs)}) == wanted
+
+    assert kept((1, 5000), (2, 6000)), "a promotion without a loss"
+    assert not kept((1, 4999), (2, 6000))
+    assert kept((1, 3000)), "a new master that does not show all of it yet"
+    assert kept(), "an older broker tells none"
+    assert kept((2, 6000), known={A0: place(5000)})
+    assert kept((2, 6000), wanted={A0: place(5000, -1)}), "not known"
+    # All that there is from where the query is on is newer: nothing is left to be read.
+    assert reachable(target, at, {A0: answer(6000, epochs=[(2, 6000)])}) == at
+    assert reachable(target, {}, {A0: answer(6000, epochs=[(1, 20), (2, 6000)])}) == {A0: place(20)}
+
+
 def test_a_gap_is_passed_over_at_once() -> None:
     found = stepped({A0: place(5)}, {A0: answer(10**9 + 50, start=10**9)}, most=10)
     assert [str(loss) for loss in found.losses if "not 5" in str(loss)]
