@@ -1,14 +1,21 @@
 """What a streaming query's checkpoint tells the driver: the query's id, and what a batch was made from.
 
 Spark writes `metadata` with the id when the query is new, and `offsets/<batch>` before it runs a batch: a version, a
-line about the run, and a line for each source. A batch that is run again finds the file as it was. Only what is in a
-folder of this machine, mounted ones too, is read for each batch: what a store or HDFS would take is not to be known.
+line about the run, and a line for each source. A batch that is run again finds the file as it was. Of a file source the
+line is only `{"logOffset":N}`: which files these are stands in `sources/<source>/N`, or `N.compact` with those before,
+written ahead of the batch's own file and left alone until the batch is done.
+
+Only what is in a folder of this machine, mounted ones too, is read for each batch: what a store or HDFS would take is
+not to be known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from metamq.errors import ConfigError
@@ -48,10 +55,54 @@ def content(location: str | None, query: str, batch_id: int) -> str:
     if folder is None or known_id(folder) != query:  # what is at that place here is not the query's
         return ""
     try:
-        lines = (folder / "offsets" / str(batch_id)).read_bytes().splitlines()
+        lines = _source_lines(folder, batch_id)
+        entries = _entries(folder, batch_id, lines)
     except OSError:
         return ""
-    return hashlib.sha256(b"\n".join(lines[2:])).hexdigest()[:32] if len(lines) > 2 else ""
+    return hashlib.sha256(b"\n".join([*lines, *entries])).hexdigest()[:32] if lines else ""
+
+
+def _source_lines(folder: Path, batch_id: int) -> list[bytes]:
+    return (folder / "offsets" / str(batch_id)).read_bytes().splitlines()[2:]
+
+
+def _entries(folder: Path, batch_id: int, lines: list[bytes]) -> list[bytes]:
+    """The files that the batch's file sources read, as their logs have them; none where it has no such source."""
+    numbers = {index: number for index, line in enumerate(lines) if (number := _log_offset(line)) is not None}
+    if not numbers:
+        return []
+    earlier: list[int | None] | None = None if batch_id else []
+    with contextlib.suppress(FileNotFoundError):
+        earlier = [_log_offset(line) for line in _source_lines(folder, batch_id - 1)]
+    found: set[bytes] = set()
+    for index, number in numbers.items():
+        done = number - 1 if earlier is None else -1
+        if earlier is not None and index < len(earlier):
+            done = -1 if (last := earlier[index]) is None else last
+        for source in sorted((folder / "sources").glob("*")):  # one that is read twice has two lines, and one log
+            for one in range(done + 1, number + 1):  # several where a driver died between the two files
+                found |= {b"%s %s" % (source.name.encode(), entry) for entry in _logged(source, one, done + 1, number)}
+    return sorted(found)
+
+
+def _logged(source: Path, number: int, first: int, last: int) -> Iterator[bytes]:
+    """What one file of a file source's log says of the numbers from `first` to `last`."""
+    wanted = re.compile(rb'"batchId":\s*(\d+)')
+    for name in (str(number), f"{number}.compact"):
+        with contextlib.suppress(FileNotFoundError), (source / name).open("rb") as file:
+            for line in file:
+                at = wanted.search(line)
+                if at is not None and first <= int(at[1]) <= last:
+                    yield line.strip()
+
+
+def _log_offset(line: bytes) -> int | None:
+    """Of a file source's line; None of another source's."""
+    with contextlib.suppress(ValueError):
+        fields = json.loads(line)
+        if isinstance(fields, dict) and isinstance(number := fields.get("logOffset"), int):
+            return number
+    return None
 
 
 def local_folder(location: str | None) -> Path | None:

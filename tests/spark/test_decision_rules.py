@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,41 @@ def test_a_task_that_is_not_told_its_query_or_batch() -> None:
         named(None, None, "7")
     with pytest.raises(ConfigError, match="at_least_once"):
         named("mine", "q", None)
+
+
+def test_of_a_file_source_a_batch_is_known_by_its_files(tmp_path: Path) -> None:
+    """Its offset is a number only, which a query from a backup gives to other files."""
+
+    def entry(file: str, number: int) -> str:
+        return f'{{"path":"file:///in/{file}","timestamp":1700000000000,"batchId":{number}}}'
+
+    def digest(logs: dict[str, list[str]], before: str | None = "2", batch_id: int = 4) -> str:
+        place = Path(tempfile.mkdtemp(dir=tmp_path))
+        (place / "offsets").mkdir()
+        (place / "metadata").write_text('{"id":"q"}')
+        lines = ["v1", '{"batchTimestampMs":1}', '{"orders-0":7}', '{"logOffset":3}']
+        (place / "offsets" / f"{batch_id}").write_text("\n".join(lines))
+        if before is not None:
+            lines[3] = f'{{"logOffset":{before}}}' if before != "-" else "-"
+            (place / "offsets" / f"{batch_id - 1}").write_text("\n".join(lines))
+        for name, entries in logs.items():
+            (place / "sources" / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / "sources" / name).write_text("\n".join(["v1", *entries]))
+        return content(str(place), "q", batch_id)
+
+    first = digest({"0/0": ["{}"], "1/3": [entry("f1", 3)]})
+    assert first == digest({"0/0": ["{}"], "1/3": [entry("f1", 3)]}) != ""
+    assert digest({"1/3": [entry("f1", 3), entry("f2", 3)]}) != first, "a backup, to which a file has come"
+    assert digest({"1/3": [entry("f3", 3)]}) != first
+    earlier = [entry("e0", 0), entry("e1", 1), entry("e2", 2)]
+    assert digest({"1/3.compact": [*earlier, entry("f1", 3)], "1/2": earlier[2:]}) == first, "compacted"
+    assert digest({"1/3": [entry("f1", 3)], "1/2": earlier[2:], "1/4": [entry("n", 4)]}) == first
+    two_numbers = digest({"1/3": [entry("f1", 3)], "1/2": earlier[2:]}, before="1")
+    assert two_numbers == digest({"1/3.compact": [*earlier, entry("f1", 3)]}, before="1")
+    assert two_numbers != digest({"1/3": [entry("f1", 3)], "1/2": [entry("other", 2)]}, before="1")
+    all_of_them = digest({"1/3.compact": [*earlier, entry("f1", 3)]}, before="-")
+    assert all_of_them == digest({"1/3.compact": [*earlier, entry("f1", 3)]}, before=None, batch_id=0) != first
+    assert digest({"1/3": [entry("f1", 3)], "1/2": earlier[2:]}, before=None) == first
 
 
 def test_what_a_checkpoint_tells(tmp_path: Path) -> None:
