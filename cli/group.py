@@ -97,7 +97,8 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
-    click.echo(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {one.lag:,}")
+    lag = "not known" if one.lag is None else f"{one.lag:,}"
+    click.echo(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}")
     if one.partitions:
         print_table(
             ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],

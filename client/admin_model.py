@@ -157,8 +157,10 @@ class GroupDescription:
     partitions: tuple[GroupPartition, ...]
 
     @property
-    def lag(self) -> int:
-        """The lag of all partitions whose lag is known."""
+    def lag(self) -> int | None:
+        """Of all partitions in which something is committed; None while a broker does not tell where one ends."""
+        if any(partition.committed is not None and partition.lag is None for partition in self.partitions):
+            return None
         return sum(partition.lag or 0 for partition in self.partitions)
 
 

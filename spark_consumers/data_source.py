@@ -15,6 +15,7 @@ from pyspark.sql.datasource import (
     InputPartition,
 )
 
+from metamq.errors import MetamqError
 from metamq.spark_consumers.columns import check_columns, full_schema
 from metamq.spark_consumers.partitions import RangePartition, read_partition
 
@@ -54,13 +55,16 @@ class DefaultSource(DataSource):
         return (FilteringBatchReader if options.pushdown else BatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """For a streaming query. Raises ConfigError for a wrong option or column."""
+        """For a streaming query. A wrong option or column is told when Spark first asks the reader for something."""
         from metamq.spark_consumers.options import parse_options
-        from metamq.spark_consumers.stream_reader import StreamReader
+        from metamq.spark_consumers.stream_reader import RefusedReader, StreamReader
         from metamq.spark_consumers.table_options import of_query
 
-        options = parse_options(of_query(self.options, schema), streaming=True)
-        _check(schema)
+        try:
+            options = parse_options(of_query(self.options, schema), streaming=True)
+            _check(schema)
+        except MetamqError as error:
+            return RefusedReader(error)
         return StreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:

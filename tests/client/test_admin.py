@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, FileOffsets, TopicPartition, aio
+from metamq.client.admin_model import GroupDescription, GroupPartition
 from metamq.errors import (
     ClosedError,
     ConfigError,
@@ -524,3 +525,14 @@ def test_a_topic_that_may_exist_is_left_as_it_is(admin: Admin, topic: str) -> No
     assert admin.create_topic(topic, partitions=3, exist_ok=True) == made
     with pytest.raises(TopicExists):
         admin.create_topic(topic, partitions=2)
+
+
+def test_the_lag_of_a_group_is_not_known_while_that_of_a_partition_is_not() -> None:
+    """Nothing committed is another matter: there is nothing to lag behind."""
+    known = GroupPartition("t", "0-0", 2, 0, 5, None, None)
+    away = dataclasses.replace(known, start=None, end=None)
+    lags = [
+        GroupDescription("g", None, None, (), partitions).lag
+        for partitions in ((known,), (known, dataclasses.replace(away, committed=None)), (known, away))
+    ]
+    assert lags == [3, 3, None]

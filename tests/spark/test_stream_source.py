@@ -149,7 +149,8 @@ def test_a_listener_tells_how_far_a_query_is_behind(spark: Any, running: Cluster
 
 
 def test_a_wrong_option_is_told_before_anything_runs(topic: str, make_query: Callable[..., Query]) -> None:
-    with pytest.raises(Exception, match=r"option 'endingOffsets' is for batch queries"):
+    with pytest.raises(Exception, match=r"option 'endingOffsets' is for batch queries") as refused:
         make_query(subscribe=topic, endingOffsets="latest").run()
+    assert "UnboundLocalError" not in str(refused.value)
     with pytest.raises(Exception, match="topic 'no-such-topic' does not exist"):
         make_query(subscribe="no-such-topic").run()
