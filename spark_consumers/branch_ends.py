@@ -9,22 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from metamq.client.branches import Branch, TxClient, new_session
 from metamq.client.cluster import Cluster
-from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError
+from metamq.errors import BranchNotKnown, ConnectError, HeuristicOutcome, MetamqError, OutcomeUnknown
 from metamq.spark_consumers.decisions import BranchName, Ends
 from metamq.wire.xa import Verb, XACode, Xid
 
 log = logging.getLogger("metamq.spark")
 
-T = TypeVar("T")
+T = TypeVar("T", tuple[Xid, int], tuple[str, int, str])
+"""With the id of a broker in second place."""
 
 AT_ONCE = 32
-"""Branches that are ended side by side: brokers write the records of those together."""
+"""Branches of one broker that are ended side by side: it writes the records of those together."""
 LIST_S = 3.0
 """What a broker that is to tell which branches it has is waited for."""
 ROLL_BACK_S = 5.0
@@ -55,12 +56,16 @@ class BranchEnds:
         accepts_loss: bool = False,
     ) -> None:
         """Returns once all of them are committed. Raises CommitLost, unless that is accepted; OutcomeUnknown,
-        ConnectError: to be called again."""
+        ConnectError, once a broker has not answered for `answer_s`: to be called again."""
         client = TxClient(self.cluster)
         lost: Counter[str] = Counter()
+        away: dict[int, MetamqError] = {}
+        """Brokers, each with how it failed to answer: what else it has would wait as long, in vain."""
 
         async def commit(one: tuple[str, int, str]) -> None:
             attempt, broker_id, history = one
+            if broker_id in away:
+                raise away[broker_id]
             branch = Branch(BranchName(sink, batch_id, attempt).at(broker_id), broker_id, new_session())
             try:
                 await client.ask(branch, [Verb.COMMIT], timeout_s=answer_s)
@@ -72,6 +77,9 @@ class BranchEnds:
                     await client.ask(branch, [Verb.FORGET], timeout_s=answer_s)
                 else:
                     lost[f"not committed by an operator at broker {broker_id}"] += 1
+            except (OutcomeUnknown, ConnectError) as error:
+                away[broker_id] = error
+                raise
 
         await self.cluster.look_again()
         await _each([(attempt, *one) for attempt, at in winners.items() for one in at.items()], commit)
@@ -131,11 +139,12 @@ class BranchEnds:
 
 
 async def _each(things: Collection[T], end: Callable[[T], Awaitable[None]]) -> None:
-    """Side by side. Raises the first error, once all are through."""
-    at_once = asyncio.Semaphore(AT_ONCE)
+    """Side by side, those of each broker by themselves: they do not wait for another's that is away. Raises the first
+    error, once all are through."""
+    at_once: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
     async def one(thing: T) -> None:
-        async with at_once:
+        async with at_once[thing[1]]:
             await end(thing)
 
     results: Iterable[BaseException | None] = await asyncio.gather(*map(one, things), return_exceptions=True)

@@ -92,7 +92,7 @@ class Committer:
         if standing.winners != winners:
             log.warning("%s was decided before: this attempt is dropped", self._what(batch_id))
         try:
-            await self._patiently(lambda: self.finish(self._sink, batch_id))
+            await self._patiently(lambda: self.finish(self._sink, batch_id, standing))
         except CommitLost:
             raise
         except MetamqError as error:
@@ -113,7 +113,7 @@ class Committer:
                 await self._best_effort(lambda: self.store.remove_job(self._sink, decided=False))
             return
         try:
-            await self.finish(self._sink, batch_id, answer_s=ROLL_BACK_S)  # commit() has been patient already
+            await self.finish(self._sink, batch_id, standing, answer_s=ROLL_BACK_S)  # commit() has been patient already
         except CommitLost:
             raise
         except MetamqError as error:
@@ -122,21 +122,19 @@ class Committer:
             hint = "Do not write it again."
             raise CommitUnfinished(f"{self._what(batch_id)} has not failed: all its rows are there", hint=hint)
 
-    async def finish(self, sink: str, newest: int, answer_s: float = 3 * ANSWER_S) -> None:
+    async def finish(self, sink: str, newest: int, decision: Decision, answer_s: float = 3 * ANSWER_S) -> None:
         """Brings about a batch that is decided. Raises as commit()."""
-        decision = await self.store.decision(sink, newest)
-        winners = decision.winners if decision is not None else {}
         await self._ends.commit(
-            sink, newest, winners, answer_s=min(self._patience_s, answer_s), accepts_loss=self._accepts_loss
+            sink, newest, decision.winners, answer_s=min(self._patience_s, answer_s), accepts_loss=self._accepts_loss
         )
         if self._is_job:
             await self._best_effort(lambda: self.store.remove_job(sink, decided=True))
         await self._best_effort(lambda: self._sweep(sink, newest, decision))
 
-    async def _sweep(self, sink: str, newest: int, decision: Decision | None) -> None:
+    async def _sweep(self, sink: str, newest: int, decision: Decision) -> None:
         """Ends what is left of the batches up to a decided one."""
         prepared = await self._ends.prepared()
-        decisions = {} if decision is None else {newest: decision}
+        decisions = {newest: decision}
         for number in batches_of(sink, newest, prepared) - {newest}:
             older = await self.store.decision(sink, number)
             if older is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,6 +267,48 @@ def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
     else:
         driver.commit(0, driver.write(0, texts(0, 5)))
     check(two, topic, driver.sink, texts(0, 5))
+
+
+def test_a_broker_that_stays_away_holds_a_commit_up_once_however_many_branches_it_has(
+    two: Cluster, topic: str, sink: str
+) -> None:
+    """And the branches of the other broker not at all."""
+    driver = Driver(two, topic, sink, deliveryTimeoutMs="1000")
+    attempts = driver.write(0, texts(0, 800), tasks=160)
+    both = Counter(broker for at in attempts.values() for broker in at)
+    assert both[0] > 128
+    assert both[1] > 128
+    two.brokers[1].kill()
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(CommitUnfinished, match="is decided, and will be seen, but is not yet"):
+            driver.commit(0, attempts)
+        took_s = time.monotonic() - began_s
+        assert not [one for one in left_open(two, sink) if one.broker_id == 0], "the other broker's"
+    finally:
+        two.brokers[1].start()
+    assert took_s < 7, "two rounds, of a second each"
+    driver.commit(0, attempts)
+    check(two, topic, sink, texts(0, 800))
+
+
+def test_what_is_decided_is_brought_about_as_it_was_read_once(
+    two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the record should be gone then: winners are not taken for branches that lost."""
+    driver = Driver(two, topic, sink)
+    attempts, committer = driver.write(0, texts(0, 9)), driver.committer()
+    decide = committer.store.decide
+
+    async def decide_and_lose(*arguments: Any) -> Any:
+        decision = await decide(*arguments)
+        session = driver.client.cluster.session
+        await session.delete(session.paths.sink_decision(sink, 0), -1)
+        return decision
+
+    monkeypatch.setattr(committer.store, "decide", decide_and_lose)
+    driver.commit(0, attempts, committer)
+    check(two, topic, sink, texts(0, 9))
 
 
 def test_a_commit_leaves_nothing_behind_in_the_driver(two: Cluster, topic: str, sink: str) -> None:
