@@ -78,6 +78,12 @@ class BlockingConnection:
         return connection
 
     @property
+    def broker_id(self) -> int:
+        """Of the broker that it is to."""
+        assert self._connection.greeting is not None
+        return self._connection.greeting.broker_id
+
+    @property
     def is_idle(self) -> bool:
         """Whether it is open, and nothing has come that nobody asked for, such as its end."""
         if not self._is_open:
@@ -103,7 +109,9 @@ class BlockingConnection:
             raise self._broken(error, timeout_s) from error
 
     def receive(self, *, timeout_s: float) -> Response:
-        """The answer to the request; `timeout_s` is the longest that nothing of it may come.
+        """The answer to the request; `timeout_s` is the longest that it may take to come.
+
+        Of a large one that is so for each part of it, of WAKE_BYTES or what is left.
 
         Raises ConnectError, Timeout.
         """

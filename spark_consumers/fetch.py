@@ -32,7 +32,7 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
-from metamq.spark_consumers.lanes import Lane, Place, lanes
+from metamq.spark_consumers.lanes import Lane, LaneKey, Place, lanes
 from metamq.spark_consumers.ranges import OffsetRange
 from metamq.spark_consumers.replicas import Replica, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
@@ -83,6 +83,7 @@ class _Fetching:
     def __init__(self, task: FetchTask) -> None:
         self._task = task
         self._wanted = task.wanted
+        self._broker_id, _index = parse_partition(task.wanted.tp.partition)
         self._offset = task.wanted.start
         self._epoch = task.epoch
         self._message_bytes = 1024
@@ -198,7 +199,7 @@ class _Fetching:
         )
         for replica in order:
             try:
-                self._lane = lanes().take(replica.host, replica.port)
+                self._lane = lanes().take(LaneKey(self._broker_id, replica.host, replica.port))
             except MetamqError as refused:
                 error = refused
             else:
@@ -207,19 +208,20 @@ class _Fetching:
         raise error
 
     def _broker(self) -> str:
-        return f"broker {parse_partition(self._wanted.tp.partition)[0]}"
+        return f"broker {self._broker_id}"
 
-    def _look_up(self) -> None:
-        broker_id, _index = parse_partition(self._wanted.tp.partition)
+    def _look_up(self) -> bool:
+        """Finds where the replicas are now; False while ZooKeeper cannot be asked."""
         task, topic = self._task, self._wanted.tp.topic
         try:
             found = background().run(
-                find_replicas(task.zookeeper, task.root, broker_id, topic, with_slaves=task.with_slaves)
+                find_replicas(task.zookeeper, task.root, self._broker_id, topic, with_slaves=task.with_slaves)
             )
         except MetamqError as error:  # they may be where they were
-            log.info("where broker %d is cannot be looked up at present: %s", broker_id, error)
-        else:
-            self._replicas = list(found)
+            log.info("where broker %d is cannot be looked up at present: %s", self._broker_id, error)
+            return False
+        self._replicas = list(found)
+        return True
 
     def _topic_is_gone(self) -> bool:
         """Whether ZooKeeper says so, too; False while it cannot be asked."""
@@ -250,7 +252,8 @@ class _Fetching:
     def _nothing_came(self, result: GetResult | None) -> None:
         """The log ends before the range does: that of a slave, or of a master that is about to show more of it.
 
-        What a slave does not have may be lost or not: only a master that keeps to it has the last word.
+        What a slave does not have may be lost or not: only a master that keeps to it has the last word. Who was the
+        master when the range was planned may be a slave by now: so ZooKeeper is asked before, too.
         """
         if self._number != MASTER:
             if self._preferred != MASTER:
@@ -258,14 +261,33 @@ class _Fetching:
             else:
                 self._failed(ConnectError(self._broker(), "its master cannot be reached, and slaves have less"))
             return
+        if result is not None and result.preferred_replica >= 0 and not result.size:  # as only slaves answer
+            self._failed(self._no_master())
+            return
         now = time.monotonic()
+        is_first = self._ended_early_s is None
         if self._ended_early_s is None:
             self._ended_early_s = now
-        if now - self._ended_early_s > self._task.poll_timeout_s:
+        is_last = now - self._ended_early_s > self._task.poll_timeout_s
+        if is_first or is_last:
+            is_known = self._look_up()
+            if not self._is_at_master() or (is_last and not is_known):
+                self._failed(self._no_master())
+                return
+        if is_last:
             stable = result.stable_offset if result is not None else self._offset
             reason = "the query was planned with messages that the log does not have any more"
             lost = OffsetOutOfRange(str(self._wanted.tp), self._wanted.end, self._offset, stable, reason)
             self._lost(lost, self._wanted.end)
+
+    def _no_master(self) -> Fenced:
+        reason = "its log ends before the range, and nothing says that it is the master: that may have more"
+        return Fenced(f"who answers for {self._broker()}", reason)
+
+    def _is_at_master(self) -> bool:
+        """Whether the lane is to whom the master was known to be at the last look-up, or the planning."""
+        at = self._lane.key[1:] if self._lane is not None else None
+        return any(replica.number == MASTER and (replica.host, replica.port) == at for replica in self._replicas)
 
     def _time_is_over(self) -> bool:
         return time.monotonic() - self._progress_s > self._task.poll_timeout_s
@@ -293,7 +315,9 @@ class _Fetching:
             raise error
         log.info("%s from offset %d is tried again: %s", self._wanted.tp, self._offset, error)
         self._drop_lane()
-        self._preferred = MASTER if isinstance(error, Fenced) else None
+        self._preferred = None
+        if isinstance(error, Fenced):
+            self._preferred, self._ended_early_s = MASTER, None
         self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
         time.sleep(self._delay_s * random.uniform(0.8, 1.2))
 

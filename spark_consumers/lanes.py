@@ -11,6 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from metamq.client.blocking_connection import BlockingConnection
+from metamq.errors import ConnectError
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.zk.names import parse_partition
@@ -18,7 +19,7 @@ from metamq.zk.partitions import TopicPartition
 
 ANSWER_LATE_S = 10.0
 IDLE_MAX = 4
-"""Lanes that are kept for an address."""
+"""Lanes that are kept for a key."""
 
 
 class Place(NamedTuple):
@@ -30,10 +31,18 @@ class Place(NamedTuple):
     epoch: int
 
 
+class LaneKey(NamedTuple):
+    """Whom a lane is to."""
+
+    broker_id: int
+    host: str
+    port: int
+
+
 class Lane:
     """One connection: ask(), then answer(), and so on. All calls are about one partition until done_with_it()."""
 
-    def __init__(self, connection: BlockingConnection, key: tuple[str, int]) -> None:
+    def __init__(self, connection: BlockingConnection, key: LaneKey) -> None:
         self.key = key
         self.is_asked = False
         """Whether an answer is to come."""
@@ -89,20 +98,29 @@ class Lane:
 
 
 class Lanes:
-    """Idle lanes, by address."""
+    """Idle lanes, by whom they are to."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str, int], list[Lane]] = {}
+        self._idle: dict[LaneKey, list[Lane]] = {}
 
-    def take(self, host: str, port: int) -> Lane:
-        """A lane that nobody else uses. Raises ConnectError, UnsupportedVersion."""
-        idle = self._idle.get((host, port), [])
+    def take(self, key: LaneKey) -> Lane:
+        """A lane that nobody else uses. Raises UnsupportedVersion; ConnectError, also when another broker answers.
+
+        The address was learnt a while ago. The partition of the same index of whichever broker has it now would do for
+        the one that is asked for: only the number of the broker tells them apart.
+        """
+        idle = self._idle.get(key, [])
         while idle:
             lane = idle.pop()
             if lane.is_idle:
                 return lane
             lane.abort()
-        return Lane(BlockingConnection.open(host, port), (host, port))
+        connection = BlockingConnection.open(key.host, key.port)
+        if connection.broker_id != key.broker_id:
+            connection.abort()
+            reason = f"broker {connection.broker_id} is there, not broker {key.broker_id}"
+            raise ConnectError(connection.address, reason)
+        return Lane(connection, key)
 
     def give_back(self, lane: Lane) -> None:
         """For whoever comes next, unless an answer is to come on it."""

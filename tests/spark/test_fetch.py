@@ -11,13 +11,23 @@ import pyarrow as pa
 import pytest
 
 from metamq.client.background import background
+from metamq.client.cluster import MASTER
 from metamq.client.settings import zookeeper_root
-from metamq.errors import ConfigError, ConnectError, CorruptData, OffsetDiverged, OffsetOutOfRange, TopicNotFound
+from metamq.errors import (
+    ConfigError,
+    ConnectError,
+    CorruptData,
+    Fenced,
+    OffsetDiverged,
+    OffsetOutOfRange,
+    TopicNotFound,
+)
 from metamq.spark_consumers.arrow_batches import ArrowBatches
 from metamq.spark_consumers.cluster_view import ClusterView
 from metamq.spark_consumers.fetch import FETCH_BYTES, FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges, tasks
+from metamq.spark_consumers.replicas import Replica
 from metamq.spark_consumers.stream_offsets import StreamPlace
 from metamq.testing import Cluster, cluster
 from metamq.zk.nodes import ANY_VERSION
@@ -165,9 +175,29 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
         beyond = task._replace(wanted=task.wanted._replace(start=count, end=count + 10), poll_timeout_s=0.5)
         with pytest.raises(ConnectError, match=r"its master cannot be reached|it is not registered|refused"):
             table([beyond._replace(fail_on_data_loss=fails)])
+        # Nor can one that has come to where the master was, be ZooKeeper there or not.
+        taken_for_it = beyond._replace(replicas=(Replica(MASTER, "127.0.0.1", slave.port),), fail_on_data_loss=fails)
+        for zookeeper in (own.zookeeper, f"127.0.0.1:{free_port()}"):
+            with pytest.raises(Fenced, match="nothing says that it is the master"):
+                table([taken_for_it._replace(zookeeper=zookeeper)])
     with own.admin() as admin:
         admin.promote(0, 1)
     assert table(planned(own, "t"))["offset"].to_pylist() == list(range(count))
+
+
+def test_another_broker_at_the_address_does_not_answer_for_the_one_that_was_there(tmp_path: Path) -> None:
+    """It has a partition of the same topic and index, with other messages."""
+    with cluster(brokers=2, folder=tmp_path) as own:
+        own.create_topic("t", partitions=2)
+        with own.producer() as producer:
+            for partition in ("0-0", "1-0"):
+                producer.send("t", partition.encode(), partition=partition).result(20)
+        zero, one = sorted(planned(own, "t"), key=lambda task: task.wanted.tp)
+        assert [table([task])["value"].to_pylist() for task in (zero, one)] == [[b"0-0"], [b"1-0"]]
+        strayed = zero._replace(replicas=one.replicas)
+        assert table([strayed])["value"].to_pylist() == [b"0-0"], "looked up anew"
+        with pytest.raises(ConnectError, match="broker 1 is there, not broker 0"):
+            table([strayed._replace(zookeeper=f"127.0.0.1:{free_port()}", poll_timeout_s=0.5)])
 
 
 def test_zookeeper_is_not_needed_by_a_task_that_finds_its_broker(own: Cluster) -> None:
