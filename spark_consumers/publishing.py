@@ -51,15 +51,17 @@ class Publisher:
         if self._under_way is None:
             return
         changed, future = self._under_way
-        try:
-            future.result(wait_s)
-        except MetamqError as error:
-            if str(error) != self._told:
-                self._told = str(error)
-                log.warning("the query's progress is not published: %s", error)
-        except concurrent.futures.TimeoutError:
+        concurrent.futures.wait([future], wait_s)
+        if not future.done():
             return
-        else:
+        self._under_way = None
+        if future.cancelled():  # its loop has ended
+            return
+        error = future.exception()
+        if error is None:
             self._published |= changed
             self._told = ""
-        self._under_way = None
+        elif repr(error) != self._told:
+            self._told = repr(error)
+            known = isinstance(error, MetamqError)
+            log.warning("the query's progress is not published: %s", error, exc_info=None if known else error)

@@ -282,6 +282,20 @@ def test_only_what_changed_is_published_and_one_after_the_other(caplog: pytest.L
     assert len(view.published) == 4
 
 
+@pytest.mark.parametrize("error", [TimeoutError("of the coroutine's own"), ValueError("unforeseen")])
+def test_publishing_may_fail_by_anything(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing depends on it: neither does the query end, nor is that taken for an attempt that is under way still."""
+    view = Slow()
+    publisher = Publisher(view, "g")
+    publisher.offer({A0: place(1)})
+    view.under_way[-1].set_exception(error)
+    publisher.offer({A0: place(1)})
+    assert [record.getMessage() for record in caplog.records] == [f"the query's progress is not published: {error}"]
+    view.under_way[-1].cancel()
+    publisher.finish({A0: place(2)}, 0.01)
+    assert view.published == [{A0: place(1)}, {A0: place(1)}, {A0: place(2)}]
+
+
 def test_losses_are_told() -> None:
     gone = stepped({A0: place(5)}, {A0: answer(9, start=6)})
     assert [str(loss) for loss in gone.losses if "6 to 9, not 5" in str(loss)]
