@@ -15,10 +15,17 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from metamq.errors import ConfigError
+
+JUST_S = 5.0
+"""From the note of what a batch is made from to its first look at the sink."""
+RUNNER = ".python_streaming_sink_runner"
+"""Spark's module that has a stream's batches committed, in processes of its own."""
 
 
 def named(sink_id: str | None, query: str | None, batch: str | None) -> tuple[str, int]:
@@ -119,6 +126,21 @@ def local_folder(location: str | None) -> Path | None:
 def newest_finished(folder: Path) -> int:
     """The batch that Spark has noted last as done; -1 before the first."""
     return max((int(one.name) for one in (folder / "commits").glob("*") if one.name.isdecimal()), default=-1)
+
+
+def is_ending_a_batch() -> bool:
+    """Whether this process of the driver commits and aborts batches: their tasks have run, then."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return any(name.endswith(RUNNER) for name in (*sys.modules, "" if spec is None else spec.name))
+
+
+def is_just_planned(folder: Path) -> bool:
+    """Whether Spark has noted a moment ago what the batch that follows is made from: it is not one that comes again."""
+    try:
+        age_s = time.time() - (folder / "offsets" / str(newest_finished(folder) + 1)).stat().st_mtime
+    except OSError:
+        return False
+    return 0 <= age_s < JUST_S
 
 
 def _read(location: str | None, name: str) -> bytes:

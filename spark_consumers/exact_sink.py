@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.checkpoint import checkpoint_id, content, known_id, local_folder, named, newest_finished
+from metamq.spark_consumers.checkpoint import (
+    checkpoint_id,
+    content,
+    is_ending_a_batch,
+    is_just_planned,
+    known_id,
+    local_folder,
+    named,
+    newest_finished,
+)
 from metamq.spark_consumers.decision_store import Owner
 from metamq.spark_consumers.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.gathering import Gatherer
@@ -47,11 +56,11 @@ class Prepared(WriterCommitMessage):
     """The history of each broker that it has a branch at."""
 
 
-_claimed: set[tuple[str, Owner]] = set()
+_claimed: set[tuple[str, str, str, Owner]] = set()
 _touched_s: dict[str, float] = {}
-"""What this process has said of sinks, and of batch writes when."""
-_never_exact: set[str] = set()
-"""Queries that have decided nothing."""
+"""What this process has said of sinks, each of a cluster, and of batch writes when."""
+_not_exact: set[tuple[str, str, str]] = set()
+"""Queries, each at a cluster, that had decided nothing when this process looked."""
 
 
 def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
@@ -62,24 +71,29 @@ def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
     client = sink_client(options)
     wanted = [(options.sink_id, Owner(owner.identity)), (sink, owner)]
     for name, by in wanted:
-        if name is not None and (name, by) not in _claimed:
-            client.background.run(client.committer(name, by).claim())
-            _claimed.add((name, by))
+        if name is None or (said := (options.zookeeper, options.root, name, by)) in _claimed:
+            continue
+        client.background.run(client.committer(name, by).claim())
+        _claimed.add(said)
 
 
 def refuse_half_done(options: SinkOptions, location: str | None) -> None:
     """Of a query that writes at least once: a batch that it has decided, when it wrote exactly once, would come twice.
 
-    Raises ConfigError; ConnectError. Where it cannot be seen nothing is said.
+    Raises ConfigError; ConnectError. Where it cannot be seen nothing is said. What was seen before does not count for a
+    batch that comes again: an exactly-once run of the query may have been between, and this process is kept.
     """
     folder = local_folder(location)
     query = known_id(folder)
-    if folder is None or query is None or query in _never_exact:
+    if folder is None or query is None or is_ending_a_batch():
+        return
+    seen = options.zookeeper, options.root, query
+    if seen in _not_exact and is_just_planned(folder):
         return
     client = sink_client(options)
     decided = client.background.run(client.committer(query, Owner(query)).newest_decided())
     if decided is None:
-        _never_exact.add(query)
+        _not_exact.add(seen)
     elif decided > newest_finished(folder):
         raise ConfigError(
             f"batch {decided} of this query was written exactly once, and Spark is about to write it again",

@@ -10,7 +10,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 
 from metamq.client.columnar import ColumnarBatch
 from metamq.errors import ConfigError
-from metamq.spark_consumers.checkpoint import local_folder, newest_finished
+from metamq.spark_consumers.checkpoint import is_ending_a_batch, local_folder, newest_finished
 from metamq.spark_consumers.gathering import Gathered, Gatherer
 from metamq.spark_consumers.sink_client import sink_client
 from metamq.spark_consumers.sink_options import SinkOptions, check_sink_columns, parse_sink_options
@@ -27,7 +27,8 @@ def sink_options(given: dict[str, str], schema: StructType, overwrite: bool, *, 
         hint = "Use outputMode('append')." if streaming else "Use mode('append')."
         raise ConfigError("a topic cannot be overwritten: messages are added to it", hint=hint)
     check_sink_columns([(field.name, field.dataType.simpleString()) for field in schema.fields], options.topic)
-    client = sink_client(options, is_first=not (streaming and has_run(given.get("checkpointLocation"))))
+    is_known = streaming and (is_ending_a_batch() or has_run(given.get("checkpointLocation")))
+    client = sink_client(options, is_first=not is_known)
     if options.topic is not None:
         client.topic(options.topic)
     return options

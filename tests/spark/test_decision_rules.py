@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
+import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from metamq.errors import ConfigError, CorruptData
-from metamq.spark_consumers.checkpoint import checkpoint_id, content, local_folder, named, newest_finished
+from metamq.spark_consumers.checkpoint import (
+    JUST_S,
+    RUNNER,
+    checkpoint_id,
+    content,
+    is_ending_a_batch,
+    is_just_planned,
+    local_folder,
+    named,
+    newest_finished,
+)
 from metamq.spark_consumers.decisions import (
     RUNS,
     BranchName,
@@ -199,3 +214,30 @@ def test_what_a_checkpoint_tells(tmp_path: Path) -> None:
     assert newest_finished(place) == 12
     assert local_folder(place.as_uri()) == local_folder(str(place)) == place
     assert local_folder("s3a://elsewhere") is local_folder(None) is None
+
+
+def test_which_batch_comes_again(tmp_path: Path) -> None:
+    for folder in ("offsets", "commits"):
+        (tmp_path / folder).mkdir()
+    assert not is_just_planned(tmp_path), "there is none"
+    planned = tmp_path / "offsets" / "4"
+    planned.touch()
+    (tmp_path / "commits" / "3").touch()
+    assert is_just_planned(tmp_path)
+    for before_s in (JUST_S + 1, -60):
+        os.utime(planned, times=(time.time() - before_s,) * 2)
+        assert not is_just_planned(tmp_path), "an older one, or by another clock"
+    planned.touch()
+    (tmp_path / "commits" / "4").touch()
+    assert not is_just_planned(tmp_path), "it is done"
+
+
+def test_a_process_that_ends_batches_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_ending_a_batch()
+    with monkeypatch.context() as patched:  # by Spark's daemon
+        patched.setitem(sys.modules, f"pyspark.sql.worker{RUNNER}", ModuleType("runner"))
+        assert is_ending_a_batch()
+    main = ModuleType("__main__")  # without one
+    main.__spec__ = ModuleSpec(f"pyspark.sql.worker{RUNNER}", None)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert is_ending_a_batch()

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 
 from metamq.client.columnar import ColumnarBatch
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.spark_consumers.branch_ends import CommitLost
 from metamq.spark_consumers.committing import CommitUnfinished
 from metamq.spark_consumers.decision_store import KEPT
@@ -402,15 +402,27 @@ def test_what_was_decided_and_is_lost_is_an_error_until_it_is_accepted(tmp_path:
         check(own, "t", sink, texts(5, 10))
 
 
-def test_a_commit_waits_for_zookeeper(two: Cluster, topic: str, sink: str) -> None:
+def test_a_commit_waits_for_zookeeper(two: Cluster, topic: str, sink: str, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(two, topic, sink)
-    attempts = driver.write(0, texts(0, 5))
+    attempts, committer = driver.write(0, texts(0, 5)), driver.committer()
+    decide, failed = committer.store.decide, 0
+
+    async def counted(*arguments: Any) -> Any:
+        nonlocal failed
+        try:
+            return await decide(*arguments)
+        except ConnectError:
+            failed += 1
+            two.zookeeper_server.thaw()
+            raise
+
+    monkeypatch.setattr(committer.store, "decide", counted)
     two.zookeeper_server.freeze()
-    timer = _after(2.0, two.zookeeper_server.thaw)
     try:
-        driver.commit(0, attempts)
+        driver.commit(0, attempts, committer)
     finally:
-        timer()
+        two.zookeeper_server.thaw()
+    assert failed, "it was away for longer than a request is waited for"
     check(two, topic, sink, texts(0, 5))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +12,15 @@ from typing import Any
 
 import pytest
 
-from metamq.spark_consumers.checkpoint import checkpoint_id
+from metamq.errors import ConfigError
+from metamq.spark_consumers.checkpoint import JUST_S, checkpoint_id
 from metamq.spark_consumers.decision_store import DecisionStore, Owner
-from metamq.spark_consumers.sink_client import SinkClient
+from metamq.spark_consumers.exact_sink import refuse_half_done
+from metamq.spark_consumers.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink_options import parse_sink_options
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
+from tests.spark.drivers import Driver, closing_clients, next_name
 from tests.spark.dying_sink import DyingSource
 from tests.spark.test_sink import _failing_once, values, write
 from tests.spark.test_stream_source import numbers
@@ -124,3 +129,23 @@ def _asked(running: Cluster, ask: Callable[[DecisionStore], Any]) -> Any:
         return client.background.run(ask(client.committer("any", Owner("any")).store))
     finally:
         client.close()
+
+
+def test_a_worker_that_is_kept_looks_again_when_a_batch_comes_again(
+    running: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least once, then exactly once, then at least once, in one session: that nothing was decided is old then."""
+    monkeypatch.setattr("metamq.spark_consumers.sink_client._connected", {})
+    query, planned = next_name("query"), tmp_path / "offsets" / "0"
+    planned.parent.mkdir()
+    planned.touch()
+    (tmp_path / "metadata").write_text(f'{{"id":"{query}"}}')
+    options = parse_sink_options({"zookeeper": running.zookeeper, "topic": topic}, streaming=True)
+    with closing_clients():
+        refuse_half_done(options, str(tmp_path))
+        driver = Driver(running, topic, query, query)
+        driver.commit(0, driver.write(0, ["0"]))
+        os.utime(planned, times=(time.time() - 2 * JUST_S,) * 2)
+        with pytest.raises(ConfigError, match="batch 0 of this query was written exactly once"):
+            refuse_half_done(options, str(tmp_path))
+    sink_client(options).close()
