@@ -80,7 +80,10 @@ def connect(spark: Any) -> str:
 
 @pytest.fixture(scope="session")
 def spark(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A session of two cores, in which a task is tried four times. Without `zookeeper` it is the cluster's."""
+    """A session of two cores, in which a task is tried four times. Without `zookeeper` it is the cluster's.
+
+    Not for tests that are `long`: their sessions are on clusters of their own, and a process has one at a time.
+    """
     from metamq.spark_consumers import session
 
     conf = {

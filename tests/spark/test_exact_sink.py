@@ -52,7 +52,6 @@ def test_a_write_that_fails_has_written_nothing(spark: Any, running: Cluster, to
     assert _asked(running, lambda store: store.jobs()) == []
 
 
-@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_query_whose_commit_dies_behind_the_decision_has_written_each_row_once(
     spark: Any, running: Cluster, topic: str, tmp_path: Path

@@ -188,7 +188,7 @@ def own(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("delivery", ["at_least_once", pytest.param("exactly_once", marks=pytest.mark.long)])
+@pytest.mark.parametrize("delivery", ["at_least_once", "exactly_once"])
 def test_a_write_outlives_a_broker_a_master_and_zookeeper(
     spark: Any, small_batches: None, own: Cluster, tmp_path: Path, delivery: str
 ) -> None:
