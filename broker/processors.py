@@ -323,7 +323,7 @@ class Processors:
             return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, told)
         except MetamqError as error:
             number, fields = status.encode_error(error)
-            return OffsetsResult(number, -1, -1, -1, -1, 0, fields)
+            return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
 
     def _stats(self, request: Request, connection: BrokerProtocol) -> None:
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)

@@ -6,6 +6,7 @@ meanwhile is in the kernel then.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -61,20 +62,18 @@ class BlockingConnection:
         except OSError as error:
             raise _not_connected(address, error, timeout_s) from error
         connection = cls(address, sock)
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection._write(connection._connection.hello())
-            while connection._connection.greeting is None:
-                connection._received()
-        except ProtocolError as error:
-            connection.abort()
-            raise ConnectError(address, error.problem, hint=error.hint) from error
-        except OSError as error:
-            connection.abort()
-            raise _not_connected(address, error, timeout_s) from error
-        except BaseException:
-            connection.abort()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.abort)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection._write(connection._connection.hello())
+                while connection._connection.greeting is None:
+                    connection._received()
+            except ProtocolError as error:
+                raise ConnectError(address, error.problem, hint=error.hint) from error
+            except OSError as error:
+                raise _not_connected(address, error, timeout_s) from error
+            undo.pop_all()
         return connection
 
     @property

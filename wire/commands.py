@@ -174,7 +174,7 @@ class OffsetsResult(NamedTuple):
     stable_offset: int
     epoch: int
     error: Any
-    epochs: list[tuple[int, int]] = []  # noqa: RUF012  # read only
+    epochs: list[tuple[int, int]]
     """(epoch, where it ends) of what can be read from the asker's offset on: so many, in order."""
 
 

@@ -201,7 +201,7 @@ def test_a_consumer_of_very_many_partitions_opens_and_closes_them_in_pieces() ->
 
 def offset_answers(request: Request) -> list[OffsetsResult]:
     entries = unpack_list(OffsetsEntry, request.header)
-    return [OffsetsResult(status.OK, entry.partition, -1, 0, 2**62, 1, None) for entry in entries]
+    return [OffsetsResult(status.OK, entry.partition, -1, 0, 2**62, 1, None, []) for entry in entries]
 
 
 def partitions(count: int) -> list[TopicPartition]:
@@ -267,7 +267,9 @@ def test_that_none_of_them_is_there_can_be_said() -> None:
 
     async def run() -> None:
         number, fields = LONG_ERROR
-        paper = Paper(lambda request: [OffsetsResult(number, -1, -1, -1, -1, 0, fields) for _entry in request.header])
+        paper = Paper(
+            lambda request: [OffsetsResult(number, -1, -1, -1, -1, 0, fields, []) for _entry in request.header]
+        )
         found = await admin_brokers.ask_offsets(as_cluster(paper), dict.fromkeys(partitions(MANY), (TOPIC_ID, LATEST)))
         assert len(found) == MANY
         assert all(isinstance(one, StorageError) for one in found.values())

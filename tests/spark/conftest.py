@@ -6,12 +6,15 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from metamq.testing import Cluster, cluster
 from metamq.zk.ports import free_port
+
+if TYPE_CHECKING:
+    from tests.spark.standalone import Standalone
 
 HERE = Path(__file__).parent
 WITHOUT_SPARK = {
@@ -99,6 +102,15 @@ def spark(running: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     started.sparkContext.setLogLevel("ERROR")
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module")
+def executors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
+    """A standalone cluster, for tests that are `long`."""
+    from tests.spark.standalone import standalone
+
+    with standalone(tmp_path_factory.mktemp("standalone")) as started:
+        yield started
 
 
 @pytest.fixture

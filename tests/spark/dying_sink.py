@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from metamq.client.branches import TxClient
 from metamq.spark_consumers.data_source import DefaultSource
@@ -70,11 +71,8 @@ class DyingWriter(ExactStreamWriter):
                 self._at("one committed", batchId)
             return await ask(client, branch, verbs, *arguments, **named)
 
-        DecisionStore.decide, TxClient.ask = deciding, asking  # type: ignore[method-assign,assignment]
-        try:
+        with patch.object(DecisionStore, "decide", deciding), patch.object(TxClient, "ask", asking):
             super().commit(messages, batchId)
-        finally:
-            DecisionStore.decide, TxClient.ask = decide, ask  # type: ignore[method-assign]
         self._at("committed", batchId)
 
     def abort(self, messages: Sequence[Any], batchId: int) -> None:

@@ -33,6 +33,7 @@ from metamq.testing import Cluster, cluster
 from metamq.zk.errors import BadVersion, ConnectionLost
 from tests.parts import wait_until
 from tests.spark.drivers import (
+    Attempts,
     Died,
     Driver,
     check,
@@ -227,14 +228,19 @@ def test_s1_8_e_a_sink_id_whose_checkpoint_was_deleted_is_an_error(two: Cluster,
     check(two, topic, sink, texts(0, 5))
 
 
+def written(two: Cluster, topic: str, sink: str, **options: str) -> tuple[Driver, Attempts]:
+    """A driver whose tasks have written five rows."""
+    driver = Driver(two, topic, sink, **options)
+    if driver.is_job:
+        driver.begin_job()
+    return driver, driver.write(0, texts(0, 5))
+
+
 @pytest.mark.parametrize("is_job", [False, True])
 def test_only_the_brokers_that_it_wrote_to_are_waited_for(two: Cluster, sink: str, is_job: bool) -> None:
     topic = next_name("exact")
     two.create_topic(topic, partitions=2, brokers=[0])
-    driver = Driver(two, topic, new_job() if is_job else sink, deliveryTimeoutMs="3000")
-    if is_job:
-        driver.begin_job()
-    attempts = driver.write(0, texts(0, 5))
+    driver, attempts = written(two, topic, new_job() if is_job else sink, deliveryTimeoutMs="3000")
     two.brokers[1].kill()
     try:
         driver.commit(0, attempts)
@@ -248,10 +254,7 @@ def test_only_the_brokers_that_it_wrote_to_are_waited_for(two: Cluster, sink: st
 def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
     two: Cluster, topic: str, sink: str, is_job: bool
 ) -> None:
-    driver = Driver(two, topic, new_job() if is_job else sink, deliveryTimeoutMs="1000")
-    if is_job:
-        driver.begin_job()
-    attempts = driver.write(0, texts(0, 5))
+    driver, attempts = written(two, topic, new_job() if is_job else sink, deliveryTimeoutMs="1000")
     two.brokers[1].kill()
     try:
         for call in (driver.commit, driver.abort):

@@ -15,7 +15,7 @@ import pytest
 from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 from tests.spark.conftest import send
-from tests.spark.standalone import Standalone, session_on, standalone
+from tests.spark.standalone import Standalone, session_on
 from tests.spark.test_exact_sink import EXACTLY, open_branches
 from tests.spark.test_sink import stored
 from tests.spark.test_stream_faults import DAEMON, in_sync
@@ -29,12 +29,6 @@ HALF = 5
 ROW_BYTES = 30_000
 """What comes before the half of a task's rows is more than a batch: some of it is at a broker."""
 AWAY_S = 30
-
-
-@pytest.fixture(scope="module")
-def executors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
-    with standalone(tmp_path_factory.mktemp("standalone")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

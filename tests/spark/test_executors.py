@@ -14,18 +14,12 @@ from metamq.testing import Cluster, cluster
 from tests.parts import wait_until
 from tests.spark.conftest import new_topic, send
 from tests.spark.held import begun, scan_in_the_middle, waiting_in_the_middle
-from tests.spark.standalone import Standalone, session_on, standalone
+from tests.spark.standalone import Standalone, session_on
 from tests.spark.test_stream_source import Query, numbers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 AWAY_S = 30
-
-
-@pytest.fixture(scope="module")
-def executors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standalone]:
-    with standalone(tmp_path_factory.mktemp("standalone")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_driver_that_is_killed_at_each_point_of_a_batch_has_written_each_row_o
     for number, point in enumerate(POINTS):
         driver = _started(tmp_path, running, source, sink, point, number)
         try:
-            wait_until(lambda p=point, d=driver: (tmp_path / p).exists() or d.poll() is not None, 120, point)  # type: ignore[misc]
+            wait_until(partial(_is_over, driver, tmp_path / point), 120, point)
             assert (tmp_path / point).exists(), (tmp_path / "log").read_text()[-3000:]
         finally:
             _kill(driver)
@@ -87,6 +88,11 @@ def _started(place: Path, running: Cluster, source: str, sink: str, point: str, 
             [sys.executable, "-c", PROGRAM, *arguments],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
+
+
+def _is_over(driver: subprocess.Popen[str], mark: Path) -> bool:
+    """Whether it has come to its point, or has ended before."""
+    return mark.exists() or driver.poll() is not None
 
 
 def _kill(driver: subprocess.Popen[str]) -> None:

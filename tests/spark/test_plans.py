@@ -148,7 +148,7 @@ def test_offsets_have_to_name_each_partition_that_is_read_and_no_other() -> None
 
 
 def answer(offset: int, timestamp_us: int = -1) -> OffsetsResult:
-    return OffsetsResult(0, offset, timestamp_us, 10, 20, 1, None)
+    return OffsetsResult(0, offset, timestamp_us, 10, 20, 1, None, [])
 
 
 def started(boundary: Boundary, wanted: int, found: OffsetsResult, **how: Any) -> int:

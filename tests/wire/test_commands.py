@@ -23,7 +23,7 @@ TUPLES = [
     Get(100, 1, 2, 3, [GetPartition(1, "flights", "id", 3)], [(1, 10)], [2]),
     commands.GetResult(1, 0, 100, 0, 10, None),
     OffsetsEntry("flights", "id", 3, commands.LATEST),
-    commands.OffsetsResult(0, 10, -1, 0, 10, 5, None),
+    commands.OffsetsResult(0, 10, -1, 0, 10, 5, None, [(5, 10)]),
     commands.Promote(True),
     commands.Promoted(2, 1),
 ]
