@@ -18,6 +18,7 @@ from metamq.client.transport import (
     WAKE_BYTES,
     client_name,
     hosts_in_turn,
+    make_room,
     none_answered,
     reason_of,
     wake_after,
@@ -26,6 +27,9 @@ from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, Uns
 from metamq.wire.connection import ClientConnection, Response
 from metamq.wire.frames import Buffer
 from metamq.wire.rooms import Rooms
+
+ROOM_BYTES = 1024 * 1024
+"""Of an answer that is not waited for yet, the kernel takes so much; the rest stays with the broker."""
 
 
 class BlockingConnection:
@@ -66,6 +70,7 @@ class BlockingConnection:
             undo.callback(connection.abort)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                make_room(sock, ROOM_BYTES)
                 connection._write(connection._connection.hello())
                 while connection._connection.greeting is None:
                     connection._received()

@@ -46,6 +46,16 @@ def wake_after(sock: socket.socket, size: int) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
 
+def make_room(sock: socket.socket, size: int) -> None:
+    """Has the kernel keep up to `size` bytes that nobody reads yet.
+
+    It makes room for as much as a reader is to be woken for, and leaves it when the mark is taken down again. With
+    SO_RCVBUF it would be bounded by net.core.rmem_max, a fifth of a megabyte by default, and never grow.
+    """
+    wake_after(sock, size)
+    wake_after(sock, 1)
+
+
 def hosts_in_turn(host: str, timeout_s: float) -> list[tuple[str, float]]:
     """Each of the hosts that a broker has told, separated by commas, and how long it may take."""
     *others, last = (one.strip() for one in host.split(","))

@@ -37,14 +37,18 @@ from metamq.spark_consumers.ranges import OffsetRange
 from metamq.spark_consumers.replicas import Replica, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
 from metamq.wire.commands import GetResult
+from metamq.wire.limits import BATCH_TARGET_BYTES
 from metamq.zk.names import parse_partition
 
 log = logging.getLogger("metamq.spark")
 
 Chunk = list[tuple[BatchHeader, memoryview]]
 
-FETCH_BYTES = 1024 * 1024
-"""A large batch, or many small ones. With more, what was received first has left the core's cache before it is used."""
+FETCH_BYTES = BATCH_TARGET_BYTES
+"""A producer's largest batch and nothing of the next, or many small ones; it fits into the connection's room.
+
+With more, what was received first has left the core's cache before it is used.
+"""
 FETCH_BYTES_MIN = 64 * 1024
 WAIT_MS = 500
 DELAY_FIRST_S = 0.05

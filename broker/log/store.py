@@ -31,6 +31,7 @@ from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, hea
 from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
 from metamq.wire.batch import HEADER_BYTES, check_broker_part, read_header
 from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.wire.rooms import SMALL_BYTES
 
 _BASE_OFFSET = attrgetter("base_offset")
 _BASE_POSITION = attrgetter("base_position")
@@ -85,12 +86,13 @@ class SegmentStore:
         """As PartitionLog.read(); `offset` lies below the stable position."""
         segment, base, position = self._find(offset)
         available = min(stable_position, segment.end_position) - position
-        data = read_at(self._files, segment, position, min(max(bytes_max, HEADER_BYTES), available) & ~7)
+        wanted = min(max(bytes_max, HEADER_BYTES), available) & ~7
+        data = read_at(self._files, segment, position, wanted if wanted <= SMALL_BYTES else HEADER_BYTES)
         size, found, count = LOCATION.unpack_from(data)
         if found != base or offset >= base + count or not HEADER_BYTES <= size <= min(available, BATCH_BYTES_MAX):
             raise damaged(segment.path, position, f"the batch with offset {base} is due here")
-        if size > len(data):
-            data = read_at(self._files, segment, position, size)
+        if max(size, wanted) > len(data):  # much is read once, when it is known how much
+            data = read_at(self._files, segment, position, max(size, wanted))
         return LogSlice(data, base, position)
 
     def _find(self, offset: int) -> tuple[Segment, int, int]:

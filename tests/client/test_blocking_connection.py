@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from metamq.client.blocking_connection import BlockingConnection
+from metamq.client.blocking_connection import ROOM_BYTES, BlockingConnection
 from metamq.client.transport import WAKE_BYTES
 from metamq.errors import ConnectError, Timeout
 from metamq.testing import BrokerProcess, cluster
@@ -53,6 +56,19 @@ def test_an_answer_may_come_in_any_pieces(last: int) -> None:
             assert connection.is_idle
             connection.send(Command.GET, ASK, timeout_s=20)
             assert connection.receive(timeout_s=20).body == BODY
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel's own measure is all there is")
+def test_an_answer_that_nobody_waits_for_finds_room() -> None:
+    with connected([]) as connection:
+        connection.send(Command.GET, ASK, timeout_s=20)
+        wait_until(lambda: unread_bytes(connection) > ROOM_BYTES * 3 // 4, what="room in the kernel")
+        assert connection.receive(timeout_s=20).body == BODY
+
+
+def unread_bytes(connection: BlockingConnection) -> int:
+    count = fcntl.ioctl(connection._socket, termios.FIONREAD, bytes(4))
+    return int.from_bytes(count, sys.byteorder)
 
 
 def test_an_answer_that_is_cut_off_is_told() -> None:

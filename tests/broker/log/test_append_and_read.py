@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
 from metamq.errors import ClosedError, CorruptData, OffsetOutOfRange
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
+from metamq.wire.columns import decode
+from metamq.wire.rooms import SMALL_BYTES
 
 
 def fill(shelf: Any, log: PartitionLog, batches: int, seed: int = 1) -> list[bytes]:
@@ -72,6 +74,29 @@ def test_every_offset_leads_to_its_batch_whatever_the_limit(shelf: Any) -> None:
             assert len(piece.data) % 8 == 0
             assert first.size <= len(piece.data) <= max(bytes_max, first.size, HEADER_BYTES)
         assert shelf.read_all(log, offset, 200)[0] == value
+    log.close()
+
+
+def test_large_batches_are_read_whole_and_once(shelf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [200_000, 100, SMALL_BYTES, SMALL_BYTES - 500, 300_000]
+    values = [bytes([number]) * size for number, size in enumerate(sizes)]
+    log = shelf.open(LogConfig())
+    for value in values:
+        shelf.append(log, [value])
+    large: list[int] = []
+
+    def noted(files: FileCache, path: str, size: int, at: int, *, read: Any = FileCache.read) -> bytes | memoryview:
+        large.extend([size] if size > SMALL_BYTES else [])
+        return read(files, path, size, at)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(FileCache, "read", noted)
+    for offset, value in enumerate(values):
+        for bytes_max in (1, SMALL_BYTES, SMALL_BYTES + 1, 250_000, 1 << 20):
+            large.clear()
+            piece = log.read(offset, bytes_max)
+            _at, header = next(iter(walk(memoryview(piece.data))))
+            assert large == ([len(piece.data)] if len(piece.data) > SMALL_BYTES else [])
+            assert decode(memoryview(piece.data)[: header.size], header).values.tolist() == [value]
     log.close()
 
 
