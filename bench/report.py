@@ -190,14 +190,16 @@ def _spark(measured: dict[str, Any]) -> list[str]:
         f"20 messages/s through a streaming query, trigger of 0 seconds, from `send` to the row in `foreachBatch`: "
         f"{trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms p99.",
     ]
+    if "kafka" in measured:
+        lines += ["", _beside_kafka(measured["kafka"])]
     return lines
 
 
 def _beside_kafka(rates: dict[str, float]) -> str:
     return (
-        f"The same scan of the same rows, of 100 bytes in 4 partitions, by Spark's own source for Kafka, which is the "
+        f"Rows of 100 bytes in {rates['partitions']} partitions, read by Spark's own source for Kafka, which is the "
         f"JVM's, from a Kafka with its defaults (4.3, one node): {rates['kafka'] / 1e6:.2f} M rows/s; "
-        f"`metamq` {rates['metamq'] / 1e6:.2f} M, {rates['ratio']:.1f} times that."
+        f"the same rows by `metamq` {rates['metamq'] / 1e6:.2f} M, {rates['ratio']:.1f} times that."
     )
 
 

@@ -123,4 +123,5 @@ def measure(running: Cluster, spark: Any, folder: Path, rounds: int, say: Say) -
             say("scan: " + ", ".join(f"{name} {rate / 1e6:.2f} M rows/s" for name, rate in rates.items()))
     with running.admin() as admin:
         admin.delete(TOPIC)
-    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    return {"partitions": PARTITIONS, **found}
