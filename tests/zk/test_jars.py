@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,12 +90,19 @@ def test_a_damaged_cache_heals(repository: Repository, tmp_path: Path) -> None:
     assert fetched(JAR, tmp_path, None).read_bytes() == CONTENT
 
 
+@pytest.fixture
+def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pyspark is installed, a test before may have imported it."""
+    monkeypatch.delitem(sys.modules, "pyspark", raising=False)
+
+
+@pytest.mark.usefixtures("not_imported")
 def test_without_any_source_the_error_names_all_of_them(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("METAMQ_ZOOKEEPER_JARS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if not (Path(path) / "pyspark").exists()])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "pyspark").exists()])
     assert cache_folder() == tmp_path / "metamq" / f"zookeeper-{jars.ZOOKEEPER_VERSION}"
     with pytest.raises(ConfigError, match=f"{repository.url}/org/apache/zookeeper/.* cannot be fetched") as failure:
         find_jars()
@@ -102,6 +110,7 @@ def test_without_any_source_the_error_names_all_of_them(
         assert way in failure.value.hint
 
 
+@pytest.mark.usefixtures("not_imported")
 def test_an_installed_pyspark_is_used_without_importing_it(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
