@@ -91,9 +91,11 @@ class SegmentStore:
         size, found, count = LOCATION.unpack_from(data)
         if found != base or offset >= base + count or not HEADER_BYTES <= size <= min(available, BATCH_BYTES_MAX):
             raise damaged(segment.path, position, f"the batch with offset {base} is due here")
-        if max(size, wanted) > len(data):  # much is read once, when it is known how much
-            data = read_at(self._files, segment, position, max(size, wanted))
-        return LogSlice(data, base, position)
+        if wanted < min(2 * size, available):  # a part of the next one would be of no use, and may be as large
+            wanted = size
+        if wanted > len(data):
+            data = read_at(self._files, segment, position, wanted)
+        return LogSlice(data[:wanted], base, position)
 
     def _find(self, offset: int) -> tuple[Segment, int, int]:
         """(segment, base offset, position) of the batch that holds the offset."""

@@ -100,6 +100,21 @@ def test_large_batches_are_read_whole_and_once(shelf: Any, monkeypatch: pytest.M
     log.close()
 
 
+@pytest.mark.parametrize("unit", [100, 2 * SMALL_BYTES])
+def test_no_part_of_a_batch_comes_behind_one_that_leaves_no_room_for_it(shelf: Any, unit: int) -> None:
+    log = shelf.open(LogConfig())
+    ends = []
+    for count in (5, 4, 3):
+        shelf.append(log, [b"x" * count * unit])
+        ends.append(log.end_position)
+    first, both, all_three = ends
+    expected = {1: first, first - 8: first, first: first, both: first, 2 * first - 8: first, all_three: all_three}
+    assert {bytes_max: len(log.read(0, bytes_max).data) for bytes_max in expected} == expected
+    assert 2 * first <= len(log.read(0, 2 * first).data) <= 2 * first + 8
+    assert len(log.read(1, 1 << 30).data) == all_three - first
+    log.close()
+
+
 def test_a_read_ends_with_its_segment(shelf: Any) -> None:
     log = shelf.open()
     fill(shelf, log, 40)
