@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,8 +29,9 @@ from metamq.wire.connection import ClientConnection, Response
 from metamq.wire.frames import Buffer
 from metamq.wire.rooms import Rooms
 
+SOON_S = 0.001
 ROOM_BYTES = 1024 * 1024
-"""Of an answer that is not waited for yet, the kernel takes so much; the rest stays with the broker."""
+"""Of an answer that is not waited for yet, the kernel takes so much or more; what it does not stays with the broker."""
 
 
 class BlockingConnection:
@@ -40,7 +42,8 @@ class BlockingConnection:
         self._socket = sock
         self._connection = ClientConnection(address, client_name(), Rooms(KEPT_BYTES).take)
         self._wake_bytes = 1
-        self._is_open = True
+        self.is_open = True
+        """False from the moment on that something has failed on it."""
 
     @classmethod
     def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BlockingConnection:
@@ -61,6 +64,7 @@ class BlockingConnection:
 
     @classmethod
     def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BlockingConnection:
+        deadline_s = time.monotonic() + timeout_s
         try:
             sock = socket.create_connection((host, port), timeout_s)
         except OSError as error:
@@ -73,6 +77,7 @@ class BlockingConnection:
                 make_room(sock, ROOM_BYTES)
                 connection._write(connection._connection.hello())
                 while connection._connection.greeting is None:
+                    sock.settimeout(max(deadline_s - time.monotonic(), SOON_S))
                     connection._received()
             except ProtocolError as error:
                 raise ConnectError(address, error.problem, hint=error.hint) from error
@@ -90,7 +95,7 @@ class BlockingConnection:
     @property
     def is_idle(self) -> bool:
         """Whether it is open, and nothing has come that nobody asked for, such as its end."""
-        if not self._is_open:
+        if not self.is_open:
             return False
         self._socket.settimeout(0)
         try:
@@ -103,7 +108,7 @@ class BlockingConnection:
 
     def send(self, command: int, header: Any, *, timeout_s: float) -> None:
         """Sends a request, the only one under way. Raises ConnectError, Timeout."""
-        if not self._is_open:
+        if not self.is_open:
             raise ConnectError(self.address, "the connection is closed")
         _opaque, buffers = self._connection.request(command, header)
         self._socket.settimeout(timeout_s)
@@ -119,8 +124,8 @@ class BlockingConnection:
 
         Raises ConnectError, Timeout.
         """
-        self._socket.settimeout(timeout_s)
         try:
+            self._socket.settimeout(timeout_s)
             while True:
                 for response in self._received():
                     return response
@@ -152,7 +157,7 @@ class BlockingConnection:
 
     def abort(self) -> None:
         """Closes at once."""
-        self._is_open = False
+        self.is_open = False
         self._connection.close()
         self._socket.close()
 

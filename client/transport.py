@@ -47,10 +47,10 @@ def wake_after(sock: socket.socket, size: int) -> None:
 
 
 def make_room(sock: socket.socket, size: int) -> None:
-    """Has the kernel keep up to `size` bytes that nobody reads yet.
+    """Has the kernel keep at least about `size` bytes that nobody reads yet, at most about twice as much.
 
-    It makes room for as much as a reader is to be woken for, and leaves it when the mark is taken down again. With
-    SO_RCVBUF it would be bounded by net.core.rmem_max, a fifth of a megabyte by default, and never grow.
+    It makes room for as much as a reader is to be woken for, and leaves it when the mark is taken down again. SO_RCVBUF
+    would be bounded by net.core.rmem_max, on many machines a fifth of a megabyte, and fix the size for ever.
     """
     wake_after(sock, size)
     wake_after(sock, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import socket
 import sys
 import termios
 import threading
@@ -103,6 +104,28 @@ def frozen_and_gone(broker: BrokerProcess) -> None:
     broker.kill()
     wait_until(lambda: not idle.is_idle, what="the end of the connection")
     idle.abort()
+
+
+def test_a_peer_that_drips_does_not_stretch_the_greeting() -> None:
+    """Each byte of a frame's start comes in time; all of them together do not."""
+    done = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        peer, _address = listening.accept()
+        with peer, contextlib.suppress(OSError):
+            peer.sendall((200).to_bytes(4, "little"))
+            while not done.wait(0.05):
+                peer.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        try:
+            with pytest.raises(ConnectError, match=r"no answer within 0\.5 s"):
+                BlockingConnection.open("127.0.0.1", listening.getsockname()[1], timeout_s=0.5)
+        finally:
+            done.set()
+            thread.join()
 
 
 def test_each_host_is_tried() -> None:
