@@ -45,7 +45,7 @@ log = logging.getLogger("metamq.spark")
 Chunk = list[tuple[BatchHeader, memoryview]]
 
 FETCH_BYTES = BATCH_TARGET_BYTES
-"""A producer's largest batch and nothing of the next, or many small ones; it fits into the connection's room.
+"""About one batch as producers make them by default, or many small ones; it fits into the connection's room.
 
 With more, what was received first has left the core's cache before it is used.
 """
@@ -78,10 +78,10 @@ def fetch(task: FetchTask) -> Iterator[Chunk]:
 
     Raises OffsetOutOfRange, TopicNotFound and CorruptData for what is lost, else the last error once time is over.
     """
-    return _Fetching(task).chunks()
+    return Fetching(task).chunks()
 
 
-class _Fetching:
+class Fetching:
     """One range being fetched."""
 
     def __init__(self, task: FetchTask) -> None:
@@ -93,10 +93,13 @@ class _Fetching:
         self._message_bytes = 1024
         """About how large a message is; what is asked for follows from it."""
         self._replicas = list(task.replicas)
-        self._lane: Lane | None = None
+        self.lane: Lane | None = None
+        """Where the next answer comes from."""
         self._number = MASTER
         """Which replica the lane is to."""
         self._preferred: int | None = None
+        self._may_have_moved = False
+        """Whether ZooKeeper is to be asked where the replicas are now."""
         self._delay_s = 0.0
         self._damaged = 0
         self._refused = 0
@@ -113,9 +116,9 @@ class _Fetching:
                 if chunk:
                     yield chunk
                     self._progress_s = time.monotonic()  # Spark may have taken its time
-            if self._lane is not None:
-                lanes().give_back(self._lane)
-                self._lane = None
+            if self.lane is not None:
+                lanes().give_back(self.lane)
+                self.lane = None
         finally:
             self._drop_lane()
 
@@ -153,9 +156,9 @@ class _Fetching:
 
     def _ask_ahead(self) -> None:
         """For what comes next, before Spark is given what came."""
-        if self._lane is not None and self._offset < self._wanted.end:
+        if self.lane is not None and self._offset < self._wanted.end:
             try:
-                self._ask(self._lane)
+                self._ask(self.lane)
             except MetamqError as error:
                 log.info("%s is asked again from offset %d on: %s", self._wanted.tp, self._offset, error)
                 self._drop_lane()
@@ -191,9 +194,9 @@ class _Fetching:
         return OffsetDiverged(str(tp), end, start, header.end_offset, header.base_offset, self._epoch)
 
     def _connected(self) -> Lane:
-        if self._lane is not None:
-            return self._lane
-        if self._delay_s or not self._replicas:
+        if self.lane is not None:
+            return self.lane
+        if self._may_have_moved or not self._replicas:
             self._look_up()
         order = sorted(self._replicas, key=lambda replica: replica.number != self._preferred)
         error: MetamqError = ConnectError(
@@ -203,12 +206,12 @@ class _Fetching:
         )
         for replica in order:
             try:
-                self._lane = lanes().take(LaneKey(self._broker_id, replica.host, replica.port))
+                self.lane = lanes().take(LaneKey(self._broker_id, replica.host, replica.port))
             except MetamqError as refused:
                 error = refused
             else:
                 self._number = replica.number
-                return self._lane
+                return self.lane
         raise error
 
     def _broker(self) -> str:
@@ -238,9 +241,9 @@ class _Fetching:
             return False
 
     def _drop_lane(self) -> None:
-        if self._lane is not None:
-            self._lane.abort()
-            self._lane = None
+        if self.lane is not None:
+            self.lane.abort()
+            self.lane = None
 
     def _prefer(self, number: int) -> None:
         """Go on at another replica, if it is one that is known."""
@@ -249,9 +252,9 @@ class _Fetching:
 
     def _change_to(self, number: int) -> None:
         self._preferred = number
-        if self._lane is not None:
-            lanes().give_back(self._lane)
-            self._lane = None
+        if self.lane is not None:
+            lanes().give_back(self.lane)
+            self.lane = None
 
     def _nothing_came(self, result: GetResult | None) -> None:
         """The log ends before the range does: that of a slave, or of a master that is about to show more of it.
@@ -290,7 +293,7 @@ class _Fetching:
 
     def _is_at_master(self) -> bool:
         """Whether the lane is to whom the master was known to be at the last look-up, or the planning."""
-        at = self._lane.key[1:] if self._lane is not None else None
+        at = self.lane.key[1:] if self.lane is not None else None
         return any(replica.number == MASTER and (replica.host, replica.port) == at for replica in self._replicas)
 
     def _time_is_over(self) -> bool:
@@ -322,6 +325,8 @@ class _Fetching:
         self._preferred = None
         if isinstance(error, Fenced):
             self._preferred, self._ended_early_s = MASTER, None
+        # After a broken connection, or damage, another replica may do: not every task has to ask ZooKeeper then.
+        self._may_have_moved = self._delay_s > 0 or not isinstance(error, ConnectError | CorruptData)
         self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
         time.sleep(self._delay_s * random.uniform(0.8, 1.2))
 
@@ -337,6 +342,6 @@ class _Fetching:
             self._wanted.tp, self._offset, go_on_at, error,
         )  # fmt: skip
         self._offset, self._epoch = go_on_at, -1
-        if self._lane is not None:
-            self._lane.done_with_it()
+        if self.lane is not None:
+            self.lane.done_with_it()
         self._made_progress()

@@ -18,8 +18,8 @@ from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
 ANSWER_LATE_S = 10.0
-IDLE_MAX = 4
-"""Lanes that are kept for a key."""
+IDLE_MAX = 16
+"""Lanes that are kept, to all brokers together: each keeps the memory of its last answers."""
 
 
 class Place(NamedTuple):
@@ -46,7 +46,7 @@ class Lane:
         self.key = key
         self.is_asked = False
         """Whether an answer is to come."""
-        self._connection = connection
+        self.connection = connection
         self._handles = count(1)
         self._handle = 0
         """Of the partition that is open; 0: none is."""
@@ -56,7 +56,7 @@ class Lane:
     @property
     def is_idle(self) -> bool:
         """Whether it can be used by another reader."""
-        return not self.is_asked and self._connection.is_idle
+        return not self.is_asked and self.connection.is_idle
 
     def ask(self, place: Place, wait_ms: int, bytes_max: int) -> None:
         """Asks the broker for what comes next. Raises ConnectError, Timeout."""
@@ -68,13 +68,13 @@ class Lane:
         closed, self._closed = self._closed, []
         poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, [(self._handle, place.offset)], closed)
         self._limit_s = wait_ms / 1000 + ANSWER_LATE_S
-        self._connection.send(Command.GET, poll, timeout_s=self._limit_s)
+        self.connection.send(Command.GET, poll, timeout_s=self._limit_s)
         self.is_asked = True
 
     def answer(self) -> tuple[GetResult | None, memoryview]:
         """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout."""
         self.is_asked = False
-        response = self._connection.receive(timeout_s=self._limit_s)
+        response = self.connection.receive(timeout_s=self._limit_s)
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
         results = unpack_list(GetResult, response.header)
@@ -94,14 +94,14 @@ class Lane:
 
     def abort(self) -> None:
         """Closes at once."""
-        self._connection.abort()
+        self.connection.abort()
 
 
 class Lanes:
-    """Idle lanes, by whom they are to."""
+    """Idle lanes: `kept`, the last one used at the end."""
 
     def __init__(self) -> None:
-        self._idle: dict[LaneKey, list[Lane]] = {}
+        self.kept: list[Lane] = []
 
     def take(self, key: LaneKey) -> Lane:
         """A lane that nobody else uses. Raises UnsupportedVersion; ConnectError, also when another broker answers.
@@ -109,9 +109,8 @@ class Lanes:
         The address was learnt a while ago. The partition of the same index of whichever broker has it now would do for
         the one that is asked for: only the number of the broker tells them apart.
         """
-        idle = self._idle.get(key, [])
-        while idle:
-            lane = idle.pop()
+        for lane in [one for one in reversed(self.kept) if one.key == key]:
+            self.kept.remove(lane)
             if lane.is_idle:
                 return lane
             lane.abort()
@@ -123,13 +122,13 @@ class Lanes:
         return Lane(connection, key)
 
     def give_back(self, lane: Lane) -> None:
-        """For whoever comes next, unless an answer is to come on it."""
-        idle = self._idle.setdefault(lane.key, [])
-        if lane.is_idle and len(idle) < IDLE_MAX:
-            lane.done_with_it()
-            idle.append(lane)
-        else:
-            lane.abort()
+        """For whoever comes next, unless an answer is to come on it. Those that have broken meanwhile are closed."""
+        lane.done_with_it()
+        before = [*self.kept, lane]
+        self.kept = [one for one in before if one.is_idle][-IDLE_MAX:]
+        for one in before:
+            if one not in self.kept:
+                one.abort()
 
 
 _lanes = Lanes()

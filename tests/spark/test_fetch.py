@@ -24,7 +24,7 @@ from metamq.errors import (
 )
 from metamq.spark_consumers.arrow_batches import ArrowBatches
 from metamq.spark_consumers.cluster_view import ClusterView
-from metamq.spark_consumers.fetch import FETCH_BYTES, FetchTask, fetch
+from metamq.spark_consumers.fetch import FETCH_BYTES, Fetching, FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges, tasks
 from metamq.spark_consumers.replicas import Replica
@@ -209,6 +209,29 @@ def test_zookeeper_is_not_needed_by_a_task_that_finds_its_broker(own: Cluster) -
         assert table(planned_tasks)["offset"].to_pylist() == list(range(100))
     finally:
         own.zookeeper_server.thaw()
+
+
+def test_a_broken_connection_sends_no_task_to_zookeeper(own: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_given: object, **_more: object) -> None:
+        raise AssertionError("ZooKeeper was asked")
+
+    own.create_topic("t", partitions=1)
+    count = 4 * FETCH_BYTES // 1000
+    send(own, "t", numbered(count, 1000))
+    (task,) = planned(own, "t")
+    monkeypatch.setattr("metamq.spark_consumers.fetch.find_replicas", asked)
+    fetching = Fetching(task)
+    counts = []
+    for chunk in fetching.chunks():
+        counts.append(sum(header.count for header, _data in chunk))
+        if len(counts) == 1:
+            assert fetching.lane is not None
+            fetching.lane.abort()
+    assert len(counts) > 1
+    assert sum(counts) == count
+    own.broker.kill()
+    with pytest.raises(AssertionError, match="ZooKeeper was asked"):  # nobody is where it was
+        list(fetch(task))
 
 
 def test_what_is_gone_is_an_error_or_left_out(own: Cluster) -> None:
