@@ -25,6 +25,7 @@ WITHOUT_SPARK = {
     "test_fetch.py",
     "test_gathering.py",
     "test_lag.py",
+    "test_lanes.py",
     "test_plans.py",
     "test_sink_options.py",
     "test_stream_planner.py",
