@@ -30,6 +30,7 @@ from metamq.wire.frames import Buffer
 from metamq.wire.rooms import Rooms
 
 SOON_S = 0.001
+"""Instead of 0, which would mean not to wait at all."""
 ROOM_BYTES = 1024 * 1024
 """Of an answer that is not waited for yet, the kernel takes so much or more; what it does not stays with the broker."""
 

@@ -125,6 +125,7 @@ class Fetching:
     def _made_progress(self) -> None:
         self._progress_s = time.monotonic()
         self._delay_s = 0.0
+        self._may_have_moved = False
         self._damaged = self._refused = 0
         self._ended_early_s = None
 

@@ -59,7 +59,7 @@ def test_an_answer_may_come_in_any_pieces(last: int) -> None:
             assert connection.receive(timeout_s=20).body == BODY
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel's own measure is all there is")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a way to make room in a socket before bytes come")
 def test_an_answer_that_nobody_waits_for_finds_room() -> None:
     with connected([]) as connection:
         connection.send(Command.GET, ASK, timeout_s=20)

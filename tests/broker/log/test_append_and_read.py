@@ -84,10 +84,11 @@ def test_large_batches_are_read_whole_and_once(shelf: Any, monkeypatch: pytest.M
     for value in values:
         shelf.append(log, [value])
     large: list[int] = []
+    read = FileCache.read
 
-    def noted(files: FileCache, path: str, size: int, at: int, *, read: Any = FileCache.read) -> bytes | memoryview:
+    def noted(files: FileCache, path: str, size: int, at: int) -> bytes | memoryview:
         large.extend([size] if size > SMALL_BYTES else [])
-        return read(files, path, size, at)  # type: ignore[no-any-return]
+        return read(files, path, size, at)
 
     monkeypatch.setattr(FileCache, "read", noted)
     for offset, value in enumerate(values):
