@@ -1,8 +1,8 @@
 """Spark beside its own limits: a scan against the ceiling of Spark's path from Python, the sink (bench/spark_sink.py)
 against the query that makes its rows, the source beside Kafka's (bench/spark_kafka.py), and the latency of a trickle.
 
-One session of `local[2]` with the recommended settings, one broker. What is compared runs in turns within a round; a scan
-and its ceiling are each first as often as second. Each has run before it counts.
+One session of `local[2]` with the recommended settings, one broker. What is compared runs in turns within a round; a
+scan and its ceiling are each first as often as second. Each has run before it counts.
 """
 
 from __future__ import annotations
