@@ -19,6 +19,7 @@ from metamq.spark_consumers.sink_client import SinkClient
 from metamq.spark_consumers.sink_options import parse_sink_options
 from metamq.testing import Cluster
 from metamq.wire.xa import Verb
+from tests.parts import values_to_end
 
 QUERY = "3b5bd2a1-8e9a-4b52-9d63-6f2c5d0b7a11"
 _numbers = itertools.count()
@@ -92,8 +93,8 @@ def texts(first: int, end: int, tag: str = "") -> list[str]:
 
 
 def seen(running: Cluster, topic: str) -> Counter[str]:
-    with running.consumer(group=f"g{next(_numbers)}", topics=[topic], start="earliest", idle_timeout_s=0.5) as consumer:
-        return Counter(message.value.decode() for message in consumer)
+    with running.consumer(topics=[topic], start="earliest", idle_timeout_s=0.1) as consumer:
+        return Counter(value.decode() for value in values_to_end(consumer))
 
 
 def check(running: Cluster, topic: str, sink: str, values: list[str]) -> None:

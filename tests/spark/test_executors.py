@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from metamq.testing import Cluster, cluster
-from tests.parts import wait_until
+from tests.parts import values_to_end, wait_until
 from tests.spark.conftest import new_topic, send
 from tests.spark.held import begun, scan_in_the_middle, waiting_in_the_middle
 from tests.spark.standalone import Standalone, session_on
@@ -107,8 +107,8 @@ def test_a_stream_into_a_topic_outlives_an_executor_that_is_killed_in_the_middle
     finally:
         (tmp_path / "go").touch()
         active.stop()
-    with running.consumer(topics=to, start="earliest", idle_timeout_s=1) as consumer:
-        found = Counter(int(value) for batch in consumer.batches() for value in batch.values)
+    with running.consumer(topics=to, start="earliest", idle_timeout_s=0.1) as consumer:
+        found = Counter(int(value) for value in values_to_end(consumer))
     assert found.keys() == set(range(60_000))
     assert max(found.values()) <= 2
     twice = {value for value, times in found.items() if times > 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,11 +13,9 @@ import pytest
 
 from metamq.spark_consumers.sink import has_run
 from metamq.testing import Cluster, cluster
-from tests.parts import wait_until
+from tests.parts import read_to_end, wait_until
 from tests.spark.conftest import new_topic, send
 from tests.spark.test_stream_source import numbers
-
-_looks = itertools.count()
 
 
 def write(frame: Any, running: Cluster, **options: Any) -> None:
@@ -27,9 +24,8 @@ def write(frame: Any, running: Cluster, **options: Any) -> None:
 
 def stored(running: Cluster, *topics: str) -> list[Any]:
     """Every message of the topics, by partition."""
-    group = f"look-{next(_looks)}"
-    with running.consumer(group=group, topics=list(topics), start="earliest", idle_timeout_s=1.0) as consumer:
-        return list(consumer)
+    with running.consumer(topics=list(topics), start="earliest", idle_timeout_s=0.1) as consumer:
+        return read_to_end(consumer)
 
 
 def values(running: Cluster, *topics: str) -> Counter[bytes]:
