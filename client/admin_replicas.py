@@ -94,7 +94,7 @@ async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, An
     """The first page of the statistics. A replica that hangs is not waited for as long as one that has much to do."""
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
-            connection = await cluster.connections.get(address.host, address.port)
+            connection = await cluster.connections.get(address)
             answer: dict[str, Any] = await connection.request(Command.STATS, Stats("", 0), timeout_s=ASK_TIMEOUT_S)
             return answer
     except TimeoutError:
@@ -188,7 +188,7 @@ async def _find(
 
 async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnection:
     try:
-        return await cluster.connections.get(replica.host, replica.port)
+        return await cluster.connections.get(replica)
     except ConnectError as error:
         error.hint = f"Nothing was done. Does replica {replica.replica} run, or hang? See `metamq ha status`."
         raise

@@ -196,11 +196,11 @@ class Cluster:
         if replica != MASTER:
             if address is None:
                 raise ConnectError(f"slave {replica} of broker {broker_id}", "it is not registered in ZooKeeper")
-            return await self.connections.get(address.host, address.port, purpose="reading from a slave")
+            return await self.connections.get(address, purpose="reading from a slave")
         if address is None:
             raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
         self._addresses[broker_id] = address
-        return await self.connections.get(address.host, address.port)
+        return await self.connections.get(address)
 
     async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> tuple[BrokerConnection, int]:
         """A connection to the master; while it cannot be reached, to a slave with these topics if slaves are read.

@@ -22,6 +22,7 @@ from metamq.wire.commands import Command, HelloReply
 from metamq.wire.connection import PUSHED, ClientConnection, Response
 from metamq.wire.frames import Buffer
 from metamq.wire.rooms import Rooms
+from metamq.zk.brokers import BrokerAddress
 
 log = logging.getLogger("metamq.client")
 
@@ -273,8 +274,16 @@ def _expire(future: asyncio.Future[Response]) -> None:
         future.set_exception(TimeoutError())
 
 
-_Place = tuple[str, int, str]
-"""Host, port, and the purpose where there is one."""
+def another_answered(address: str, broker_id: int, expected: int) -> ConnectError:
+    """Why a connection to an address that was learnt a while ago is not used.
+
+    Brokers have partitions of the same topics and indexes: the number of the broker alone tells whose is asked for.
+    """
+    return ConnectError(address, f"broker {broker_id} is there, not broker {expected}")
+
+
+_Place = tuple[int, str, int, str]
+"""Broker, host, port, and the purpose where there is one."""
 
 
 class Connections:
@@ -285,12 +294,13 @@ class Connections:
         self._opening: dict[_Place, asyncio.Task[BrokerConnection]] = {}
         self._pause_s: dict[_Place, float] = {}
 
-    async def get(self, host: str, port: int, *, purpose: str = "") -> BrokerConnection:
-        """The connection to an address. Raises ConnectError; callers may ask again at once, the pause is in here.
+    async def get(self, at: BrokerAddress, *, purpose: str = "") -> BrokerConnection:
+        """The connection to a broker. Raises ConnectError, also when another broker answers at its address; callers may
+        ask again at once, the pause is in here.
 
         What has a purpose of its own has a connection of its own.
         """
-        place = host, port, purpose
+        place = at.broker_id, at.host, at.port, purpose
         connection = self._open.get(place)
         if connection is not None and connection.alive:
             return connection
@@ -302,12 +312,16 @@ class Connections:
         return await asyncio.shield(task)
 
     async def _connect(self, place: _Place) -> BrokerConnection:
-        host, port, _purpose = place
+        broker_id, host, port, _purpose = place
         pause_s = self._pause_s.get(place, 0.0)
         if pause_s:
             await asyncio.sleep(pause_s)
         self._pause_s[place] = min(max(pause_s * 2, BACKOFF_FIRST_S), BACKOFF_MAX_S)
-        return await BrokerConnection.open(host, port)
+        connection = await BrokerConnection.open(host, port)
+        if connection.greeting.broker_id != broker_id:
+            connection.abort()
+            raise another_answered(connection.address, connection.greeting.broker_id, broker_id)
+        return connection
 
     def _opened(self, place: _Place, task: asyncio.Task[BrokerConnection]) -> None:
         del self._opening[place]

@@ -11,7 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from metamq.client.blocking_connection import BlockingConnection
-from metamq.errors import ConnectError
+from metamq.client.transport import another_answered
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.zk.names import parse_partition
@@ -104,11 +104,7 @@ class Lanes:
         self.kept: list[Lane] = []
 
     def take(self, key: LaneKey) -> Lane:
-        """A lane that nobody else uses. Raises UnsupportedVersion; ConnectError, also when another broker answers.
-
-        The address was learnt a while ago. The partition of the same index of whichever broker has it now would do for
-        the one that is asked for: only the number of the broker tells them apart.
-        """
+        """A lane that nobody else uses. Raises UnsupportedVersion; ConnectError, also when another broker answers."""
         for lane in [one for one in reversed(self.kept) if one.key == key]:
             self.kept.remove(lane)
             if lane.is_idle:
@@ -117,8 +113,7 @@ class Lanes:
         connection = BlockingConnection.open(key.host, key.port)
         if connection.broker_id != key.broker_id:
             connection.abort()
-            reason = f"broker {connection.broker_id} is there, not broker {key.broker_id}"
-            raise ConnectError(connection.address, reason)
+            raise another_answered(connection.address, connection.broker_id, key.broker_id)
         return Lane(connection, key)
 
     def give_back(self, lane: Lane) -> None:

@@ -193,7 +193,8 @@ class Line:
 
     def __init__(self, port: int, broker_host: str) -> None:
         """Listens on 127.0.0.1 at the port that the broker has on its own loopback address."""
-        self._target = broker_host, port
+        self.target = broker_host, port
+        """Where connections go that are made from now on."""
         self._listener = socket.create_server(("127.0.0.1", port))
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
@@ -215,7 +216,7 @@ class Line:
             except OSError:
                 return
             try:
-                broker = socket.create_connection(self._target)
+                broker = socket.create_connection(self.target)
             except OSError:
                 client.close()
                 continue
