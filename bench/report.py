@@ -171,14 +171,15 @@ def _spark(measured: dict[str, Any]) -> list[str]:
     lines.append(
         "A session of `local[2]` with the recommended settings, all columns, written nowhere (`noop`). The ceiling is "
         "a source in Python that yields the same RecordBatch again and again: Spark's own path from the Python worker "
-        "into the JVM. Broker, workers and JVM share the cores."
+        "into the JVM. Broker, workers and JVM share the cores. The scan reads the broker's files, which are on its "
+        "machine; beside it, one that has the broker send everything (`readFiles=false`), as it is between machines."
     )
-    lines += ["", "| bytes | scan | ceiling | scan / ceiling |", "|---|---|---|---|"]
+    lines += ["", "| bytes | scan | sent | ceiling | scan / ceiling | sent / ceiling |", "|---|---|---|---|---|---|"]
     for row in measured["scans"]:
         size = row["message_bytes"]
-        rates = (row["rows_per_s"], row["ceiling_rows_per_s"])
+        rates = (row["rows_per_s"], row["sent_rows_per_s"], row["ceiling_rows_per_s"])
         cells = [f"{rate / 1e6:.2f} M, {rate * size / 1e6:,.0f}" for rate in rates]
-        lines.append(f"| {size:,.0f} | {cells[0]} | {cells[1]} | {row['ratio']:.2f} |")
+        lines.append(f"| {size:,.0f} | {' | '.join(cells)} | {row['ratio']:.2f} | {row['sent_ratio']:.2f} |")
     lines += ["", "Rows per second, and MB/s of values."]
     lines += [
         "",

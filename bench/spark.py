@@ -83,31 +83,35 @@ def fill(running: Cluster, topic: str, size: int) -> int:
 
 
 def scans(running: Cluster, spark: Any, size: int, rounds: int, say: Say) -> dict[str, float]:
-    """Rows per second of a scan with all columns, and of the ceiling."""
+    """Rows per second of a scan with all columns, of one that has everything sent by the broker, and of the ceiling."""
     topic = f"scan-{size}"
     count = fill(running, topic, size)
     source = {"zookeeper": running.zookeeper, "subscribe": topic}
     ceiling = {"tasks": PARTITIONS, "rows": count // PARTITIONS, "batch": BATCH_BYTES // size, "bytes": size}
 
-    def ours() -> float:
-        return count / seconds_of(spark.read.format("metamq").options(**source).load())
+    def ours(**options: str) -> float:
+        return count / seconds_of(spark.read.format("metamq").options(**source, **options).load())
+
+    def sent() -> float:
+        return ours(readFiles="false")
 
     def limit() -> float:
         return ceiling["rows"] * PARTITIONS / seconds_of(spark.read.format("ceiling").options(**ceiling).load())
 
     assert spark.read.format("metamq").options(**source).load().count() == count
     for _ in range(WARM_UPS):
-        ours()
-        limit()
+        for scan in (ours, sent, limit):
+            scan()
     measured = []
     for _ in range(rounds):
-        pairs = [(ours(), limit())]
-        reverse = (limit(), ours())
-        pairs.append(reverse[::-1])
-        for rate, most in pairs:
-            measured.append({"rows_per_s": rate, "ceiling_rows_per_s": most, "ratio": rate / most})
-        rate, most = (statistics.mean(column) for column in zip(*pairs, strict=True))
-        say(f"scan {size} B: {rate / 1e6:.2f} M rows/s, ceiling {most / 1e6:.2f} M rows/s, {rate / most:.2f}")
+        turns = [(ours(), sent(), limit())]
+        reverse = (limit(), sent(), ours())
+        turns.append(reverse[::-1])
+        for rate, through, most in turns:
+            rates = {"rows_per_s": rate, "sent_rows_per_s": through, "ceiling_rows_per_s": most}
+            measured.append({**rates, "ratio": rate / most, "sent_ratio": through / most})
+        rate, through, most = (statistics.mean(column) / 1e6 for column in zip(*turns, strict=True))
+        say(f"scan {size} B: {rate:.2f} M rows/s, sent {through:.2f} M, ceiling {most:.2f} M, {rate / most:.2f}")
     with running.admin() as admin:
         admin.delete(topic)
     found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}

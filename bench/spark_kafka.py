@@ -107,8 +107,10 @@ def measure(running: Cluster, spark: Any, folder: Path, rounds: int, say: Say) -
     with kafka(folder) as address:
         server = {"kafka.bootstrap.servers": address}
         rows.write.format("kafka").options(**server, topic=TOPIC).mode("append").save()
+        # Kafka's source has no other way than to be sent what there is.
+        source = {"zookeeper": running.zookeeper, "subscribe": TOPIC, "readFiles": "false"}
         frames = {
-            "metamq": spark.read.format("metamq").options(zookeeper=running.zookeeper, subscribe=TOPIC).load(),
+            "metamq": spark.read.format("metamq").options(**source).load(),
             "kafka": spark.read.format("kafka").options(**server, subscribe=TOPIC).load(),
         }
         for frame in frames.values():

@@ -21,13 +21,15 @@ the back. So partitions take turns, and a busy one cannot starve its neighbours.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Protocol
 
+from metamq.broker.log import FilePart, PartitionLog
 from metamq.broker.partition import Partition
 from metamq.errors import CorruptData, Fenced, MetamqError, OffsetDiverged, OffsetOutOfRange, ProtocolError
 from metamq.wire import status
-from metamq.wire.commands import Get, GetPartition, GetResult, unpack
+from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
 from metamq.wire.limits import (
@@ -62,6 +64,8 @@ class Role(Protocol):
 
 
 UNWRITABLE_RETRY_S = 0.05
+IN_PLACE_BYTES_MIN = 128 * 1024
+"""Less is sent: to open a file and read it there takes longer."""
 PLENTY_BYTES = 1 << 64
 """More than `bytes_min` can ask for."""
 
@@ -152,6 +156,8 @@ class FetchSession:
         self._parked: tuple[Request, Get] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._serve_soon = False
+        self.is_near = False
+        """Whether its reader is on this machine, and may be told where in a file batches lie."""
 
     def get(self, request: Request) -> None:
         """Takes a GET: applies its changes, answers it now or parks it.
@@ -285,9 +291,9 @@ class FetchSession:
             del self._ready[place]
             result, data = self._read(place, min(room, poll.partition_bytes_max))
             results.append(result)
+            room -= result.size
             if data:
                 bodies.append(data)
-                room -= len(data)
         if is_over and not self.role.is_master:
             results += self._sent_back(FETCH_RESULTS_MAX - len(results))
         self._parked = None
@@ -336,11 +342,23 @@ class FetchSession:
 
     def _read_log(self, place: _Place, partition: Partition, offset: int, bytes_max: int) -> tuple[GetResult, Buffer]:
         log = partition.log
+        if self.is_near and place.entry.in_place:
+            part = log.locate(offset, bytes_max)
+            file = file_place(part, log) if part is not None and part.size >= IN_PLACE_BYTES_MIN else None
+            if part is not None and file is not None:
+                return self._result(place, partition, part.position, part.size, file), b""
         found = log.read(offset, bytes_max)
+        return self._result(place, partition, found.position, len(found.data)), found.data
+
+    def _result(
+        self, place: _Place, partition: Partition, position: int, size: int, file: FilePlace | None = None
+    ) -> GetResult:
+        log = partition.log
         place.seen = log.stable_offset, log.stable_position
-        preferred = self.role.preferred_replica(partition, found.position + len(found.data))
-        handle, size = place.entry.handle, len(found.data)
-        return GetResult(handle, status.OK, size, log.start_offset, log.stable_offset, None, preferred), found.data
+        preferred = self.role.preferred_replica(partition, position + size)
+        return GetResult(
+            place.entry.handle, status.OK, size, log.start_offset, log.stable_offset, None, preferred, file
+        )
 
     def close(self) -> None:
         """Forgets everything: the connection is gone."""
@@ -376,6 +394,15 @@ def parted(partition: Partition, offset: int, epoch: int, role: Role) -> tuple[b
     return True, OffsetDiverged(
         partition.name, offset, log.start_offset, log.stable_offset, agreed, epochs.epoch_of_reader(agreed)
     )
+
+
+def file_place(part: FilePart, log: PartitionLog) -> FilePlace | None:
+    """Where a reader on this machine finds a part of a log. Raises as PartitionLog.epochs()."""
+    try:
+        stat = os.stat(part.path)
+    except OSError:
+        return None
+    return FilePlace(os.path.abspath(part.path), stat.st_dev, stat.st_ino, part.at, log.epochs().last)
 
 
 def _not_here(error: OffsetOutOfRange) -> Fenced:

@@ -85,6 +85,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        here = transport.get_extra_info("sockname")
+        self.fetches.is_near = isinstance(peer, tuple) and isinstance(here, tuple) and peer[0] == here[0]
         self._connection = ServerConnection(self.peer, self._processors.greeting(), self._memory.rooms.take)
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from metamq.client.background import background
 from metamq.client.cluster import MASTER
 from metamq.client.fetch_queue import DAMAGED_FETCHES_MAX
+from metamq.client.transport import KEPT_BYTES
 from metamq.errors import (
     ConnectError,
     CorruptData,
@@ -32,12 +33,14 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
+from metamq.spark_consumers.files import FileReader
 from metamq.spark_consumers.lanes import Lane, LaneKey, Place, lanes
 from metamq.spark_consumers.ranges import OffsetRange
 from metamq.spark_consumers.replicas import Replica, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
-from metamq.wire.commands import GetResult
+from metamq.wire.commands import FilePlace, GetResult, unpack
 from metamq.wire.limits import BATCH_TARGET_BYTES
+from metamq.wire.rooms import Rooms
 from metamq.zk.names import parse_partition
 
 log = logging.getLogger("metamq.spark")
@@ -71,6 +74,8 @@ class FetchTask(NamedTuple):
     fail_on_data_loss: bool = True
     with_slaves: bool = True
     poll_timeout_s: float = 120.0
+    in_place: bool = False
+    """Whether to read files of a broker on the same machine."""
 
 
 def fetch(task: FetchTask) -> Iterator[Chunk]:
@@ -106,6 +111,10 @@ class Fetching:
         self._progress_s = 0.0
         self._ended_early_s: float | None = None
         """Since when the master says that its log ends before the range."""
+        self._in_place = task.in_place
+        self._rooms = Rooms(KEPT_BYTES)
+        self._file: FileReader | None = None
+        """What is read at present, instead of asking."""
 
     def chunks(self) -> Iterator[Chunk]:
         """As fetch()."""
@@ -120,6 +129,7 @@ class Fetching:
                 lanes().give_back(self.lane)
                 self.lane = None
         finally:
+            self._close_file()
             self._drop_lane()
 
     def _made_progress(self) -> None:
@@ -131,15 +141,20 @@ class Fetching:
 
     def _next_chunk(self) -> Chunk:
         """What comes next; nothing after a failure, which is dealt with. Raises when it is no use to go on."""
+        if self._file is not None:
+            return self._next_of_file(self._file)
         try:
             lane = self._connected()
             if not lane.is_asked:
                 self._ask(lane)
             result, data = lane.answer()
+            if result is not None and result.file is not None:
+                self._open_file(lane, result)
+                return []
         except MetamqError as error:
             self._failed(error)
             return []
-        chunk, damage = self._taken(data)
+        chunk, damage = self._taken(data, self._task.last_epoch)
         if chunk:
             self._made_progress()
         if damage is not None:
@@ -151,8 +166,46 @@ class Fetching:
         self._ask_ahead()
         return chunk
 
+    def _open_file(self, lane: Lane, result: GetResult) -> None:
+        """Goes on there; or with another answer where it cannot be read. Raises ProtocolError."""
+        place = unpack(FilePlace, result.file)
+        try:
+            self._file = FileReader(place, result.size, self._rooms)
+        except OSError as error:
+            log.info("%s is read through the broker: %s", self._wanted.tp, error)
+            lane.has_files = False
+            lane.done_with_it()
+
+    def _next_of_file(self, file: FileReader) -> Chunk:
+        """What comes next of the file. At its end the broker is asked again, and is to send what cannot be read."""
+        chunk: Chunk = []
+        damage: Exception | None = None
+        try:
+            last_epoch = file.epoch if self._task.last_epoch < 0 else min(file.epoch, self._task.last_epoch)
+            chunk, damage = self._taken(file.read(FETCH_BYTES), last_epoch)
+        except OSError as error:
+            damage = error
+        if chunk:
+            self._made_progress()
+            file.skip(sum(header.size for header, _data in chunk))
+            if damage is None:
+                return chunk
+        self._close_file()
+        if damage is not None or not file.has_given:
+            log.info("%s is read through the broker from offset %d on: %s", self._wanted.tp, self._offset, damage)
+            self._in_place = False
+            if self.lane is not None:
+                self.lane.done_with_it()
+        return chunk
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _ask(self, lane: Lane) -> None:
-        place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch)
+        in_place = self._in_place and lane.has_files
+        place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch, in_place)
         lane.ask(place, WAIT_MS, self._bytes_to_ask_for())
 
     def _ask_ahead(self) -> None:
@@ -168,8 +221,8 @@ class Fetching:
         rest = (self._wanted.end - self._offset) * self._message_bytes
         return min(max(rest + rest // 8, FETCH_BYTES_MIN), FETCH_BYTES)
 
-    def _taken(self, data: memoryview) -> tuple[Chunk, MetamqError | None]:
-        """The batches of the range in an answer, up to where it is damaged, or of another history than the plan."""
+    def _taken(self, data: memoryview, last_epoch: int) -> tuple[Chunk, MetamqError | None]:
+        """The batches of the range in an answer, up to where it is damaged, or of another history: of a later epoch."""
         chunk: Chunk = []
         try:
             for position, header in walk(data):
@@ -178,7 +231,7 @@ class Fetching:
                 if header.base_offset > self._offset:
                     reason = f"after offset {self._offset} comes {header.base_offset}"
                     return chunk, CorruptData(f"an answer for {self._wanted.tp}", reason)
-                if header.epoch > self._task.last_epoch >= 0:
+                if header.epoch > last_epoch >= 0:
                     return chunk, self._parted(header)
                 chunk.append((header, data[position : position + header.size]))
                 self._offset, self._epoch = header.end_offset, header.epoch

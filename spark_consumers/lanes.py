@@ -23,12 +23,16 @@ IDLE_MAX = 16
 
 
 class Place(NamedTuple):
-    """Where in a partition to read on. `epoch` is that of the message before; -1: not known."""
+    """Where in a partition to read on. `epoch` is that of the message before; -1: not known.
+
+    `in_place`: a broker on this machine may tell the file instead of sending what is there.
+    """
 
     tp: TopicPartition
     topic_id: str
     offset: int
     epoch: int
+    in_place: bool = False
 
 
 class LaneKey(NamedTuple):
@@ -46,6 +50,8 @@ class Lane:
         self.key = key
         self.is_asked = False
         """Whether an answer is to come."""
+        self.has_files = True
+        """Whether files that the broker told of can be read, as far as is known."""
         self.connection = connection
         self._handles = count(1)
         self._handle = 0
@@ -64,7 +70,8 @@ class Lane:
         if not self._handle:
             self._handle = next(self._handles)
             _broker_id, index = parse_partition(place.tp.partition)
-            opened.append(GetPartition(self._handle, place.tp.topic, place.topic_id, index, place.epoch))
+            tp, topic_id, _offset, epoch, in_place = place
+            opened.append(GetPartition(self._handle, tp.topic, topic_id, index, epoch, in_place))
         closed, self._closed = self._closed, []
         poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, [(self._handle, place.offset)], closed)
         self._limit_s = wait_ms / 1000 + ANSWER_LATE_S

@@ -40,6 +40,7 @@ BOTH = (
     "failOnDataLoss",
     "includeHeaders",
     "readFrom",
+    "readFiles",
     "pollTimeoutMs",
 )
 BATCH = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown")
@@ -82,6 +83,7 @@ class SourceOptions:
     max_records_per_partition: int | None
     fail_on_data_loss: bool
     read_from: Literal["master", "any"]
+    read_files: bool
     poll_timeout_s: float
     pushdown: bool
     max_offsets_per_trigger: int | None
@@ -108,6 +110,7 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         max_records_per_partition=texts.whole("maxRecordsPerPartition"),
         fail_on_data_loss=texts.flag("failOnDataLoss", True),
         read_from="any" if texts.choice("readFrom", ("any", "master"), "any") == "any" else "master",
+        read_files=texts.flag("readFiles", True),
         poll_timeout_s=(texts.whole("pollTimeoutMs") or 120_000) / 1000,
         pushdown=texts.flag("pushdown", False),
         max_offsets_per_trigger=texts.whole("maxOffsetsPerTrigger"),

@@ -152,6 +152,7 @@ def tasks(
                 fail_on_data_loss=options.fail_on_data_loss,
                 with_slaves=with_slaves,
                 poll_timeout_s=options.poll_timeout_s,
+                in_place=options.read_files,
             )
         )
     return made

@@ -100,6 +100,8 @@ class GetPartition(NamedTuple):
     epoch: int = -1
     """Of the message before the offset that it is armed with first; -1: not known. The broker looks whether its log has
     the same up to there (OffsetDiverged)."""
+    in_place: bool = False
+    """Whether the reader would rather read a file of the broker's itself, where it can: it may be on its machine."""
 
 
 class Get(NamedTuple):
@@ -138,6 +140,19 @@ class GetResult(NamedTuple):
     error: Any
     preferred_replica: int = -1
     """The replica that had better be asked next, -1: this one. Only a hint, to readers that take slaves."""
+    file: Any = None
+    """Where the batches lie, a FilePlace: there are `size` bytes of them there, and none in the body."""
+
+
+class FilePlace(NamedTuple):
+    """Bytes of a file on the broker's machine. Device and inode tell whether a file of that path is the one meant."""
+
+    path: str
+    device: int
+    inode: int
+    at: int
+    epoch: int
+    """Of the log's last batch. One of a later epoch has come since: in the place of others, if a loss was accepted."""
 
 
 class OffsetsEntry(NamedTuple):

@@ -8,7 +8,7 @@ from metamq.broker.log.partition_log import PartitionLog
 from metamq.broker.log.producers import Duplicate, New
 from metamq.broker.log.segments import SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import BatchRun
+from metamq.broker.log.store import BatchRun, FilePart
 
 if __name__ != "metamq.broker.log":
     raise ImportError(
@@ -20,6 +20,7 @@ __all__ = [
     "BatchRun",
     "Duplicate",
     "FileCache",
+    "FilePart",
     "FlushPolicy",
     "FlushTicket",
     "LogConfig",

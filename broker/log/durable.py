@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.files import FileCache, storage_error
@@ -37,6 +39,7 @@ from metamq.broker.log.recovery import Recovered
 from metamq.broker.log.store import SegmentStore
 from metamq.errors import ClosedError, MetamqError, StorageError
 
+T = TypeVar("T")
 UNBOUND = 1 << 63
 """Beyond any position and offset."""
 
@@ -212,6 +215,13 @@ class DurableLog:
         )  # fmt: skip
 
     # -- failing --------------------------------------------------------------------------------------------------
+
+    def _stored(self, ask: Callable[..., T], *what: object) -> T:
+        """What the store answers. Raises StorageError where it cannot read its files."""
+        try:
+            return ask(*what)
+        except OSError as error:
+            raise storage_error(self.name, "reading", error) from error
 
     def _fail(self, action: str, error: OSError) -> StorageError:
         """Ends the log's life as a writer; returns the error to raise."""

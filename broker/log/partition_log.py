@@ -44,7 +44,7 @@ from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
-from metamq.broker.log.store import BatchRun, LogSlice, SegmentStore
+from metamq.broker.log.store import BatchRun, FilePart, LogSlice, SegmentStore
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
@@ -310,10 +310,9 @@ class PartitionLog(DurableLog):
         """Where the first batch of each epoch lies. Raises CorruptData, StorageError, ClosedError."""
         if self._epochs is None:
             self._check_open()
-            try:
-                found, is_saved = self._store.load_epochs(self.start_offset, self.start_position, self.end_position)
-            except OSError as error:
-                raise storage_error(self.name, "reading", error) from error
+            found, is_saved = self._stored(
+                self._store.load_epochs, self.start_offset, self.start_position, self.end_position
+            )
             if found.entries and not is_saved and self._refusal is None:
                 self._change_epochs(found)
             self._epochs = found
@@ -338,15 +337,21 @@ class PartitionLog(DurableLog):
         The first is whole even if larger than `bytes_max`; the last may be cut. Empty at the stable end and above it.
         Raises OffsetOutOfRange, CorruptData, StorageError, ClosedError.
         """
+        if not self._is_readable(offset):
+            return LogSlice(b"", offset, self.stable_position)
+        return self._stored(self._store.read, offset, bytes_max, self.stable_position)
+
+    def locate(self, offset: int, bytes_max: int) -> FilePart | None:
+        """Where lies what read() would give, with room for the largest batch; None at the stable end and above it."""
+        is_there = self._is_readable(offset)
+        return self._stored(self._store.locate, offset, bytes_max, self.stable_position) if is_there else None
+
+    def _is_readable(self, offset: int) -> bool:
+        """Whether there is something to read there. Raises OffsetOutOfRange, ClosedError."""
         self._check_open()
         if not self.start_offset <= offset <= self.end_offset:
             raise OffsetOutOfRange(self.name, offset, self.start_offset, self.end_offset)
-        if offset >= self.stable_offset:
-            return LogSlice(b"", offset, self.stable_position)
-        try:
-            return self._store.read(offset, bytes_max, self.stable_position)
-        except OSError as error:
-            raise storage_error(self.name, "reading", error) from error
+        return offset < self.stable_offset
 
     def read_position(self, position: int, bytes_max: int) -> BatchRun:
         """Whole batches from `position` on, a batch boundary, up to the *end*, of one segment: what a replica copies.
@@ -358,23 +363,16 @@ class PartitionLog(DurableLog):
         if position == self.end_position:
             return BatchRun(memoryview(b""), position, self.end_offset, self.end_offset)
         if not self.start_position <= position < self.end_position:
-            raise ConfigError(
-                f"{self.name} has the bytes {self.start_position:,} to {self.end_position:,}, not {position:,}"
-            )
-        try:
-            return self._store.read_whole(position, bytes_max)
-        except OSError as error:
-            raise storage_error(self.name, "reading", error) from error
+            there = f"the bytes {self.start_position:,} to {self.end_position:,}"
+            raise ConfigError(f"{self.name} has {there}, not {position:,}")
+        return self._stored(self._store.read_whole, position, bytes_max)
 
     def begins_at(self, offset: int, position: int) -> bool:
         """Whether a batch begins there, or the log ends. Raises CorruptData, StorageError, ClosedError."""
         self._check_open()
         if not self.start_offset <= offset < self.end_offset:
             return (offset, position) == (self.end_offset, self.end_position)
-        try:
-            return self._store.begins_at(offset, position)
-        except OSError as error:
-            raise storage_error(self.name, "reading", error) from error
+        return self._stored(self._store.begins_at, offset, position)
 
     def offset_at_time(self, timestamp_us: int) -> tuple[int, int] | None:
         """(offset, timestamp) of the first message whose timestamp is at or after the time; None if there is none.
@@ -383,10 +381,7 @@ class PartitionLog(DurableLog):
         StorageError, ClosedError.
         """
         self._check_open()
-        try:
-            found = self._store.first_at_time(timestamp_us, self.stable_position)
-        except OSError as error:
-            raise storage_error(self.name, "reading", error) from error
+        found = self._stored(self._store.first_at_time, timestamp_us, self.stable_position)
         return found if found is not None and found[0] < self.stable_offset else None
 
     # -- saving what is derived -----------------------------------------------------------------------------------

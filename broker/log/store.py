@@ -46,6 +46,15 @@ class LogSlice(NamedTuple):
     position: int
 
 
+class FilePart(NamedTuple):
+    """Where batches lie in a segment; the last may be cut off anywhere."""
+
+    path: str
+    at: int
+    size: int
+    position: int
+
+
 class BatchRun(NamedTuple):
     """Whole batches as they lie in the log, back to back."""
 
@@ -96,6 +105,13 @@ class SegmentStore:
         if wanted > len(data):
             data = read_at(self._files, segment, position, wanted)
         return LogSlice(data[:wanted], base, position)
+
+    def locate(self, offset: int, bytes_max: int, stable_position: int) -> FilePart:
+        """As PartitionLog.locate(); `offset` lies below the stable position."""
+        segment, _base, position = self._find(offset)
+        available = min(stable_position, segment.end_position) - position
+        size = min(max(bytes_max, BATCH_BYTES_MAX), available)
+        return FilePart(segment.path, position - segment.base_position, size, position)
 
     def _find(self, offset: int) -> tuple[Segment, int, int]:
         """(segment, base offset, position) of the batch that holds the offset."""

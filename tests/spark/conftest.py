@@ -23,6 +23,7 @@ WITHOUT_SPARK = {
     "test_exact_jobs.py",
     "test_exact_lives.py",
     "test_fetch.py",
+    "test_files.py",
     "test_gathering.py",
     "test_lag.py",
     "test_lanes.py",

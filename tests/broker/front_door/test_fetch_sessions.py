@@ -247,7 +247,7 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
         ({"armed": [(1, 0)] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
         ({"closed": [1] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
         ({"opened": [three._replace(topic="x" * 1000)]}, "fetch handle 3: a name has at most"),
-        ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 5 fields"),
+        ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 6 fields"),
         ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle is to be"),  # type: ignore[arg-type]
     ):
         assert problem in session.refused(**changes)

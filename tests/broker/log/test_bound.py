@@ -46,6 +46,28 @@ def test_the_bound_holds_readers_back_and_lets_them_on(shelf: Any) -> None:
     log.close()
 
 
+def test_a_place_in_a_file_ends_where_readers_see_no_further(shelf: Any) -> None:
+    log = shelf.open(CONFIG)
+    marks = fill(shelf, log, 2)
+    log.set_bound(*marks[2])
+    fill(shelf, log, 1)
+    part = log.locate(1, 1)
+    assert part is not None
+    assert (part.position, part.position + part.size) == (marks[1][1], marks[2][1])
+    with open(part.path, "rb") as file:
+        file.seek(part.at)
+        assert file.read(part.size) == bytes(log.read(1, 1000).data)
+    assert log.locate(2, 1) is None
+    marks += fill(shelf, log, 20)[1:]
+    log.clear_bound()
+    first, last = log.segments()[0], log.segments()[-1]
+    assert first.path != last.path
+    part = log.locate(0, 1 << 20)
+    assert part is not None
+    assert (part.path, part.at, part.size) == (first.path, 0, first.size_bytes), "of one segment"
+    log.close()
+
+
 def test_a_bound_beyond_the_end_holds_once_the_log_gets_there(shelf: Any) -> None:
     """A slave hears of its master's stable mark before it has the batches."""
     longer = shelf.open(CONFIG)

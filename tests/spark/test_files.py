@@ -1,0 +1,195 @@
+"""Reading a range where it lies, in the files of a broker on the same machine; the broker is asked when that fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.errors import CorruptData
+from metamq.spark_consumers import fetch as fetching
+from metamq.spark_consumers.files import FileReader
+from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.wire.commands import FilePlace
+from metamq.wire.rooms import Rooms
+from metamq.zk.ports import free_port
+from tests.parts import Line
+from tests.spark.conftest import send
+from tests.spark.test_fetch import numbered, planned, table
+
+COUNT = 6000
+BATCH_BYTES = 200 * 1000
+BROKER_HOST = "127.0.0.2"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Cluster]:
+    """A broker with a topic of one partition and many batches, in one segment."""
+    with cluster(folder=tmp_path / "cluster") as running:
+        running.create_topic("t", partitions=1)
+        fill(running, "t")
+        yield running
+
+
+def fill(running: Cluster, topic: str, **settings: Any) -> None:
+    with running.producer(batch_bytes=BATCH_BYTES, **settings) as producer:
+        producer.send_many(topic, numbered(COUNT, 1000)).result()
+
+
+def segment_of(running: Cluster) -> Path:
+    (path,) = running.broker.data.glob("topics/t@*/0/*.log")
+    return path
+
+
+def messages(chunk: fetching.Chunk) -> int:
+    return sum(header.count for header, _data in chunk)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[FileReader]:
+    """Those that were."""
+    found: list[FileReader] = []
+
+    class Seen(FileReader):
+        def __init__(self, place: FilePlace, size: int, rooms: Rooms) -> None:
+            super().__init__(place, size, rooms)
+            found.append(self)
+
+    monkeypatch.setattr(fetching, "FileReader", Seen)
+    return found
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_what_is_read_is_what_the_broker_sends(own: Cluster, opened: list[FileReader], compression: str | None) -> None:
+    own.create_topic("segments", partitions=1, segment_bytes=1 << 20)
+    fill(own, "segments", compression=compression)
+    for more in ({}, {"startingOffsets": '{"segments": {"0-0": 1234}}', "maxRecordsPerPartition": "700"}):
+        through = table(planned(own, "segments", readFiles="false", **more))
+        assert not opened
+        assert table(planned(own, "segments", **more)).equals(through)
+        assert bool(opened) == (compression is None)  # else all of it is too little
+        opened.clear()
+
+
+def test_who_is_elsewhere_is_sent_what_there_is(tmp_path: Path, opened: list[FileReader]) -> None:
+    if sys.platform != "linux":
+        pytest.skip("needs a second loopback address")
+    with cluster(brokers=0, folder=tmp_path / "cluster") as running:
+        broker = BrokerProcess(running.zookeeper, tmp_path / "far", 0, host=BROKER_HOST, advertise="127.0.0.1")
+        broker.port = free_port()
+        running.brokers.append(broker)
+        with Line(broker.port, BROKER_HOST):
+            broker.start()
+            running.create_topic("t", partitions=1)
+            fill(running, "t")
+            assert table(planned(running, "t")).num_rows == COUNT
+    assert not opened
+
+
+def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
+    own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the broker belongs to another user, or is in another container."""
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("metamq.spark_consumers.files.os.open", refused)
+    assert table(planned(own, "t")).num_rows == COUNT
+    assert not opened
+
+
+def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "segment.log"
+    path.write_bytes(bytes(1000))
+    found = path.stat()
+    FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), 1000, Rooms(0)).close()
+    with pytest.raises(OSError, match="another file"):
+        FileReader(FilePlace(str(path), found.st_dev, found.st_ino + 1, 0, 1), 1000, Rooms(0))
+
+
+def test_a_file_is_read_to_its_end_while_its_broker_is_down(own: Cluster, opened: list[FileReader]) -> None:
+    (task,) = planned(own, "t")
+    reading = fetching.fetch(task)
+    count = messages(next(reading))
+    own.broker.kill()
+    assert count + sum(map(messages, reading)) == COUNT
+    assert len(opened) == 1
+
+
+def test_a_file_that_goes_is_read_to_its_end(own: Cluster, opened: list[FileReader]) -> None:
+    """What was there when the range was planned is not lost by retention meanwhile."""
+    (task,) = planned(own, "t")
+    reading = fetching.fetch(task)
+    count = messages(next(reading))
+    segment_of(own).unlink()
+    assert count + sum(map(messages, reading)) == COUNT
+    assert len(opened) == 1
+
+
+def test_what_goes_wrong_with_a_file_is_asked_of_the_broker(
+    own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task,) = planned(own, "t")
+    reading = fetching.fetch(task)
+    count = messages(next(reading))
+
+    def broken(_bytes_max: int) -> memoryview:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(opened[0], "read", broken)
+    assert count + sum(map(messages, reading)) == COUNT
+    assert len(opened) == 1
+
+
+def test_what_came_in_the_place_of_others_is_not_taken(
+    own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss was accepted; here the broker did not have these batches when it told of the file."""
+    (task,) = planned(own, "t")
+    reading = fetching.fetch(task)
+    count = messages(next(reading))
+    monkeypatch.setattr(opened[0], "epoch", opened[0].epoch - 1)
+    read: list[int] = []
+    monkeypatch.setattr(opened[0], "skip", read.append)
+    assert count + sum(map(messages, reading)) == COUNT
+    assert not read
+    assert len(opened) == 1
+
+
+def test_damage_in_a_file_is_the_brokers_to_tell(own: Cluster, opened: list[FileReader]) -> None:
+    (task,) = planned(own, "t")
+    path = segment_of(own)
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size - 5000)
+        file.write(b"damaged")
+    counts: list[int] = []
+    with pytest.raises(CorruptData, match="producer's checksum"):
+        counts.extend(map(messages, fetching.fetch(task)))
+    assert len(opened) == 1
+    assert 0 < sum(counts) < COUNT
+
+
+def test_a_file_that_was_cut_ends_early(own: Cluster) -> None:
+    """As a slave's where a loss was accepted."""
+    path = segment_of(own)
+    found = path.stat()
+    reader = FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), found.st_size, Rooms(0))
+    os.truncate(path, found.st_size - 1000)
+    with pytest.raises(OSError, match="ends early"):
+        reader.read(found.st_size)
+    os.truncate(path, 10)
+    with pytest.raises(OSError, match="ends early"):
+        reader.read(1000)
+    reader.close()
+
+
+def test_few_bytes_are_sent(own: Cluster, opened: list[FileReader]) -> None:
+    own.create_topic("few", partitions=1)
+    send(own, "few", numbered(10))
+    assert table(planned(own, "few")).num_rows == 10
+    assert not opened
