@@ -33,7 +33,7 @@ class Counters:
     def fetched(self, results: list[GetResult]) -> None:
         """Counts an answered GET."""
         self.fetches += 1
-        self.bytes_out += sum(result.size for result in results)
+        self.bytes_out += sum(result.size for result in results if result.file is None)
 
     def snapshot(self, topics: Collection[str] | None = None) -> dict[str, Any]:
         """All of it as plain values; of these topics only, where they are given."""

@@ -342,7 +342,7 @@ class FetchSession:
 
     def _read_log(self, place: _Place, partition: Partition, offset: int, bytes_max: int) -> tuple[GetResult, Buffer]:
         log = partition.log
-        if self.is_near and place.entry.in_place:
+        if self.is_near and place.entry.in_place and bytes_max >= IN_PLACE_BYTES_MIN:
             part = log.locate(offset, bytes_max)
             file = file_place(part, log) if part is not None and part.size >= IN_PLACE_BYTES_MIN else None
             if part is not None and file is not None:
@@ -398,11 +398,13 @@ def parted(partition: Partition, offset: int, epoch: int, role: Role) -> tuple[b
 
 def file_place(part: FilePart, log: PartitionLog) -> FilePlace | None:
     """Where a reader on this machine finds a part of a log. Raises as PartitionLog.epochs()."""
+    path = os.path.abspath(part.path)
     try:
-        stat = os.stat(part.path)
-    except OSError:
+        stat = os.stat(path)
+        path.encode()
+    except (OSError, UnicodeEncodeError):
         return None
-    return FilePlace(os.path.abspath(part.path), stat.st_dev, stat.st_ino, part.at, log.epochs().last)
+    return FilePlace(path, stat.st_dev, stat.st_ino, part.at, log.epochs().last)
 
 
 def _not_here(error: OffsetOutOfRange) -> Fenced:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from ipaddress import ip_address
 from typing import Any, cast
 
 from metamq.broker.fetch_session import FetchSession
@@ -86,7 +87,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
         here = transport.get_extra_info("sockname")
-        self.fetches.is_near = isinstance(peer, tuple) and isinstance(here, tuple) and peer[0] == here[0]
+        self.fetches.is_near = isinstance(peer, tuple) and is_own_address(peer[0], here[0])
         self._connection = ServerConnection(self.peer, self._processors.greeting(), self._memory.rooms.take)
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
@@ -311,3 +312,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def idle(self) -> bool:
         """Nothing is being answered."""
         return self._inflight_bytes == 0
+
+
+def is_own_address(peer: str, here: str) -> bool:
+    """Whether a peer with an IP address is on this machine, to which it is connected at another or the same."""
+    return peer == here or (ip_address(peer).is_loopback and ip_address(here).is_loopback)

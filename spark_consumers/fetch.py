@@ -22,7 +22,6 @@ from typing import NamedTuple
 from metamq.client.background import background
 from metamq.client.cluster import MASTER
 from metamq.client.fetch_queue import DAMAGED_FETCHES_MAX
-from metamq.client.transport import KEPT_BYTES
 from metamq.errors import (
     ConnectError,
     CorruptData,
@@ -33,14 +32,13 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
-from metamq.spark_consumers.files import FileReader
+from metamq.spark_consumers.files import NOT_FOR_US, FileReader
 from metamq.spark_consumers.lanes import Lane, LaneKey, Place, lanes
 from metamq.spark_consumers.ranges import OffsetRange
 from metamq.spark_consumers.replicas import Replica, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
 from metamq.wire.commands import FilePlace, GetResult, unpack
 from metamq.wire.limits import BATCH_TARGET_BYTES
-from metamq.wire.rooms import Rooms
 from metamq.zk.names import parse_partition
 
 log = logging.getLogger("metamq.spark")
@@ -112,7 +110,6 @@ class Fetching:
         self._ended_early_s: float | None = None
         """Since when the master says that its log ends before the range."""
         self._in_place = task.in_place
-        self._rooms = Rooms(KEPT_BYTES)
         self._file: FileReader | None = None
         """What is read at present, instead of asking."""
 
@@ -170,10 +167,11 @@ class Fetching:
         """Goes on there; or with another answer where it cannot be read. Raises ProtocolError."""
         place = unpack(FilePlace, result.file)
         try:
-            self._file = FileReader(place, result.size, self._rooms)
+            self._file = FileReader(place, result.size, lane.rooms)
         except OSError as error:
             log.info("%s is read through the broker: %s", self._wanted.tp, error)
-            lane.has_files = False
+            lane.has_files = error.errno not in NOT_FOR_US
+            self._in_place = False
             lane.done_with_it()
 
     def _next_of_file(self, file: FileReader) -> Chunk:
@@ -182,7 +180,7 @@ class Fetching:
         damage: Exception | None = None
         try:
             last_epoch = file.epoch if self._task.last_epoch < 0 else min(file.epoch, self._task.last_epoch)
-            chunk, damage = self._taken(file.read(FETCH_BYTES), last_epoch)
+            chunk, damage = self._taken(file.read(self._bytes_to_ask_for()), last_epoch)
         except OSError as error:
             damage = error
         if chunk:
@@ -222,7 +220,7 @@ class Fetching:
         return min(max(rest + rest // 8, FETCH_BYTES_MIN), FETCH_BYTES)
 
     def _taken(self, data: memoryview, last_epoch: int) -> tuple[Chunk, MetamqError | None]:
-        """The batches of the range in an answer, up to where it is damaged, or of another history: of a later epoch."""
+        """The batches of the range in an answer, up to where it is damaged, or goes on in another history."""
         chunk: Chunk = []
         try:
             for position, header in walk(data):
@@ -231,7 +229,7 @@ class Fetching:
                 if header.base_offset > self._offset:
                     reason = f"after offset {self._offset} comes {header.base_offset}"
                     return chunk, CorruptData(f"an answer for {self._wanted.tp}", reason)
-                if header.epoch > last_epoch >= 0:
+                if header.epoch > last_epoch >= 0 or header.epoch < self._epoch:
                     return chunk, self._parted(header)
                 chunk.append((header, data[position : position + header.size]))
                 self._offset, self._epoch = header.end_offset, header.epoch

@@ -7,12 +7,16 @@ How far the log may be read is the broker's word as before, and the checksums ar
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
 from metamq.wire.batch import HEADER_BYTES, read_header
 from metamq.wire.commands import FilePlace
 from metamq.wire.rooms import Rooms
+
+NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ESTALE)
+"""Why a file cannot be read that will not pass: it is another user's, or another container's."""
 
 
 class FileReader:
@@ -29,10 +33,12 @@ class FileReader:
         self._at = place.at
         self._end = place.at + size
         self._fd = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-        found = os.fstat(self._fd)
-        if (found.st_dev, found.st_ino) != (place.device, place.inode):
-            self.close()
-            raise OSError(errno.ESTALE, "it is another file", place.path)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            found = os.fstat(self._fd)
+            if (found.st_dev, found.st_ino) != (place.device, place.inode):
+                raise OSError(errno.ESTALE, "it is another file", place.path)
+            undo.pop_all()
 
     def read(self, bytes_max: int) -> memoryview:
         """What comes next: whole batches, but for the last; the first even if it is larger. Empty at the end.
@@ -42,10 +48,15 @@ class FileReader:
         left = self._end - self._at
         if left < HEADER_BYTES:
             return memoryview(b"")
-        first = read_header(os.pread(self._fd, HEADER_BYTES, self._at).ljust(HEADER_BYTES, b"\0"))
-        wanted = min(bytes_max, left)
-        if wanted < min(2 * first.size, left):  # a part of the next one would be of no use
-            wanted = min(first.size, left)
+        head = os.pread(self._fd, HEADER_BYTES, self._at)
+        if len(head) < HEADER_BYTES:
+            raise OSError(errno.ESTALE, "the file ends early")
+        size = read_header(head).size
+        if size > left:
+            return memoryview(b"")
+        wanted = min(max(bytes_max, HEADER_BYTES), left)
+        if wanted < min(2 * size, left):  # a part of the next one would be of no use
+            wanted = size
         view = memoryview(self._rooms.take(wanted))[:wanted]
         if os.preadv(self._fd, [view], self._at) < wanted:
             raise OSError(errno.ESTALE, "the file ends early")

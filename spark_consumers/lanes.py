@@ -11,9 +11,10 @@ from itertools import count
 from typing import NamedTuple
 
 from metamq.client.blocking_connection import BlockingConnection
-from metamq.client.transport import another_answered
+from metamq.client.transport import KEPT_BYTES, another_answered
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.wire.rooms import Rooms
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
@@ -52,6 +53,8 @@ class Lane:
         """Whether an answer is to come."""
         self.has_files = True
         """Whether files that the broker told of can be read, as far as is known."""
+        self.rooms = Rooms(KEPT_BYTES)
+        """For what is read in files."""
         self.connection = connection
         self._handles = count(1)
         self._handle = 0

@@ -52,8 +52,8 @@ SCHEMA = pa.schema(
 
 
 def planned(running: Cluster, topic: str, **options: str) -> list[FetchTask]:
-    """The tasks of a batch query."""
-    given = {"zookeeper": running.zookeeper, "subscribe": topic, **options}
+    """The tasks of a batch query; they have brokers send what there is."""
+    given = {"zookeeper": running.zookeeper, "subscribe": topic, "readFiles": "false", **options}
     parsed = parse_options(given, streaming=False)
     with ClusterView(parsed.zookeeper, parsed.root) as view:
         return tasks(view, parsed, batch_ranges(view, parsed))
@@ -325,7 +325,7 @@ def test_no_more_is_fetched_ahead_than_a_task_has_memory_for(own: Cluster) -> No
     own.create_topic("t", partitions=1)
     count = 20 * FETCH_BYTES // 1000
     send(own, "t", numbered(count, 1000))
-    (task,) = planned(own, "t", readFiles="false")
+    (task,) = planned(own, "t")
     reading = fetch(task)
     offsets = sum(header.count for header, _data in next(reading))
     looks: list[int] = []

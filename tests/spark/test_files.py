@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metamq.errors import CorruptData
+from metamq.broker.protocol import is_own_address
+from metamq.errors import CorruptData, OffsetDiverged
 from metamq.spark_consumers import fetch as fetching
+from metamq.spark_consumers.fetch import FetchTask
 from metamq.spark_consumers.files import FileReader
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import Cluster, cluster
 from metamq.wire.commands import FilePlace
+from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import Rooms
-from metamq.zk.ports import free_port
-from tests.parts import Line
 from tests.spark.conftest import send
 from tests.spark.test_fetch import numbered, planned, table
 
 COUNT = 6000
 BATCH_BYTES = 200 * 1000
-BROKER_HOST = "127.0.0.2"
 
 
 @pytest.fixture
@@ -35,9 +34,14 @@ def own(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-def fill(running: Cluster, topic: str, **settings: Any) -> None:
+def fill(running: Cluster, topic: str, count: int = COUNT, **settings: Any) -> None:
     with running.producer(batch_bytes=BATCH_BYTES, **settings) as producer:
-        producer.send_many(topic, numbered(COUNT, 1000)).result()
+        producer.send_many(topic, numbered(count, 1000)).result()
+
+
+def files(running: Cluster, topic: str, **options: str) -> list[FetchTask]:
+    """The tasks of a batch query that reads files where it may."""
+    return planned(running, topic, readFiles="true", **options)
 
 
 def segment_of(running: Cluster) -> Path:
@@ -68,26 +72,34 @@ def test_what_is_read_is_what_the_broker_sends(own: Cluster, opened: list[FileRe
     own.create_topic("segments", partitions=1, segment_bytes=1 << 20)
     fill(own, "segments", compression=compression)
     for more in ({}, {"startingOffsets": '{"segments": {"0-0": 1234}}', "maxRecordsPerPartition": "700"}):
-        through = table(planned(own, "segments", readFiles="false", **more))
+        through = table(planned(own, "segments", **more))
         assert not opened
-        assert table(planned(own, "segments", **more)).equals(through)
+        assert table(files(own, "segments", **more)).equals(through)
         assert bool(opened) == (compression is None)  # else all of it is too little
         opened.clear()
 
 
-def test_who_is_elsewhere_is_sent_what_there_is(tmp_path: Path, opened: list[FileReader]) -> None:
-    if sys.platform != "linux":
-        pytest.skip("needs a second loopback address")
-    with cluster(brokers=0, folder=tmp_path / "cluster") as running:
-        broker = BrokerProcess(running.zookeeper, tmp_path / "far", 0, host=BROKER_HOST, advertise="127.0.0.1")
-        broker.port = free_port()
-        running.brokers.append(broker)
-        with Line(broker.port, BROKER_HOST):
-            broker.start()
-            running.create_topic("t", partitions=1)
-            fill(running, "t")
-            assert table(planned(running, "t")).num_rows == COUNT
-    assert not opened
+def test_a_range_longer_than_one_answer_goes_on_in_the_file(own: Cluster, opened: list[FileReader]) -> None:
+    """The first ends within a batch."""
+    own.create_topic("long", partitions=1)
+    fill(own, "long", 2 * BATCH_BYTES_MAX // 1000)
+    assert table(files(own, "long"))["offset"].to_pylist() == list(range(2 * BATCH_BYTES_MAX // 1000))
+    assert len(opened) == 3
+
+
+@pytest.mark.parametrize(
+    ("peer", "here", "is_own"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.1.1", True),
+        ("::1", "::1", True),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.2", "10.0.0.1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", False),
+    ],
+)
+def test_only_who_is_on_the_brokers_machine_is_told_of_files(peer: str, here: str, is_own: bool) -> None:
+    assert is_own_address(peer, here) == is_own
 
 
 def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
@@ -98,9 +110,11 @@ def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
     def refused(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("metamq.spark_consumers.files.os.open", refused)
-    assert table(planned(own, "t")).num_rows == COUNT
-    assert not opened
+    with monkeypatch.context() as there:
+        there.setattr("metamq.spark_consumers.files.os.open", refused)
+        assert table(files(own, "t")).num_rows == COUNT
+    assert table(files(own, "t")).num_rows == COUNT
+    assert not opened, "nor is it tried again on this connection"
 
 
 def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
@@ -113,7 +127,7 @@ def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_to_its_end_while_its_broker_is_down(own: Cluster, opened: list[FileReader]) -> None:
-    (task,) = planned(own, "t")
+    (task,) = files(own, "t")
     reading = fetching.fetch(task)
     count = messages(next(reading))
     own.broker.kill()
@@ -123,7 +137,7 @@ def test_a_file_is_read_to_its_end_while_its_broker_is_down(own: Cluster, opened
 
 def test_a_file_that_goes_is_read_to_its_end(own: Cluster, opened: list[FileReader]) -> None:
     """What was there when the range was planned is not lost by retention meanwhile."""
-    (task,) = planned(own, "t")
+    (task,) = files(own, "t")
     reading = fetching.fetch(task)
     count = messages(next(reading))
     segment_of(own).unlink()
@@ -134,7 +148,7 @@ def test_a_file_that_goes_is_read_to_its_end(own: Cluster, opened: list[FileRead
 def test_what_goes_wrong_with_a_file_is_asked_of_the_broker(
     own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (task,) = planned(own, "t")
+    (task,) = files(own, "t")
     reading = fetching.fetch(task)
     count = messages(next(reading))
 
@@ -150,7 +164,7 @@ def test_what_came_in_the_place_of_others_is_not_taken(
     own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a loss was accepted; here the broker did not have these batches when it told of the file."""
-    (task,) = planned(own, "t")
+    (task,) = files(own, "t")
     reading = fetching.fetch(task)
     count = messages(next(reading))
     monkeypatch.setattr(opened[0], "epoch", opened[0].epoch - 1)
@@ -159,10 +173,15 @@ def test_what_came_in_the_place_of_others_is_not_taken(
     assert count + sum(map(messages, reading)) == COUNT
     assert not read
     assert len(opened) == 1
+    later = fetching.Fetching(task)
+    later._epoch = opened[0].epoch + 2
+    chunk, damage = later._taken(memoryview(segment_of(own).read_bytes()), later._epoch)
+    assert not chunk
+    assert isinstance(damage, OffsetDiverged), "nor what is older than what was read"
 
 
 def test_damage_in_a_file_is_the_brokers_to_tell(own: Cluster, opened: list[FileReader]) -> None:
-    (task,) = planned(own, "t")
+    (task,) = files(own, "t")
     path = segment_of(own)
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size - 5000)
@@ -191,5 +210,5 @@ def test_a_file_that_was_cut_ends_early(own: Cluster) -> None:
 def test_few_bytes_are_sent(own: Cluster, opened: list[FileReader]) -> None:
     own.create_topic("few", partitions=1)
     send(own, "few", numbered(10))
-    assert table(planned(own, "few")).num_rows == 10
+    assert table(files(own, "few")).num_rows == 10
     assert not opened
