@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.errors import BranchMisuse, BranchNotKnown, ConnectError, MetamqError, TransactionError
+from metamq.errors import BranchMisuse, BranchNotKnown, ConnectError, Fenced, MetamqError, TransactionError
 from metamq.testing import BrokerProcess
 from metamq.tx import BranchDescription, XAResource, Xid
 from tests.broker.ha.test_replication import Group, metrics, replica_group
@@ -61,7 +61,7 @@ def in_doubt(mq: XAResource, limit_s: float = SLOW_S) -> dict[Xid, BranchDescrip
     while True:
         try:
             return {branch.xid: branch for branch in mq.recover()}
-        except ConnectError:
+        except (ConnectError, Fenced):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
