@@ -344,8 +344,7 @@ class FetchSession:
         log = partition.log
         if self.is_near and place.entry.in_place and bytes_max >= IN_PLACE_BYTES_MIN:
             part = log.locate(offset, bytes_max)
-            file = file_place(part, log) if part is not None and part.size >= IN_PLACE_BYTES_MIN else None
-            if part is not None and file is not None:
+            if part is not None and part.size >= IN_PLACE_BYTES_MIN and (file := file_place(part, log)):
                 return self._result(place, partition, part.position, part.size, file), b""
         found = log.read(offset, bytes_max)
         return self._result(place, partition, found.position, len(found.data)), found.data

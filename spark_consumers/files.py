@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 
-from metamq.wire.batch import HEADER_BYTES, read_header
+from metamq.wire.batch import HEADER_BYTES, bytes_to_read, read_header
 from metamq.wire.commands import FilePlace
 from metamq.wire.rooms import Rooms
 
@@ -54,9 +54,7 @@ class FileReader:
         size = read_header(head).size
         if size > left:
             return memoryview(b"")
-        wanted = min(max(bytes_max, HEADER_BYTES), left)
-        if wanted < min(2 * size, left):  # a part of the next one would be of no use
-            wanted = size
+        wanted = bytes_to_read(min(max(bytes_max, HEADER_BYTES), left), size, left)
         view = memoryview(self._rooms.take(wanted))[:wanted]
         if os.preadv(self._fd, [view], self._at) < wanted:
             raise OSError(errno.ESTALE, "the file ends early")

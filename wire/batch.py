@@ -231,6 +231,14 @@ def check_broker_part(buffer: memoryview, at: int, header: BatchHeader) -> str |
     return None
 
 
+def bytes_to_read(wanted: int, first_bytes: int, available: int) -> int:
+    """How much of a log, whose first batch has `first_bytes`: as wanted, or that batch alone, whole even if larger.
+
+    What would be cut of the one behind it is of no use, and may be as large.
+    """
+    return first_bytes if wanted < min(2 * first_bytes, available) else wanted
+
+
 def walk(buffer: memoryview) -> Iterator[tuple[int, BatchHeader]]:
     """(position in the buffer, header) of each batch in fetched bytes, both checksums verified.
 

@@ -29,7 +29,7 @@ from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, headers, read_at
 from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
-from metamq.wire.batch import HEADER_BYTES, check_broker_part, read_header
+from metamq.wire.batch import HEADER_BYTES, bytes_to_read, check_broker_part, read_header
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import SMALL_BYTES
 
@@ -100,8 +100,7 @@ class SegmentStore:
         size, found, count = LOCATION.unpack_from(data)
         if found != base or offset >= base + count or not HEADER_BYTES <= size <= min(available, BATCH_BYTES_MAX):
             raise damaged(segment.path, position, f"the batch with offset {base} is due here")
-        if wanted < min(2 * size, available):  # a part of the next one would be of no use, and may be as large
-            wanted = size
+        wanted = bytes_to_read(wanted, size, available)
         if wanted > len(data):
             data = read_at(self._files, segment, position, wanted)
         return LogSlice(data[:wanted], base, position)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq import Consumer
+from metamq import Admin, Consumer
 from metamq.errors import ConnectError, DeliveryTimeout
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.ports import free_port
@@ -16,7 +16,8 @@ from tests.parts import Line, read_to_end, wait_until
 
 BROKER_HOST = "127.0.0.2"
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address")
+NO_SECOND_LOOPBACK = "only Linux has 127.0.0.2 by itself, where the broker is whose port a line has at 127.0.0.1"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason=NO_SECOND_LOOPBACK)
 
 
 @pytest.fixture
@@ -72,6 +73,22 @@ def test_nothing_is_read_from_another_broker(swapped: tuple[Cluster, list[Line]]
         wait_until(lambda: "broker 1 is there, not broker 0" in lag_refused(consumer), 20, "the consumer sees it")
         swap(lines)
         assert read_to_end(consumer) == []
+
+
+def test_nothing_is_asked_of_another_broker(swapped: tuple[Cluster, list[Line]]) -> None:
+    running, lines = swapped
+    with running.admin() as admin:
+        assert admin.statistics(0)
+        swap(lines)
+        wait_until(lambda: "broker 1 is there, not broker 0" in statistics_refused(admin), 20, "the admin sees it")
+
+
+def statistics_refused(admin: Admin) -> str:
+    try:
+        admin.statistics(0)
+    except ConnectError as error:
+        return str(error)
+    return ""
 
 
 def lag_refused(consumer: Consumer[bytes]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from metamq.testing import Cluster, cluster
 from metamq.wire.commands import FilePlace
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import Rooms
+from tests.parts import LocalBroker, statistics
 from tests.spark.conftest import send
 from tests.spark.test_fetch import numbered, planned, table
 
@@ -85,6 +87,7 @@ def test_a_range_longer_than_one_answer_goes_on_in_the_file(own: Cluster, opened
     fill(own, "long", 2 * BATCH_BYTES_MAX // 1000)
     assert table(files(own, "long"))["offset"].to_pylist() == list(range(2 * BATCH_BYTES_MAX // 1000))
     assert len(opened) == 3
+    assert statistics(own.broker)["counters"]["bytes_out"] < BATCH_BYTES_MAX, "what nobody sent is not counted"
 
 
 @pytest.mark.parametrize(
@@ -102,19 +105,38 @@ def test_only_who_is_on_the_brokers_machine_is_told_of_files(peer: str, here: st
     assert is_own_address(peer, here) == is_own
 
 
+@pytest.mark.parametrize(
+    ("number", "again"),
+    [pytest.param(errno.EACCES, 0, id="not ours: never again"), pytest.param(errno.ENOENT, 1, id="gone: the next may")],
+)
 def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
-    own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
+    own: Cluster, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch, number: int, again: int
 ) -> None:
-    """As where the broker belongs to another user, or is in another container."""
+    """As where the broker belongs to another user, or retention was faster."""
 
     def refused(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as there:
         there.setattr("metamq.spark_consumers.files.os.open", refused)
         assert table(files(own, "t")).num_rows == COUNT
+    assert not opened
     assert table(files(own, "t")).num_rows == COUNT
-    assert not opened, "nor is it tried again on this connection"
+    assert len(opened) == again
+
+
+def test_who_is_elsewhere_is_sent_what_there_is(
+    tmp_path: Path, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metamq.broker.protocol.is_own_address", lambda _peer, _here: False)
+    with (
+        cluster(brokers=0, folder=tmp_path / "cluster") as running,
+        LocalBroker(running.zookeeper, tmp_path / "data", http_port=-1),
+    ):
+        running.create_topic("t", partitions=1)
+        fill(running, "t")
+        assert table(files(running, "t")).num_rows == COUNT
+    assert not opened
 
 
 def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
@@ -126,21 +148,19 @@ def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
         FileReader(FilePlace(str(path), found.st_dev, found.st_ino + 1, 0, 1), 1000, Rooms(0))
 
 
-def test_a_file_is_read_to_its_end_while_its_broker_is_down(own: Cluster, opened: list[FileReader]) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(lambda own: own.broker.kill(), id="its broker is killed"),
+        pytest.param(lambda own: segment_of(own).unlink(), id="it is removed, as by retention"),
+    ],
+)
+def test_a_file_is_read_to_its_end(own: Cluster, opened: list[FileReader], fault: Callable[[Cluster], object]) -> None:
+    """What was there when the range was planned, whatever comes meanwhile."""
     (task,) = files(own, "t")
     reading = fetching.fetch(task)
     count = messages(next(reading))
-    own.broker.kill()
-    assert count + sum(map(messages, reading)) == COUNT
-    assert len(opened) == 1
-
-
-def test_a_file_that_goes_is_read_to_its_end(own: Cluster, opened: list[FileReader]) -> None:
-    """What was there when the range was planned is not lost by retention meanwhile."""
-    (task,) = files(own, "t")
-    reading = fetching.fetch(task)
-    count = messages(next(reading))
-    segment_of(own).unlink()
+    fault(own)
     assert count + sum(map(messages, reading)) == COUNT
     assert len(opened) == 1
 
