@@ -17,6 +17,8 @@ _EXAMPLE = '{"flights": {"0-0": 23, "0-1": -2}}'
 _NAMED_MAX = 5
 _TIME_MAX_MS = 253_402_300_799_999
 """The end of the year 9999. Beyond is likely to be in microseconds."""
+_LIKELY_SECONDS = range(10**9, 10**10)
+"""The years 2001 to 2286 in seconds. In milliseconds it is 1970 still, for which few have messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,16 @@ class Boundary:
             hint = f"There are: {_named(partitions)}."
             raise ConfigError(f"option {self.option!r} names {_named(beyond)}, which is not read", hint=hint)
         return dict(self.each)
+
+    def doubt(self) -> str | None:
+        """What to warn of: a time that is not wrong, but hardly meant."""
+        if not self.is_time:
+            return None
+        times = [self.everywhere] if self.everywhere is not None else (self.each or {}).values()
+        time_ms = next((us // 1000 for us in times if us // 1000 in _LIKELY_SECONDS), None)
+        if time_ms is None:
+            return None
+        return f"option {self.option!r} has the time {time_ms}, in 1970: is that in seconds? Milliseconds are meant"
 
 
 def _named(partitions: Collection[TopicPartition]) -> str:

@@ -49,6 +49,8 @@ def narrowed(view: ClusterView, options: SourceOptions, ranges: list[OffsetRange
 
 def find_starts(view: ClusterView, options: SourceOptions, partitions: Topics) -> dict[TopicPartition, tuple[int, int]]:
     """Where the query begins, by its options, and the epoch of the message before (-1: not known)."""
+    if not partitions:  # an error with the other subscriptions
+        log.warning("no topic matches option 'subscribePattern', %r, at present", options.subscription.pattern)
     wanted = options.starting.questions(partitions)
     answers = ask(view, options.starting, wanted, partitions, options.poll_timeout_s)
     starts = {}
@@ -74,6 +76,8 @@ def ask(
     timeout_s: float,
 ) -> dict[TopicPartition, OffsetsResult]:
     """The brokers' answer for every partition. Raises the error of one that does not come in time."""
+    if doubt := boundary.doubt():
+        log.warning("%s", doubt)
     questions = {tp: (partitions[tp], question(boundary, wanted[tp])) for tp in partitions}
     return ask_until_answered(view, questions, timeout_s)
 

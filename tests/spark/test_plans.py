@@ -90,6 +90,22 @@ def test_a_time_outranks_times_by_partition_and_these_outrank_offsets() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "is_doubted"),
+    [
+        ({"startingTimestamp": "1735689600"}, True),
+        ({"startingTimestamp": "1735689600000"}, False),
+        ({"startingTimestamp": "0"}, False),
+        ({"startingOffsetsByTimestamp": '{"a": {"0-0": 1735689600000, "0-1": 1735689600}}'}, True),
+        ({"startingOffsets": '{"a": {"0-0": 1735689600000000}}'}, False),
+    ],
+)
+def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_doubted: bool) -> None:
+    doubt = parsed(**given).starting.doubt()
+    assert (doubt is not None) == is_doubted
+    assert not doubt or f"'{next(iter(given))}' has the time 1735689600, in 1970" in doubt
+
+
+@pytest.mark.parametrize(
     ("given", "streaming", "words"),
     [
         ({"subscribePattern": "x"}, False, "'subscribe' and 'subscribePattern' are given"),

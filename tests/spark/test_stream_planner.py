@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ConnectError, OffsetDiverged
+from metamq.spark_consumers.cluster_view import ClusterView
 from metamq.spark_consumers.fetch import FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
+from metamq.spark_consumers.planning import batch_ranges
 from metamq.spark_consumers.stream_offsets import START
 from metamq.spark_consumers.stream_planner import StreamPlanner
 from metamq.testing import Cluster, cluster
@@ -119,6 +122,26 @@ def test_an_accepted_loss_of_what_was_read_is_noticed_and_what_took_its_place_is
             assert late.seen() == Counter(both + new)
         finally:
             slave.kill()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_hardly_meant_is_warned_of(two: Cluster, caplog: pytest.LogCaptureFixture, streaming: bool) -> None:
+    name = f"doubtful-{streaming}"
+    two.create_topic(name, partitions=1)
+    for options in (
+        {"subscribePattern": "doubtfull.*"},
+        {"subscribe": name, "startingTimestamp": "1735689600", "startingOffsetsByTimestampStrategy": "latest"},
+    ):
+        parsed = parse_options({"zookeeper": two.zookeeper, **options}, streaming=streaming)
+        if streaming:
+            with contextlib.closing(StreamPlanner(parsed)) as planner:
+                planner.next_offset(START, is_only_batch=False)
+        else:
+            with ClusterView(two.zookeeper, "/meta") as view:
+                batch_ranges(view, parsed)
+    first, second = (record.getMessage() for record in caplog.records if record.name == "metamq.spark")
+    assert first == "no topic matches option 'subscribePattern', 'doubtfull.*', at present"
+    assert "'startingTimestamp' has the time 1735689600, in 1970: is that in seconds?" in second
 
 
 @pytest.fixture
