@@ -114,6 +114,11 @@ def test_whose_a_batch_is_by_its_checkpoint(spark: Any, running: Cluster, topic:
         assert values(running, to) == Counter(numbers(0, 20))
     assert open_branches(running) == []
     assert len(set(_runs(running, checkpoint_id(str(tmp_path / "first"))))) == 4, "of the query, but for 'second'"
+    for sink_id, end in ((None, 40), (f"into-{to}", 50), (None, 60)):  # delivery is changed, and changed back
+        send(running, topic, numbers(end - 10, end))
+        run("first", sink_id)
+        assert values(running, to) == Counter(numbers(0, end))
+    assert open_branches(running) == []
 
 
 def _runs(running: Cluster, sink: str) -> tuple[str, ...]:
