@@ -42,7 +42,9 @@ def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> li
         if tp not in present:
             topics = {one.topic for one in present}
             gone = PartitionNotFound(*tp) if tp.topic in topics else TopicNotFound(tp.topic)
-            gone.hint = "The query has read from it. Was it deleted, or does the query subscribe to less than before?"
+            what = str(tp) if tp.topic in topics else f"topic {tp.topic!r}"
+            gone.problem = f"{what}, which the query has read, is not among what it reads any more"
+            gone.hint = "Was it deleted, or does the query subscribe to less than before?"
             losses.append(gone)
         elif present[tp] != place.topic_id:
             losses.append(

@@ -303,5 +303,5 @@ def test_losses_are_told() -> None:
     told = [*lost_partitions({A0: place(5), A1: place(1)}, {A0: "y"})]
     assert all(isinstance(loss, MetamqError) for loss in told)
     assert "deleted and made anew" in str(told[0])
-    assert "no partition '0-1'" in str(told[1])
-    assert "topic 'a' does not exist" in str(lost_partitions({A0: place(5)}, {})[0])
+    assert "a/0-1, which the query has read, is not among what it reads any more" in str(told[1])
+    assert "topic 'a', which the query has read, is not" in str(lost_partitions({A0: place(5)}, {})[0])
