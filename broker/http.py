@@ -39,13 +39,15 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A thread a request: a client that says nothing holds up neither the others nor the stop."""
 
     daemon_threads = True
+    is_stopping = False
 
     def get_request(self) -> tuple[Any, Any]:
         """Without a descriptor left, the loop of socketserver would try again at once, for ever."""
         try:
             return super().get_request()
         except OSError:
-            time.sleep(ACCEPT_PAUSE_S)
+            if not self.is_stopping:
+                time.sleep(ACCEPT_PAUSE_S)
             raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -87,6 +89,7 @@ class StatusServer:
 
     def close(self) -> None:
         """Stops serving, whatever is under way."""
+        self._server.is_stopping = True
         # Wakes the thread; where that does nothing, outside of Linux, it looks within half a second.
         with contextlib.suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)
