@@ -49,6 +49,12 @@ class Boundary:
             raise ConfigError(f"option {self.option!r} names {_named(beyond)}, which is not read", hint=hint)
         return dict(self.each)
 
+    def wanted(self, tp: TopicPartition | None) -> int | None:
+        """For one partition, as far as the option says; None: for one that it does not name."""
+        if self.each is None:
+            return self.everywhere
+        return self.each.get(tp) if tp is not None else None
+
     def doubt(self) -> str | None:
         """What to warn of: a time that is not wrong, but hardly meant."""
         if not self.is_time:
@@ -58,6 +64,18 @@ class Boundary:
         if time_ms is None:
             return None
         return f"option {self.option!r} has the time {time_ms}, in 1970: is that in seconds? Milliseconds are meant"
+
+
+def check_order(starting: Boundary, ending: Boundary) -> None:
+    """Raises ConfigError where a query is to end before it begins. What only the logs can tell passes."""
+    if starting.is_time != ending.is_time:
+        return
+    for tp in (*(starting.each or ()), *(ending.each or ()), None):
+        start, end = starting.wanted(tp), ending.wanted(tp)
+        if start is not None and end is not None and 0 <= end < start:
+            where = "" if tp is None else f" for {tp}"
+            problem = f"option {ending.option!r} ends{where} before {starting.option!r} begins"
+            raise ConfigError(problem, hint="Give a later end, or an earlier start.")
 
 
 def _named(partitions: Collection[TopicPartition]) -> str:

@@ -16,6 +16,7 @@ from metamq.client.settings import unknown, zookeeper_root, zookeeper_servers
 from metamq.errors import ConfigError, MetamqError
 from metamq.spark_consumers.boundaries import (
     Boundary,
+    check_order,
     checked_partition,
     json_map,
     offsets_boundary,
@@ -119,6 +120,7 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         group=_group(texts),
     )
     _check_company(texts)
+    check_order(options.starting, options.ending)
     return options
 
 

@@ -90,6 +90,20 @@ def test_a_time_outranks_times_by_partition_and_these_outrank_offsets() -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"startingOffsets": '{"a": {"0-0": 5, "0-1": 0}}', "endingOffsets": '{"a": {"0-0": 5, "0-1": -1}}'},
+        {"startingTimestamp": "5", "endingTimestamp": "5"},
+        {"startingTimestamp": "1735689600000", "endingOffsets": '{"a": {"0-0": 5}}'},
+        {"startingOffsets": '{"a": {"0-0": 5}}', "endingTimestamp": "1"},
+        {"startingOffsets": '{"a": {"0-0": -2}}', "endingOffsets": '{"a": {"0-0": 0}}'},
+    ],
+)
+def test_a_query_that_may_read_nothing_passes(given: dict[str, str]) -> None:
+    check_options({"subscribe": "a", **given})
+
+
+@pytest.mark.parametrize(
     ("given", "is_doubted"),
     [
         ({"startingTimestamp": "1735689600"}, True),
@@ -120,6 +134,21 @@ def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_d
         ({"startingOffsets": '{"a": {"0-0": 1.5}}'}, False, "1.5 for a/0-0, not a whole number"),
         ({"startingOffsets": '{"a": {"0": 1}}'}, False, "'startingOffsets': partition '0' is not"),
         ({"startingOffsets": '{"a": [1]}'}, False, "'a' has no map of partitions"),
+        (
+            {"startingOffsets": '{"a": {"0-0": -2, "0-1": 5}}', "endingOffsets": '{"a": {"0-0": 3, "0-1": 4}}'},
+            False,
+            "'endingOffsets' ends for a/0-1 before 'startingOffsets' begins",
+        ),
+        (
+            {"startingTimestamp": "6", "endingTimestamp": "5"},
+            False,
+            "'endingTimestamp' ends before 'startingTimestamp'",
+        ),
+        (
+            {"startingTimestamp": "6", "endingOffsetsByTimestamp": '{"a": {"0-0": 7, "0-1": 5}}'},
+            False,
+            "'endingOffsetsByTimestamp' ends for a/0-1 before 'startingTimestamp' begins",
+        ),
         ({"startingTimestamp": "yesterday"}, False, "'startingTimestamp' is 'yesterday', not a time"),
         ({"startingTimestamp": "1735689600000000"}, False, "not a time. Give the milliseconds"),
         ({"startingTimestamp": "9" * 30}, False, "not a time. Give the milliseconds"),
