@@ -2,11 +2,15 @@
 
 A fork copies the client objects but not the thread: see metamq.client.forks. New ones in the child start a loop of
 their own.
+
+The loop is stopped at the end of the process, after all who may still need it: while Python is taken down uvloop must
+not call back into it. What is called later still runs, in the thread that calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -16,18 +20,30 @@ from metamq.errors import ConfigError, closed_client
 
 T = TypeVar("T")
 
+STOP_S = 2.0
+"""So long the end of the process waits for a callback that does not end."""
+
 
 class BackgroundLoop:
     """A running loop in a daemon thread."""
 
     def __init__(self) -> None:
         self.loop = _new_loop()
+        self._is_stopped = False
+        self._alone = threading.Lock()
+        """Held by who runs the loop once it is stopped."""
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def stop(self) -> None:
+        """Ends the thread. Not to be called by it."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(STOP_S)
+        self._is_stopped = not self._thread.is_alive()
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Runs `callback(*args)` in the loop; returns at once."""
@@ -45,6 +61,9 @@ class BackgroundLoop:
                 "the call waits, and callbacks of deliveries must not: they run in the loop that it waits for",
                 hint="Do it in another thread, or use metamq.aio.",
             )
+        if self._is_stopped:
+            with self._alone:
+                return self.loop.run_until_complete(coroutine)
         call = _Call(coroutine, self.loop)
         self.loop.call_soon_threadsafe(call.begin)
         try:
@@ -113,6 +132,13 @@ def background() -> BackgroundLoop:
         if _current is None:
             _current = BackgroundLoop()
         return _current
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """Runs after the handlers that were registered later, as those of who imports this are."""
+    if _current is not None:
+        _current.stop()
 
 
 def _after_fork_in_child() -> None:
