@@ -26,6 +26,7 @@ RUNBOOK = Path(__file__).parent.parent / "docs" / "runbook.md"
 TOPIC = "orders"
 SESSION = "session_timeout_ms = 2000\n"
 """Added to the settings as printed: how long a new folder waits for the session of a lost one."""
+IS_UP = " is up at "
 
 
 class Pair:
@@ -67,7 +68,12 @@ class Pair:
         assert done.returncode == 0, f"{commands}\n{text}"
 
     def start(self, number: int) -> None:
+        said = self.folder / f"replica-{number}.log"
+        said.touch()
+        before = said.read_text().count(IS_UP)
         self.run(f"metamq broker --config replica-{number}.toml >>replica-{number}.log 2>&1 &")
+        # That of a killed one is registered still, for as long as its session lasts.
+        wait_until(lambda: said.read_text().count(IS_UP) > before, what=f"replica {number} up")
         self.wait_registered(number)
 
     def kill(self, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import sqlite3
@@ -21,7 +22,7 @@ from metamq import Consumer, DatabaseOffsets, FileOffsets, TopicPartition
 from metamq.client.commit_in import counted_limit
 from metamq.client.inbox import PartitionState
 from metamq.client.model import Message
-from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, OwnershipLost
+from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, OwnershipLost, PartitionNotFound
 from tests.client.idle import all_of
 
 if TYPE_CHECKING:
@@ -437,7 +438,15 @@ def test_a_broadcast_consumer_follows_its_topic(shop: Shop, group: str, tmp_path
         messages = iter(consumer)
         assert [int(next(messages).value) for _ in range(3)] == [0, 1, 2]
         shop.admin.alter(topic, partitions=2)
-        shop.send(topic, [b"new"], "0-1")
+
+        def is_sent() -> bool:
+            """Once the producer has heard of the new partition."""
+            with contextlib.suppress(PartitionNotFound):
+                shop.send(topic, [b"new"], "0-1")
+                return True
+            return False
+
+        shop.until(is_sent)
         assert next(messages).value == b"new"
         consumer.commit()
     with shop.consumer(topic, group, broadcast=True, offsets=FileOffsets(tmp_path / "a")) as consumer:
