@@ -92,7 +92,8 @@ def whole_after_a_restart(front: Front) -> None:
     again = stored(front)  # what was on its way when its client had gone may have been committed since
     assert again.keys() == found.keys()
     assert all(again[partition] >= found[partition] for partition in found)
-    assert len(set(again.values())) == 1
+    # A mutant may name one partition for both batches: they need not be equal, but no transaction is there in part.
+    assert sum(again.values()) % (2 * len(VALUES)) == 0
     with XAResource(0, front.cluster.zookeeper) as resource:
         for branch in resource.recover():
             assert branch.messages in (len(VALUES), 2 * len(VALUES))
