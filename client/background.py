@@ -4,7 +4,7 @@ A fork copies the client objects but not the thread: see metamq.client.forks. Ne
 their own.
 
 The loop is stopped at the end of the process, after all who may still need it: while Python is taken down uvloop must
-not call back into it. What is called later still runs, in the thread that calls.
+not call back into it. What the main thread calls later still runs, in that thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self.loop = _new_loop()
-        self._is_stopped = False
-        self._alone = threading.Lock()
-        """Held by who runs the loop once it is stopped."""
+        self._stopped_by: threading.Thread | None = None
+        """Runs the loop by itself, since, for what it calls; others, as daemon threads, wait until the process ends."""
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
         self._thread.start()
 
@@ -43,7 +42,8 @@ class BackgroundLoop:
         """Ends the thread. Not to be called by it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_S)
-        self._is_stopped = not self._thread.is_alive()
+        if not self._thread.is_alive():
+            self._stopped_by = threading.current_thread()
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         """Runs `callback(*args)` in the loop; returns at once."""
@@ -55,15 +55,15 @@ class BackgroundLoop:
         Ctrl-C ends the wait at once and cancels the coroutine. Raises ConfigError in the loop's own thread, as in a
         delivery's callback, where waiting would be for ever; ClosedError when its client was closed meanwhile.
         """
-        if threading.current_thread() is self._thread:
+        caller = threading.current_thread()
+        if caller is self._thread:
             coroutine.close()
             raise ConfigError(
                 "the call waits, and callbacks of deliveries must not: they run in the loop that it waits for",
                 hint="Do it in another thread, or use metamq.aio.",
             )
-        if self._is_stopped:
-            with self._alone:
-                return self.loop.run_until_complete(coroutine)
+        if caller is self._stopped_by:
+            return self.loop.run_until_complete(coroutine)
         call = _Call(coroutine, self.loop)
         self.loop.call_soon_threadsafe(call.begin)
         try:
