@@ -111,8 +111,8 @@ class Partition:
     def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
         """Stores a batch, or finds the one it repeats. It gets the next id, unless it was given one before.
 
-        Raises SequenceGap, StorageError, CorruptData, and what closed the partition. The caller has checked the batch,
-        and answers `when_stable(end_offset)`.
+        Raises SequenceGap, ProtocolError, StorageError, CorruptData, and what closed the partition. The caller has
+        checked the batch, and answers `when_stable(end_offset)`.
         """
         if self.closed_by is not None:
             raise self.closed_by.with_traceback(None)
@@ -216,7 +216,8 @@ class Partition:
                 done(None)
 
     def when_stable(self, end_offset: int, done: Done) -> bool:
-        """True when `end_offset` is stable already; else calls `done` later."""
+        """True when `end_offset`, which is in the log, is stable already; else calls `done` later."""
+        assert end_offset <= self.log.end_offset, "nobody waits for what is not stored"
         if end_offset <= self.log.stable_offset:
             return True
         self.waiting.append((end_offset, done))
@@ -224,6 +225,7 @@ class Partition:
 
     def when_stored(self, end_offset: int, done: Done) -> bool:
         """True when this replica has stored up to `end_offset` as the topic asks; else calls `done` later."""
+        assert end_offset <= self.log.end_offset, "nobody waits for what is not stored"
         if end_offset <= self.stored_offset:
             return True
         self.waiting_here.append((end_offset, done))

@@ -118,6 +118,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                 else:
                     self._greeted(event)
         except ProtocolError as error:
+            self._connection.close()  # the frames before it are not to come out again
             self._broken = error
         if self._connection.large_bytes != self._large_bytes:
             self._reserve(self._connection.large_bytes)
@@ -228,7 +229,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._write(self._connection.accept_stream(request, accept))
 
     def _link_received(self, frame: Request) -> None:
-        """Raises ProtocolError; any other failure, such as of the disk, ends the link."""
+        """Raises ProtocolError; any other failure, such as of the disk or a bug of ours, ends the link."""
         assert self._link is not None
         link, service = self._link
         try:
@@ -237,6 +238,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             raise
         except MetamqError as error:
             service.leave(link, str(error))
+        except Exception as error:
+            log.exception("a frame of the link of %s failed", self.peer)
+            service.leave(link, f"internal error: {error!r}")
 
     @property
     def writable(self) -> bool:
@@ -245,7 +249,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def push(self, header: Any, bodies: list[Buffer] | None = None) -> int:
         """Sends a frame of the stream; returns its size, 0 when the connection is gone."""
-        if self._transport is None or self._ended:
+        if self._transport is None or self._ended or self._broken is not None:
             return 0
         buffers = self._connection.push(header, bodies)
         self._write(buffers)

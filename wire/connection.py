@@ -145,7 +145,8 @@ class ClientConnection:
         """The responses that are complete after `count` more bytes.
 
         The HELLO's response opens the connection and is not returned. Raises ProtocolError, UnsupportedVersion or
-        what else the broker refuses a HELLO with, after the responses before it; the connection is closed then.
+        what else the broker refuses a HELLO with, after the responses before it; the connection is closed then, as it
+        is when the caller ends the iteration early.
         """
         if self.state is State.CLOSED:
             return
@@ -155,7 +156,7 @@ class ClientConnection:
                     yield self._response(frame)
                 elif self.state is State.GREETING:
                     self._greeted(frame)
-        except MetamqError:
+        except (MetamqError, GeneratorExit):
             self.close()
             raise
 
@@ -222,7 +223,8 @@ class ServerConnection:
         """What is complete after `count` more bytes.
 
         Raises ProtocolError on a broken frame, after what came before it; the caller sends `refusal(error)` and
-        closes. What is received after that is ignored.
+        closes. What is received after that is ignored, also when the caller itself refuses a frame and ends the
+        iteration there.
         """
         if self.state is State.CLOSED:
             return
@@ -232,7 +234,7 @@ class ServerConnection:
                     yield self._request(frame)
                 elif self.state is State.GREETING:
                     yield self._greet(frame)
-        except ProtocolError:
+        except (ProtocolError, GeneratorExit):
             self.close()
             raise
 

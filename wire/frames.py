@@ -164,7 +164,8 @@ class FrameReader:
     def received(self, count: int) -> Iterator[Frame]:
         """Takes note of `count` bytes put into next_buffer(); gives the frames that are complete now.
 
-        Raises ProtocolError when the bytes are not frames or exceed the limits, after the frames before them.
+        Raises ProtocolError when the bytes are not frames or exceed the limits, after the frames before them. Who ends
+        the iteration early closes the reader: no frame comes out twice.
         """
         if self._broken:
             return
@@ -179,7 +180,7 @@ class FrameReader:
                     self._credit_bytes = max(self._credit_bytes, min(self.large_bytes, self._initial_bytes))
                     self.large_bytes = 0
                     yield _decode(large)
-        except ProtocolError:
+        except (ProtocolError, GeneratorExit):
             self.close()
             raise
 

@@ -121,7 +121,9 @@ class PartitionLog(DurableLog):
     # -- appending ------------------------------------------------------------------------------------------------
 
     def check_producer(self, header: BatchHeader) -> New | Duplicate:
-        """Whether a batch from a producer is new or repeated. Raises SequenceGap when its predecessor is missing.
+        """Whether a batch from a producer is new or repeated.
+
+        Raises SequenceGap when its predecessor is missing, ProtocolError when another batch is stored as this one.
 
         A Duplicate may lie above the stable offset still: it is to be answered once that has passed it. Also raises
         CorruptData, StorageError.
@@ -129,7 +131,7 @@ class PartitionLog(DurableLog):
         if not header.producer_id:
             return NEW
         producers = self._producers if self._producers is not None else self._load_producers()
-        return producers.check(self.name, header.producer_id, header.sequence)
+        return producers.check(self.name, header.producer_id, header.sequence, header.count)
 
     def append(self, batch: memoryview, header: BatchHeader, *, epoch: int, batch_id: int, now_us: int) -> int:
         """Stamps the batch in place and writes it; returns its base offset.

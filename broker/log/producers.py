@@ -8,6 +8,9 @@ What the log does not know, it takes: any sequence of an unknown producer is new
 batch, or the state was dropped because the producer stored nothing for `producer_expiry_ms`. Then a repeat older than
 that would be stored a second time: producers give up on a batch long before.
 
+A repeat has as many messages as the batch that is stored: so what is answered with its place ends within the log. A
+batch with the same id and number and another count is no repeat. It is refused: it has no place to wait for.
+
 The state is a function of the log, except for what retention removed; so it is saved beside it, as of a position.
 """
 
@@ -19,7 +22,8 @@ from typing import NamedTuple
 
 from crc32c import crc32c
 
-from metamq.errors import SequenceGap
+from metamq import words
+from metamq.errors import ProtocolError, SequenceGap
 from metamq.wire.batch import NO_PRODUCER
 
 KEPT_BATCHES = 5
@@ -74,8 +78,11 @@ class ProducerStates:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def check(self, name: str, producer_id: int, sequence: int) -> New | Duplicate:
-        """What to do with a producer's batch. Raises SequenceGap when an earlier one is missing."""
+    def check(self, name: str, producer_id: int, sequence: int, count: int) -> New | Duplicate:
+        """What to do with a producer's batch of `count` messages.
+
+        Raises SequenceGap when an earlier one is missing, ProtocolError when another batch has its number.
+        """
         if producer_id == NO_PRODUCER:
             return NEW
         batches = self._batches.get(producer_id)
@@ -86,6 +93,12 @@ class ProducerStates:
             return NEW
         for batch in batches:
             if batch.sequence == sequence:
+                if batch.messages != count:
+                    stored = words.count(batch.messages, "message")
+                    raise ProtocolError(
+                        f"{name} has batch {sequence} of this producer with {stored}, its repeat has {count:,}",
+                        hint="Two producers use the same id: give each its own, at random.",
+                    )
                 return Duplicate(batch.base_offset, batch.append_time_us)
         if (expected - sequence) % _SEQUENCES < _SEQUENCES // 2:
             return _LONG_AGO

@@ -240,6 +240,25 @@ def test_a_second_response_to_one_request() -> None:
     assert "which was not made" in str(error)
 
 
+@pytest.mark.parametrize("piece", [1, 50, 10**6])
+def test_who_refuses_a_frame_gets_no_frame_twice(piece: int) -> None:
+    """The caller has seen the frames before it: they do not come out again with the next bytes."""
+    _client, server = opened()
+    frames = [joined(encode_frame(1, Command.STATS, 0, number, None)) for number in (1, 2, 3)]
+    seen: list[int] = []
+    data = b"".join(frames) + frames[0] + bytes(7)
+    for at in range(0, len(data), piece):
+        part = data[at : at + piece]
+        server.next_buffer()[: len(part)] = part
+        for event in server.received(len(part)):
+            assert isinstance(event, Request)
+            seen.append(event.opaque)
+            if event.opaque == 2:
+                break
+    assert seen == [1, 2]
+    assert server.state is State.CLOSED
+
+
 def test_data_after_the_end_is_ignored() -> None:
     client, server = opened()
     _opaque, buffers = client.request(Command.STATS, None)

@@ -261,6 +261,23 @@ def test_more_entries_than_allowed(front: Any) -> None:
         assert "20,001 entries" in str(front.error_of(client.ask(command, many, body)))
 
 
+def test_a_repeat_with_another_count_is_answered_at_once(front: Any) -> None:
+    """It waited for a place that the log does not have, and kept its body in the broker's memory for requests."""
+    front.topic("repeats")
+    client = front.connect()
+    (first,) = front.put(client, "repeats", [(0, front.batch([b"x"], producer_id=77))])
+    for count in (2, 1000, 1):
+        (result,) = front.put(client, "repeats", [(0, front.batch([bytes(3000)] * count, producer_id=77))])
+        if count == 1:
+            assert (result.status, result.base_offset) == (status.OK, first.base_offset)
+        else:
+            error = status.decode_error(result.status, result.error)
+            assert isinstance(error, ProtocolError)
+            assert f"with 1 message, its repeat has {count:,}" in str(error)
+            assert not error.retriable
+    assert front.offset("repeats") == 1
+
+
 def test_large_messages(front: Any) -> None:
     front.topic("large", max_message_bytes=4 * MEBIBYTE)
     value = bytes(range(256)) * (2 * MEBIBYTE // 256)

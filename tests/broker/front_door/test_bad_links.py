@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from metamq.errors import ConfigError, Fenced, ProtocolError
 from metamq.wire import status, sync
-from metamq.wire.commands import Command
+from metamq.wire.commands import Command, PutEntry
 from metamq.wire.frames import encode_frame
 from metamq.wire.limits import ENTRIES_MAX, HAND_OVER_MS_MAX
 from tests.parts import statistics
@@ -161,6 +162,27 @@ def test_a_frame_that_is_wrong_ends_the_link(link: Link, header: Any, problem: s
     assert [slave["replica"] for slave in slaves(link.front)] == [REPLICA]
     link.push(header)
     assert problem in link.is_refused()
+
+
+def test_requests_before_a_wrong_frame_are_carried_out_once(link: Link) -> None:
+    """Whatever else comes behind the frame. They are answered, the refusal is the last frame, and the log is quiet."""
+    front = link.front
+    batch = bytes(front.batch([b"once"]))
+    _opaque, put = link.client.frame(Command.PUT, [PutEntry(TOPIC, link.topic_id, 0, len(batch))], [batch])
+    before = front.offset(TOPIC)
+    log = front.cluster.broker.log_path
+    known = log.read_text()
+    link.client.send(put + b"".join(encode_frame(1, Command.SYNC, 0, 0, [99, EPOCH])))
+    while (answer := link.client.answer()).command == Command.SYNC:
+        pass
+    assert (answer.command, answer.status, answer.header[0][0]) == (Command.PUT, status.OK, status.OK)
+    for _ in range(5):  # each piece is received by itself, or the connection is closed already
+        with contextlib.suppress(ConnectionError):
+            link.client.send(put)
+    assert "begins with its kind" in link.is_refused()
+    assert front.offset(TOPIC) == before + 1
+    front.still_serves()
+    assert "Traceback" not in log.read_text()[len(known) :]
 
 
 @pytest.mark.parametrize("held_position", [1, 2**62])

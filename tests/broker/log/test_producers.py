@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from metamq.broker.log import Duplicate, LogConfig, New, PartitionLog
 from metamq.broker.log.producers import KEPT_BATCHES, ProducerStates
-from metamq.errors import CorruptData, SequenceGap
+from metamq.errors import CorruptData, ProtocolError, SequenceGap
 
 SMALL = LogConfig(segment_bytes=2000, index_interval_bytes=300)
 DAY_US = 24 * 3600 * 1_000_000
 
 
 def check(shelf: Any, log: PartitionLog, producer_id: int, sequence: int) -> Any:
-    _batch, header = shelf.batch([b"x"], producer_id=producer_id, sequence=sequence)
+    _batch, header = shelf.batch([b"x", b"y"], producer_id=producer_id, sequence=sequence)
     return log.check_producer(header)
 
 
@@ -59,6 +59,18 @@ def test_a_repeat_is_answered_with_its_first_place(shelf: Any) -> None:
     log.close()
 
 
+def test_a_repeat_with_another_count_is_refused(shelf: Any) -> None:
+    """It is no repeat: what it would end with is in no log, and whoever waits for that waits for ever."""
+    log = shelf.open()
+    put(shelf, log, 5, 0)
+    for values in ([b"x"], [b"x"] * 3):
+        _batch, header = shelf.batch(values, producer_id=5, sequence=0)
+        with pytest.raises(ProtocolError, match=f"2 messages, its repeat has {len(values)}"):
+            log.check_producer(header)
+    assert check(shelf, log, 5, 0) == Duplicate(0, 0)
+    log.close()
+
+
 def test_an_unknown_producer_may_begin_anywhere(shelf: Any) -> None:
     log = shelf.open()
     put(shelf, log, 5, 41)
@@ -70,12 +82,12 @@ def test_an_unknown_producer_may_begin_anywhere(shelf: Any) -> None:
 def test_sequences_wrap() -> None:
     states = ProducerStates()
     states.record(5, 2**32 - 1, 10, 1, 0)
-    assert states.check("p", 5, 0) == New()
+    assert states.check("p", 5, 0, 1) == New()
     states.record(5, 0, 11, 1, 0)
-    assert states.check("p", 5, 2**32 - 1).base_offset == 10  # type: ignore[union-attr]
-    assert states.check("p", 5, 1) == New()
+    assert states.check("p", 5, 2**32 - 1, 1).base_offset == 10  # type: ignore[union-attr]
+    assert states.check("p", 5, 1, 1) == New()
     with pytest.raises(SequenceGap):
-        states.check("p", 5, 2)
+        states.check("p", 5, 2, 1)
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -76,7 +76,7 @@ class Pair:
         assert mine.last_append_us == other.last_append_us
         assert mine.epochs() == other.epochs()
         for sequence in range(max(self.sequence - 7, 0), self.sequence + 1):
-            _batch, header = self.shelf.batch([b"x"], producer_id=5, sequence=sequence)
+            _batch, header = self.shelf.batch([b"x"] * 2, producer_id=5, sequence=sequence)
             assert mine.check_producer(header) == other.check_producer(header)
         for log in (mine, other):
             log.clear_bound()
