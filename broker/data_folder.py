@@ -1,8 +1,8 @@
 """The data folder of one replica: whose it is, that only one process uses it, and which topics lie in it.
 
     lock                                exclusive flock of the process that uses the folder; its pid, for people
-    meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean, and
-                                        which files `lock` and it itself are
+    meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean, the
+                                        highest epoch, and which files `lock` and it itself are
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log)
     topics/.removed-…                   a topic that is being removed
 
@@ -63,6 +63,10 @@ class _Meta:
     """The mark of the lock's file, see metamq.broker.folder_lock."""
     file: str = ""
     """The mark of meta.json itself."""
+    epoch: int = 0
+    """The highest epoch that this replica has served or followed; 0: none, or an older release did not write it."""
+    state_version: int = -1
+    """The version of the state node that the master of that epoch saw last; -1 at a slave."""
 
 
 class TopicFolder(NamedTuple):
@@ -176,6 +180,22 @@ class DataFolder:
         """The logs are what the master of this generation has, durably. Raises StorageError."""
         if generation != self._meta.generation:
             self._store(replace(self._meta, generation=generation))
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch that this replica has served or followed."""
+        return self._meta.epoch
+
+    @property
+    def state_version(self) -> int:
+        """The version of the state node that this replica saw last as the master of `epoch`; -1: it was not."""
+        return self._meta.state_version
+
+    def know_term(self, epoch: int, state_version: int = -1) -> None:
+        """Stores, durably, that this epoch has begun: before anything is done under it. `state_version` is for a
+        master, which also tells each later version. What is known stays as it is. Raises StorageError."""
+        if (epoch, state_version) > (self._meta.epoch, self._meta.state_version):
+            self._store(replace(self._meta, epoch=epoch, state_version=state_version))
 
     def raise_incarnation(self, reason: str) -> None:
         """A new incarnation, durably: this replica lacks something. Raises StorageError."""

@@ -34,7 +34,7 @@ from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
 from metamq.client.transport import BrokerConnection
-from metamq.errors import ConnectError, CorruptData, DiskFull, MetamqError, ProtocolError, StorageError, Timeout
+from metamq.errors import ConnectError, CorruptData, DiskFull, Fenced, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
 from metamq.zk.brokers import BrokerAddress, Registration
 
@@ -62,12 +62,16 @@ class HAClient:
         *,
         learner: bool,
         generation: Callable[[], int],
+        known_epoch: Callable[[], int],
+        begun: Callable[[int], None],
         followed: Callable[[int], None],
         readable_changed: Callable[[], None],
         full: Callable[[], DiskFull | None],
         failed: Callable[[MetamqError], None],
     ) -> None:
-        """`full` tells why nothing can be stored at present: without room there is no link, and the disk is left to
+        """`known_epoch` tells the highest epoch of this replica, `begun` stores that one has begun.
+
+        `full` tells why nothing can be stored at present: without room there is no link, and the disk is left to
         retention and to a person."""
         self.state = HAState.READY
         self.epoch = 0
@@ -78,6 +82,8 @@ class HAClient:
         self._flusher = flusher
         self._learner = learner
         self._generation = generation
+        self._known_epoch = known_epoch
+        self._begun = begun
         self.followed = followed
         self._readable_changed = readable_changed
         self.full = full
@@ -155,7 +161,7 @@ class HAClient:
             me = self._registration()
             accept = await connection.stream(
                 sync.Join(
-                    sync.JOIN, self.epoch, sync.MAGIC, me.broker_id, me.replica, me.incarnation, me.folder,
+                    sync.JOIN, self._known_epoch(), sync.MAGIC, me.broker_id, me.replica, me.incarnation, me.folder,
                     self._learner, self._generation(),
                 ),
                 link.received,
@@ -164,6 +170,11 @@ class HAClient:
             frame = sync.unpack_from_master(accept)
             if not isinstance(frame, sync.Accept):
                 raise ProtocolError(f"{master.address} answered a Join with {type(frame).__name__}")
+            if frame.epoch < self._known_epoch():  # it would cut what a later master wrote
+                what = f"replica {master.replica} of broker {me.broker_id}"
+                reason = f"it is in epoch {frame.epoch}, and this replica has seen epoch {self._known_epoch()}"
+                raise Fenced(what, reason)
+            self._begun(frame.epoch)  # durably, before anything of it is applied
             self.epoch = frame.epoch
             self._link = link
             self._trouble.is_over(f"linked to the master at {master.address} again")

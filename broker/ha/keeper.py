@@ -191,6 +191,7 @@ class RoleKeeper:
         """`registered`: as what, or as what before that: then it is to be registered anew."""
         self._end_term("a new term begins")
         await self._stop_following()
+        self._folder.know_term(mastership.epoch, mastership.version)  # before anything is written under it
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
         await self._lease.begin_anew()  # that of this term: it may have taken long to get here
         self._ids.start_epoch(mastership.epoch)
@@ -253,6 +254,8 @@ class RoleKeeper:
                 self._flusher,
                 learner=self._config.learner,
                 generation=lambda: self._folder.generation,
+                known_epoch=lambda: self._folder.epoch,
+                begun=self._folder.know_term,
                 followed=self._folder.follow_generation,
                 full=lambda: self._processors.disk_full,
                 readable_changed=self.look_again,

@@ -362,3 +362,30 @@ def test_free_bytes(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, 0)
     assert 0 < folder.free_bytes() < 1 << 60
     folder.close(clean=True)
+
+
+def test_the_highest_epoch_is_kept_and_never_falls(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, 0)
+    assert (folder.epoch, folder.state_version) == (0, -1)
+    folder.know_term(3, 7)
+    folder.know_term(2, 9)
+    folder.know_term(3)
+    folder.close(clean=False)
+    folder = DataFolder.open(tmp_path, 0)
+    assert (folder.epoch, folder.state_version) == (3, 7)
+    folder.know_term(3, 8)
+    folder.know_term(4)
+    assert (folder.epoch, folder.state_version) == (4, -1)
+    folder.close(clean=True)
+
+
+def test_a_folder_of_a_release_that_kept_no_epoch_opens(tmp_path: Path) -> None:
+    DataFolder.open(tmp_path, 0).close(clean=True)
+    path = tmp_path / "meta.json"
+    document = json.loads(path.read_text())
+    for field in ("epoch", "state_version"):
+        del document[field]
+    path.write_text(json.dumps(document))
+    folder = DataFolder.open(tmp_path, 0)
+    assert folder.epoch == 0
+    folder.close(clean=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
+from metamq.testing import BrokerProcess
 from metamq.zk.brokers import read_state, state_json
 from metamq.zk.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, group, send
@@ -38,3 +40,19 @@ def test_a_master_in_whose_name_another_term_has_begun_begins_the_next_one(group
     group.wait_insync(0, 1)
     group.wait_equal(0, 1)
     assert sorted(group.read(topic)) == sorted(values)
+
+
+def kept_epoch(replica: BrokerProcess) -> int:
+    return int(json.loads((replica.data / "meta.json").read_text())["epoch"])
+
+
+def test_master_and_slave_keep_the_epoch_in_their_folders(group: Group) -> None:
+    topic = a_sync_topic(group)
+    group.add_slave()
+    group.wait_insync(0, 1)
+    send(group, topic, 5)
+    assert kept_epoch(group.replicas[0]) == kept_epoch(group.replicas[1]) == group.state().epoch
+    before = group.state().epoch
+    group.promote(1)
+    group.wait_insync(0, 1, master=1)
+    assert kept_epoch(group.replicas[0]) == kept_epoch(group.replicas[1]) == group.state().epoch > before
