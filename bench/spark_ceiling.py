@@ -26,9 +26,9 @@ class CeilingSource(DataSource):
         """The format's name."""
         return "ceiling"
 
-    def schema(self) -> str:
+    def schema(self) -> StructType:
         """The source's."""
-        return full_schema(False)
+        return StructType.fromJson(full_schema(False))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """For a batch query."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
-    DataSourceStreamArrowWriter,
     DataSourceStreamReader,
+    DataSourceStreamWriter,
     DataSourceWriter,
-    Filter,
     InputPartition,
 )
 
@@ -33,15 +32,17 @@ class DefaultSource(DataSource):
         """The format's name."""
         return "metamq"
 
-    def schema(self) -> StructType | str:
+    def schema(self) -> StructType:
         """All columns; a schema of the user's own may be some of them. Raises ConfigError for a wrong option."""
+        from pyspark.sql.types import StructType
+
         from metamq.spark_consumers.options import check_options, parse_options, wants_headers
         from metamq.spark_consumers.table_options import given_for_table, schema_with_options
 
         of_table = given_for_table(self.options)
         if of_table is None:
             check_options(self.options)  # load() asks for the schema; readers are made only when a query is planned
-            return full_schema(wants_headers(self.options))
+            return StructType.fromJson(full_schema(wants_headers(self.options)))
         parse_options(of_table, streaming=False)
         return schema_with_options(wants_headers(of_table), of_table)
 
@@ -52,19 +53,23 @@ class DefaultSource(DataSource):
 
         options = parse_options(of_query(self.options, schema), streaming=False)
         _check(schema)
-        return (FilteringBatchReader if options.pushdown else BatchReader)(options, schema)
+        return BatchReader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a streaming query. A wrong option or column is told when Spark first asks the reader for something."""
         from metamq.spark_consumers.options import parse_options
-        from metamq.spark_consumers.stream_reader import RefusedReader, StreamReader
+        from metamq.spark_consumers.refused_reader import RefusedReader
+        from metamq.spark_consumers.spark_versions import STREAM_READS, check_is_there
         from metamq.spark_consumers.table_options import of_query
 
         try:
+            check_is_there("readStream", STREAM_READS, "Read in batches: spark.read, from offsets that you keep.")
             options = parse_options(of_query(self.options, schema), streaming=True)
             _check(schema)
         except MetamqError as error:
             return RefusedReader(error)
+        from metamq.spark_consumers.stream_reader import StreamReader
+
         return StreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
@@ -75,11 +80,13 @@ class DefaultSource(DataSource):
         options = sink_options(self.options, schema, overwrite, streaming=False)
         return ExactBatchWriter(options) if options.delivery == "exactly_once" else BatchWriter(options)
 
-    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """For a streaming query that writes. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.exact_sink import ExactStreamWriter, refuse_half_done
         from metamq.spark_consumers.sink import StreamWriter, sink_options
+        from metamq.spark_consumers.spark_versions import STREAM_WRITES, check_is_there
 
+        check_is_there("writeStream", STREAM_WRITES, "Write in foreachBatch: batch.write.format('metamq').")
         options = sink_options(self.options, schema, overwrite, streaming=True)
         checkpoint = self.options.get("checkpointLocation")
         if options.delivery == "at_least_once":
@@ -98,27 +105,16 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._filters: list[Filter] = []
 
     def partitions(self) -> list[RangePartition]:
         """A task for each range."""
         from metamq.spark_consumers.cluster_view import ClusterView
-        from metamq.spark_consumers.planning import batch_ranges, narrowed, tasks
-        from metamq.spark_consumers.pushdown import narrowing
+        from metamq.spark_consumers.planning import batch_ranges, tasks
 
         with ClusterView(self._options.zookeeper, self._options.root) as view:
-            ranges = narrowed(view, self._options, batch_ranges(view, self._options), narrowing(self._filters))
+            ranges = batch_ranges(view, self._options)
             return [RangePartition(task) for task in tasks(view, self._options, ranges)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Runs in an executor."""
         return read_partition(partition, self._schema)
-
-
-class FilteringBatchReader(BatchReader):
-    """Spares what the query's filters rule out. Spark refuses one that has pushFilters() unless it is set to ask it."""
-
-    def pushFilters(self, filters: list[Filter]) -> list[Filter]:
-        """Notes them, and leaves them all to Spark as well."""
-        self._filters = filters
-        return filters

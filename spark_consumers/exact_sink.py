@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from metamq.errors import ConfigError
 from metamq.spark_consumers.checkpoint import (
@@ -27,6 +27,7 @@ from metamq.spark_consumers.checkpoint import (
 from metamq.spark_consumers.decision_store import Owner
 from metamq.spark_consumers.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.gathering import Gatherer
+from metamq.spark_consumers.sink import StreamArrowWriter
 from metamq.spark_consumers.sink_client import sink_client
 from metamq.spark_consumers.sink_options import SinkOptions
 
@@ -160,7 +161,7 @@ class ExactBatchWriter(DataSourceArrowWriter):
         client.background.run(client.committer(self._job, Owner(self._job)).abort(0, _attempts(messages)))
 
 
-class ExactStreamWriter(DataSourceStreamArrowWriter):
+class ExactStreamWriter(StreamArrowWriter):
     """`df.writeStream`, exactly once: each batch is written once, however often Spark runs it."""
 
     def __init__(self, options: SinkOptions, checkpoint: str | None) -> None:

@@ -86,7 +86,6 @@ class SourceOptions:
     read_from: Literal["master", "any"]
     read_files: bool
     poll_timeout_s: float
-    pushdown: bool
     max_offsets_per_trigger: int | None
     min_offsets_per_trigger: int | None
     max_trigger_delay_s: float
@@ -99,6 +98,7 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
     texts = Texts(given, allowed, streaming)
     check_path(given, "subscribe")
     texts.flag("includeHeaders", False)
+    _refuse_pushdown(texts)
     strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
     options = SourceOptions(
         zookeeper=zookeeper_servers(texts.get("zookeeper")),
@@ -113,7 +113,6 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
         read_from="any" if texts.choice("readFrom", ("any", "master"), "any") == "any" else "master",
         read_files=texts.flag("readFiles", True),
         poll_timeout_s=(texts.whole("pollTimeoutMs") or 120_000) / 1000,
-        pushdown=texts.flag("pushdown", False),
         max_offsets_per_trigger=texts.whole("maxOffsetsPerTrigger"),
         min_offsets_per_trigger=_min_offsets(texts),
         max_trigger_delay_s=texts.seconds("maxTriggerDelay", 900.0),
@@ -129,6 +128,17 @@ def check_path(given: Mapping[str, str], topic_option: str) -> None:
     path = next((text for name, text in given.items() if name.lower() == "path"), None)
     if path is not None and ":/" not in path:
         raise ConfigError(f"a topic has no path, and {path!r} is one", hint=f"Name the topic: option {topic_option!r}.")
+
+
+def _refuse_pushdown(texts: Texts) -> None:
+    """Spark up to 4.3 keeps what a scan's filters left with the data source, which all scans of one load() share: a
+    second scan of the same data frame or table would read what the first one's filters left."""
+    if texts.flag("pushdown", False):
+        raise ConfigError(
+            "option 'pushdown' is 'true', and Spark mixes up the filters of a data frame's scans: rows are missing",
+            hint="Remove it: Spark filters the rows. To read less, give startingOffsets, endingOffsets, "
+            "startingTimestamp or endingTimestamp, or assign.",
+        )
 
 
 def _check_company(texts: Texts) -> None:

@@ -42,13 +42,12 @@ def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
     """The Arrow batches of a task; none for the partition that Spark makes up when there is nothing to read."""
     if not isinstance(partition, RangePartition):
         return
-    from pyspark.sql.pandas.types import to_arrow_schema
-
     from metamq.spark_consumers.arrow_batches import ArrowBatches
     from metamq.spark_consumers.fetch import fetch
+    from metamq.spark_consumers.spark_versions import arrow_schema
 
     task = partition.task
     try:
-        yield from ArrowBatches(task.wanted, to_arrow_schema(schema, timezone="UTC")).of(fetch(task))
+        yield from ArrowBatches(task.wanted, arrow_schema(schema)).of(fetch(task))
     finally:
         spare_the_collector()

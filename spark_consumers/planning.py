@@ -12,7 +12,6 @@ from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.fetch import FetchTask
 from metamq.spark_consumers.options import SourceOptions
-from metamq.spark_consumers.pushdown import Narrowing
 from metamq.spark_consumers.ranges import OffsetRange, split
 from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
 from metamq.wire.commands import OffsetsResult
@@ -35,16 +34,6 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
         start, _epoch = starts[tp]
         ranges.append(OffsetRange(tp, topic_id, start, max(end, start)))
     return ranges
-
-
-def narrowed(view: ClusterView, options: SourceOptions, ranges: list[OffsetRange], to: Narrowing) -> list[OffsetRange]:
-    """The ranges without what the query's filters rule out."""
-    ranges = to.applied(ranges)
-    if to.not_before_us is None:
-        return ranges
-    questions = {one.tp: (one.topic_id, to.not_before_us) for one in ranges}
-    answers = ask_until_answered(view, questions, options.poll_timeout_s)
-    return [one._replace(start=min(max(one.start, answers[one.tp].offset), one.end)) for one in ranges]
 
 
 def find_starts(view: ClusterView, options: SourceOptions, partitions: Topics) -> dict[TopicPartition, tuple[int, int]]:

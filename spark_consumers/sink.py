@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql import datasource
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from metamq.client.columnar import ColumnarBatch
 from metamq.errors import ConfigError
@@ -18,6 +19,9 @@ from metamq.spark_consumers.sink_options import SinkOptions, check_sink_columns,
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
+
+StreamArrowWriter: Any = getattr(datasource, "DataSourceStreamArrowWriter", datasource.DataSourceStreamWriter)
+"""What writers for streaming queries are; before Spark 4.1 no query comes to use them."""
 
 
 def sink_options(given: dict[str, str], schema: StructType, overwrite: bool, *, streaming: bool) -> SinkOptions:
@@ -77,7 +81,7 @@ class BatchWriter(AtLeastOnce, DataSourceArrowWriter):
         """What is stored stays."""
 
 
-class StreamWriter(AtLeastOnce, DataSourceStreamArrowWriter):
+class StreamWriter(AtLeastOnce, StreamArrowWriter):
     """`df.writeStream`, at least once."""
 
     def commit(self, messages: Sequence[Any], batchId: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError
 from metamq.spark_consumers.java import java_home
+from metamq.spark_consumers.spark_versions import file_manager
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,12 +33,11 @@ def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
     conf = {
         # Over TCP, each Python task waits 40 ms for a delayed acknowledgement.
         "spark.python.unix.domain.socket.enabled": "true",
-        # Without it Spark refuses a source with the option pushdown=true.
-        "spark.sql.python.filterPushdown.enabled": "true",
     }
     if local_checkpoints:
-        package = "org.apache.spark.sql.execution.streaming.checkpointing"
-        conf["spark.sql.streaming.checkpointFileManagerClass"] = f"{package}.FileSystemBasedCheckpointFileManager"
+        import pyspark
+
+        conf["spark.sql.streaming.checkpointFileManagerClass"] = file_manager(pyspark.__version__)
     return conf
 
 
@@ -73,8 +73,18 @@ def session(
     with contextlib.nullcontext() if _has_jvm() else _java():
         spark: SparkSession = builder.getOrCreate()
     if not is_discovered():
-        spark.dataSource.register(DefaultSource)
+        _register(spark, DefaultSource)
     return spark
+
+
+def _register(spark: SparkSession, source: Any) -> None:
+    from pyspark.errors import AnalysisException
+
+    try:
+        spark.dataSource.register(source)
+    except AnalysisException as error:  # Spark 4.0, where it was found after all
+        if "DATA_SOURCE_ALREADY_EXISTS" not in str(error):
+            raise
 
 
 def _has_jvm() -> bool:

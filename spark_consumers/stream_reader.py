@@ -13,7 +13,6 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from metamq.errors import MetamqError
 from metamq.spark_consumers.options import SourceOptions
 from metamq.spark_consumers.partitions import RangePartition, read_partition
 from metamq.spark_consumers.stream_offsets import START
@@ -23,32 +22,6 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 OURS = ReadMaxRows(2**63 - 1)
-
-
-class RefusedReader(DataSourceStreamReader):
-    """Of a query whose options are wrong: says so when Spark first asks for something.
-
-    Where streamReader() itself raises, Spark 4.3 ends the query with an error of its own about a missing variable.
-    """
-
-    def __init__(self, error: MetamqError) -> None:
-        self._error = error
-
-    def initialOffset(self) -> dict[str, Any]:
-        """Raises ConfigError, as all of it."""
-        raise self._error
-
-    def latestOffset(self, *_args: Any) -> dict[str, Any]:
-        """Asked first of a query that goes on."""
-        raise self._error
-
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """Asked first where a batch was planned before."""
-        raise self._error
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Not reached."""
-        raise self._error
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from metamq.spark_consumers.columns import TYPES
+from metamq.spark_consumers.columns import full_schema
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 METADATA = "metamq"
-_HEADER = [{"name": "key", "type": "string"}, {"name": "value", "type": "binary"}]
-_JSON_TYPES: dict[str, Any] = {
-    "bigint": "long",
-    "int": "integer",
-    TYPES["headers"]: {
-        "type": "array",
-        "containsNull": True,
-        "elementType": {
-            "type": "struct",
-            "fields": [{**field, "nullable": True, "metadata": {}} for field in _HEADER],
-        },
-    },
-}
-"""How a schema's JSON has the types that it calls by other names: DDL is parsed only where a session is."""
 _PREFIX = "option."
 
 
@@ -45,13 +31,9 @@ def schema_with_options(include_headers: bool, options: Mapping[str, str]) -> St
     """All columns, with the options in them."""
     from pyspark.sql.types import StructType
 
-    fields: list[dict[str, Any]] = [
-        {"name": name, "type": _JSON_TYPES.get(kind, kind), "nullable": True, "metadata": {}}
-        for name, kind in TYPES.items()
-        if include_headers or name != "headers"
-    ]
-    fields[0]["metadata"] = {METADATA: json.dumps(dict(options))}
-    return StructType.fromJson({"type": "struct", "fields": fields})
+    document = full_schema(include_headers)
+    document["fields"][0]["metadata"] = {METADATA: json.dumps(dict(options))}
+    return StructType.fromJson(document)
 
 
 def of_query(options: Mapping[str, str], schema: StructType) -> dict[str, str]:

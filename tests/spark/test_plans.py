@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import make_dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from metamq.errors import ConfigError, OffsetOutOfRange
 from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.columns import check_columns, full_schema
 from metamq.spark_consumers.options import SourceOptions, Subscription, check_options, parse_options
-from metamq.spark_consumers.pushdown import Narrowing, narrowing
 from metamq.spark_consumers.ranges import OffsetRange, split
 from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
@@ -56,7 +53,7 @@ def test_defaults_are_those_of_kafkas_source() -> None:
     [
         {"startingOffsets": "latest"},
         {"endingOffsets": "latest"},
-        {"pushdown": "true"},
+        {"pushdown": "false"},
         {"MAXOFFSETSPERTRIGGER": "5"},
         {"groupId": "g", "startingOffsets": "latest"},
     ],
@@ -155,6 +152,11 @@ def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_d
         ({"startingOffsetsByTimestamp": '{"a": {"0-0": 1735689600000000}}'}, False, "has the time 1735689600000000"),
         ({"startingOffsetsByTimestampStrategy": "latest"}, False, "does nothing without 'startingTimestamp' or"),
         ({"maxTriggerDelay": "5m"}, True, "'maxTriggerDelay' does nothing without 'minOffsetsPerTrigger'"),
+        (
+            {"pushdown": "true"},
+            False,
+            "'pushdown' is 'true', and Spark mixes up .* give startingOffsets, endingOffsets",
+        ),
         ({"includeHeaders": "some"}, False, "'includeHeaders' is 'some'"),
         ({"path": "flights"}, False, "a topic has no path, and 'flights' is one. Name the topic: option 'subscribe'"),
         ({"fetchOffset.numRetries": "3"}, True, "is Kafka's. Brokers are asked again until `pollTimeoutMs`"),
@@ -246,48 +248,16 @@ def test_larger_ranges_get_more_pieces() -> None:
 
 
 def test_a_schema_is_some_of_the_columns() -> None:
-    assert "headers" not in full_schema(False)
+    assert [field["name"] for field in full_schema(True)["fields"]][-1] == "headers"
+    assert "headers" not in [field["name"] for field in full_schema(False)["fields"]]
     assert check_columns([("offset", "bigint"), ("key", "binary")]) == ("offset", "key")
     assert check_columns([("headers", "array<struct<key: string, value: binary>>")]) == ("headers",)
     for wrong, words in [
         ([("payload", "binary")], "a column 'payload'"),
         ([("value", "string")], "the type string for 'value'. It has to be binary"),
+        ([("timestamp", "timestamp_ntz")], "the type timestamp_ntz for 'timestamp'. Write `timestamp timestamp_ltz`"),
         ([("key", "binary"), ("key", "binary")], "twice"),
         ([], "no columns"),
     ]:
         with pytest.raises(ConfigError, match=words):
             check_columns(wrong)
-
-
-def a_filter(kind: str, column: str, value: object) -> object:
-    """As Spark's, without Spark."""
-    return make_dataclass(kind, ["attribute", "value"])((column,), value)
-
-
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        ([("EqualTo", "topic", "a"), ("In", "topic", ("a", "b"))], Narrowing(topics=frozenset("a"))),
-        ([("EqualTo", "partition", "0-1")], Narrowing(partitions=frozenset(["0-1"]))),
-        ([("GreaterThan", "offset", 5), ("LessThanOrEqual", "offset", 9)], Narrowing(first_offset=6, end_offset=10)),
-        ([("LessThan", "offset", 9), ("GreaterThanOrEqual", "offset", 2)], Narrowing(first_offset=2, end_offset=9)),
-        ([("In", "offset", (7, 3))], Narrowing(first_offset=3, end_offset=8)),
-        (
-            [("GreaterThan", "timestamp", datetime(1970, 1, 1, 0, 0, 5, tzinfo=UTC))],
-            Narrowing(not_before_us=5_000_000),
-        ),
-        ([("GreaterThan", "timestamp", datetime(2026, 1, 1))], Narrowing()),
-        ([("LessThan", "timestamp", datetime(2026, 1, 1, tzinfo=UTC))], Narrowing()),
-        ([("EqualTo", "value", b"x"), ("StringStartsWith", "topic", "a")], Narrowing()),
-        ([("EqualTo", "offset", None)], Narrowing()),
-    ],
-)
-def test_filters_narrow(filters: list[tuple[str, str, object]], expected: Narrowing) -> None:
-    assert narrowing([a_filter(*one) for one in filters]) == expected
-
-
-def test_ranges_are_narrowed() -> None:
-    ranges = [OffsetRange(A0, "id", 3, 20), OffsetRange(A1, "id", 0, 4), OffsetRange(B0, "id", 0, 50)]
-    narrow = Narrowing(topics=frozenset("a"), first_offset=5, end_offset=12)
-    assert narrow.applied(ranges) == [OffsetRange(A0, "id", 5, 12)]
-    assert Narrowing(partitions=frozenset(["0-0"])).applied(ranges) == [ranges[0], ranges[2]]

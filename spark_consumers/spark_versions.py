@@ -1,0 +1,63 @@
+"""What each release of Spark offers to a source in Python, and what metamq does where it offers less.
+
+| Spark | read | write | writeStream | readStream |
+|---|---|---|---|---|
+| 4.0 | yes | yes | no | no |
+| 4.1 | yes | yes | yes | no |
+| 4.2, 4.3 | yes | yes | yes | yes |
+
+Spark imports every module called `pyspark_…` when it looks for a format of any name. So what a release may lack is
+imported only where it is used, and a query that needs it ends with an error that names the release.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from metamq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+STREAM_READS = "4.2", "pyspark.sql.streaming.datasource", "SupportsTriggerAvailableNow"
+"""Spark's first release with that class, and its place. The class lets a source bound a batch."""
+STREAM_WRITES = "4.1", "pyspark.sql.datasource", "DataSourceStreamArrowWriter"
+FILE_MANAGER_PACKAGES = (
+    ((4, 1), "org.apache.spark.sql.execution.streaming.checkpointing"),
+    ((4, 0), "org.apache.spark.sql.execution.streaming"),
+)
+"""The package of FileSystemBasedCheckpointFileManager, from a release on."""
+
+
+def is_there(needed: tuple[str, str, str]) -> bool:
+    """Whether this Spark has the class."""
+    _release, module, name = needed
+    return importlib.util.find_spec(module) is not None and hasattr(importlib.import_module(module), name)
+
+
+def check_is_there(what: str, needed: tuple[str, str, str], instead: str) -> None:
+    """Raises ConfigError where this Spark lacks the class."""
+    if not is_there(needed):
+        import pyspark
+
+        problem = f"{what} with metamq needs Spark {needed[0]} or later, and this is {pyspark.__version__}"
+        raise ConfigError(problem, hint=instead)
+
+
+def file_manager(version: str) -> str:
+    """The class that keeps checkpoints in a file system, by the name that this release of Spark has for it."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    package = next(name for first, name in FILE_MANAGER_PACKAGES if release >= first)
+    return f"{package}.FileSystemBasedCheckpointFileManager"
+
+
+def arrow_schema(schema: StructType) -> Any:
+    """Spark's Arrow schema of what a reader yields, with times in UTC."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    if "timezone" in inspect.signature(to_arrow_schema).parameters:
+        return to_arrow_schema(schema, timezone="UTC")
+    return to_arrow_schema(schema)  # before Spark 4.2 they always are
