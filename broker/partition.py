@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from metamq.broker.log import FlushTicket, LogConfig, PartitionLog
+from metamq.broker.log import FlushTicket, LogConfig, PartitionLog, Search
 from metamq.broker.log.durable import UNBOUND
 from metamq.broker.log.producers import Duplicate
-from metamq.errors import MetamqError
+from metamq.errors import Fenced, MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
 
 Done = Callable[[MetamqError | None], None]
@@ -127,6 +127,21 @@ class Partition:
         self._is_dirty()
         self.publish()
         return Appended(base_offset, now_us, base_offset + header.count, False)
+
+    def offset_at_time(self, timestamp_us: int) -> Search:
+        """As PartitionLog.offset_at_time(). Also raises Fenced when the log is cut meanwhile, and what closed it."""
+        cuts, search = self.cuts, self.log.offset_at_time(timestamp_us)
+        while True:
+            if self.closed_by is not None:
+                raise self.closed_by.with_traceback(None)
+            if cuts != self.cuts:
+                raise Fenced("this replica", f"{self.name} was cut here meanwhile")
+            try:
+                next(search)
+            except StopIteration as end:
+                found: tuple[int, int] | None = end.value
+                return found
+            yield
 
     def reconfigure(self, config: LogConfig) -> None:
         """Takes new settings. What waits for a flush that is not asked for any more, waits no longer."""

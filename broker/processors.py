@@ -1,7 +1,8 @@
 """What the broker does with each command: one function a command, looked up in a table.
 
 A request is answered once. PUT answers when every batch in it is stored as its topic's policy asks, which may be
-after an fsync; the other commands answer at once, but for GET, whose long poll the fetch session keeps.
+after an fsync; OFFSETS in slices (metamq.broker.look_ups). The other commands answer at once, but for GET, whose long
+poll the fetch session keeps.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import metamq
 from metamq.broker.counters import Counters
 from metamq.broker.data_folder import DataFolder
-from metamq.broker.fetch_session import parted
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.group_transfer import GroupTransferService
+from metamq.broker.look_ups import LookUps
 from metamq.broker.partition import Appended, BatchIds, Done, Partition
+from metamq.broker.slices import Slices
 from metamq.broker.topics import OWN, Topics
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.errors import (
@@ -36,12 +38,8 @@ from metamq.tx.store.records import Place
 from metamq.wire import status, sync
 from metamq.wire.batch import BatchHeader, check_from_producer
 from metamq.wire.commands import (
-    EARLIEST,
-    LATEST,
     Command,
     HelloReply,
-    OffsetsEntry,
-    OffsetsResult,
     Promote,
     Promoted,
     PutEntry,
@@ -65,8 +63,6 @@ log = logging.getLogger("metamq.broker")
 SINGLE_MESSAGE_OVERHEAD = 64  # offsets and padding of a batch of one message with all columns
 ROOM_ASKED_BYTES = 1024 * 1024
 """A branch that is prepared with more asks whether the disk has room for it."""
-EPOCHS_TOLD_MAX = 16
-"""Of one partition, in an answer to OFFSETS."""
 
 
 class Processors:
@@ -105,11 +101,13 @@ class Processors:
         """What PUTs and slaves are told while it is not."""
         self.keeper: RoleKeeper | None = None
         """What role this replica plays; set by the server."""
+        self.slices = Slices()
+        """Work of requests that may take long."""
         self._promotions: set[asyncio.Task[Mastership]] = set()
         self._table: dict[int, Callable[[Request, BrokerProtocol], None]] = {
             Command.PUT: self._put,
             Command.GET: self._get,
-            Command.OFFSETS: self._offsets,
+            Command.OFFSETS: LookUps(self.find, self, self.slices).offsets,
             Command.STATS: self._stats,
             Command.SYNC: self._join,
             Command.PROMOTE: self._promote,
@@ -299,31 +297,6 @@ class Processors:
 
         self._promotions.add(promotion)
         promotion.add_done_callback(answer)
-
-    def _offsets(self, request: Request, connection: BrokerProtocol) -> None:
-        entries = unpack_list(OffsetsEntry, request.header)
-        connection.answer(request, [self._offset(entry) for entry in entries])
-
-    def _offset(self, entry: OffsetsEntry) -> OffsetsResult:
-        try:
-            partition = self.find(entry.topic, entry.topic_id, entry.partition)
-            if entry.offset >= 0:  # who goes on from there wants the last word
-                _is_sure, error = parted(partition, entry.offset, entry.epoch, self)
-                if not self.is_master or error is not None:
-                    raise error or self.not_master.with_traceback(None)
-            log = partition.log
-            offset, timestamp_us = log.stable_offset, -1
-            if entry.timestamp_us == EARLIEST:
-                offset = log.start_offset
-            elif entry.timestamp_us != LATEST:
-                offset, timestamp_us = log.offset_at_time(entry.timestamp_us) or (log.stable_offset, -1)
-            start, end, epochs = log.start_offset, log.stable_offset, log.epochs()
-            told = epochs.after(entry.offset, end)[:EPOCHS_TOLD_MAX] if entry.offset >= 0 else []
-            epoch = epochs.epoch_of_reader(offset)
-            return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, told)
-        except MetamqError as error:
-            number, fields = status.encode_error(error)
-            return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
 
     def _stats(self, request: Request, connection: BrokerProtocol) -> None:
         start = Stats("", 0) if request.header is None else unpack(Stats, request.header)

@@ -40,6 +40,8 @@ STALL_BYTES = 64 * 1024
 """Half a frame that goes on by less than this between two sweeps has stalled."""
 WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
+SLICED_MAX = 4
+"""Requests of a connection that are answered in slices; behind so many none is begun, nor read."""
 
 
 class BrokerProtocol(asyncio.BufferedProtocol):
@@ -147,7 +149,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Begins the requests that came in, as long as their answers find room."""
-        while self._waiting and self._writable:
+        while self._waiting and self._writable and self._processors.slices.of(self) < SLICED_MAX:
             self._handle(self._waiting.popleft())
         if self._broken is not None and not self._waiting:
             log.warning("%s broke the protocol: %s", self.peer, self._broken)
@@ -155,6 +157,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             self._broken = None
             self._say_goodbye()
         self._regulate()
+
+    def has_less_to_do(self) -> None:
+        """One of its requests that are answered in slices is."""
+        self._work()
 
     def _say_goodbye(self) -> None:
         """Ends the stream; the client's end of it, or the time-out, closes the connection."""
@@ -298,6 +304,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)
+        self._processors.slices.drop(self)
         self._processors.transactions.connection_lost(self)
         if self._link is not None:
             link, service = self._link

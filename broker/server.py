@@ -381,6 +381,7 @@ class Broker:
         if self.failure is None:
             await self._drain()
         await self._keeper.close()
+        self._processors.slices.close()
         clean = self._topics.close(ClosedError("broker"), clean=self.failure is None)
         for connection in list(self._connections):
             connection.close() if self.failure is None else connection.abort()

@@ -12,7 +12,7 @@ from metamq.wire.limits import ENTRIES_TARGET
 
 REQUEST_TIMEOUT_S = 10.0
 TIMES_TARGET = 32
-"""Entries of one request that ask for times: a broker looks each up in its files, and does nothing else meanwhile."""
+"""Entries of one request that ask for times: a broker looks each up in its files, and has a limit of time a request."""
 
 
 async def ask_offsets(connection: BrokerConnection, entries: Sequence[OffsetsEntry]) -> list[OffsetsResult]:

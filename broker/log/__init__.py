@@ -9,6 +9,7 @@ from metamq.broker.log.producers import Duplicate, New
 from metamq.broker.log.segments import SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart
+from metamq.broker.log.times import Search
 
 if __name__ != "metamq.broker.log":
     raise ImportError(
@@ -26,6 +27,7 @@ __all__ = [
     "LogConfig",
     "New",
     "PartitionLog",
+    "Search",
     "SegmentStats",
     "Steps",
     "set_aside",

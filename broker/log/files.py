@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from metamq.broker.log.index import IndexCache
+from metamq.broker.log.times_cache import TimesCache
 from metamq.errors import StorageError
 from metamq.wire.rooms import SMALL_BYTES, Rooms
 
@@ -25,6 +26,8 @@ Sync = Callable[[int], None]
 
 KEPT_BYTES = 16 * 1024 * 1024
 """Memory of large reads that is used again."""
+TIMES_BYTES = 32 * 1024 * 1024
+"""Memory of timestamps that were looked up by; the largest batch has a quarter of it."""
 
 
 class FileCache:
@@ -34,7 +37,7 @@ class FileCache:
     faulty disk.
     """
 
-    __slots__ = ("_open", "_rooms", "_write", "indexes", "limit", "sync")
+    __slots__ = ("_open", "_rooms", "_write", "indexes", "limit", "sync", "times")
 
     def __init__(
         self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
@@ -42,6 +45,7 @@ class FileCache:
         self.limit = max(limit, 1)
         self.sync = sync
         self.indexes = IndexCache(index_bytes_max)
+        self.times = TimesCache(TIMES_BYTES)
         self._write = write
         self._open: OrderedDict[str, int] = OrderedDict()
         self._rooms = Rooms(KEPT_BYTES)

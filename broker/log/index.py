@@ -3,7 +3,8 @@
 One entry about every `interval` bytes, at most one a batch, the first at the segment's start. An entry is a batch's
 (offset, position) and the greatest timestamp of all batches *before* it in the segment. That running maximum never
 falls, although producers' timestamps may, so that it can be bisected: the first message at or after a time lies
-before the first entry whose maximum reaches that time.
+before the first entry whose maximum reaches that time. What headers tell may be too much: a search that finds out, as
+in metamq.broker.log.times, lowers the maxima to what it has seen.
 
 The index is derived from the log: whatever is wrong with its file, it is built anew.
 """
@@ -74,13 +75,22 @@ class SparseIndex:
         at = bisect_right(self._offsets, offset) - 1
         return self._offsets[at], self._positions[at]
 
-    def find_time(self, timestamp_us: int) -> int:
-        """The position of the entry from which on the first message at or after the time is found.
+    def find_time(self, timestamp_us: int) -> tuple[int, int]:
+        """Where to search for the first message at or after the time: (position of an entry, its maximum).
 
-        The caller has compared the time with `max_timestamp_us`: there is such a message.
+        The caller has compared the time with `max_timestamp_us`: by the headers there is such a message.
         """
         at = max(bisect_left(self._maxima, timestamp_us) - 1, 0)
-        return self._positions[at]
+        return self._positions[at], self._maxima[at]
+
+    def learn(self, position: int, greatest_us: int) -> None:
+        """No message of the batches before `position`, a batch boundary, is later than that, whatever headers say."""
+        at = bisect_right(self._positions, position) - 1
+        while at >= 0 and self._maxima[at] > greatest_us:
+            self._maxima[at] = greatest_us
+            at -= 1
+        if position == self.end_position:
+            self.max_timestamp_us = min(self.max_timestamp_us, greatest_us)
 
     def entry_at(self, position: int) -> int:
         """The position of the last entry at or before `position`; the segment's start when there is none."""

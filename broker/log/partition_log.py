@@ -45,6 +45,7 @@ from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
 from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart, LogSlice, SegmentStore
+from metamq.broker.log.times import Search
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
@@ -376,14 +377,17 @@ class PartitionLog(DurableLog):
             return (offset, position) == (self.end_offset, self.end_position)
         return self._stored(self._store.begins_at, offset, position)
 
-    def offset_at_time(self, timestamp_us: int) -> tuple[int, int] | None:
+    def offset_at_time(self, timestamp_us: int) -> Search:
         """(offset, timestamp) of the first message whose timestamp is at or after the time; None if there is none.
 
-        Times are the producers', microseconds since 1970, and need not rise with the offset. Raises CorruptData,
-        StorageError, ClosedError.
+        Times are the producers', microseconds since 1970, and need not rise with the offset. It is to be given up where
+        the log is cut. Raises CorruptData, StorageError, ClosedError.
         """
         self._check_open()
-        found = self._stored(self._store.first_at_time, timestamp_us, self.stable_position)
+        try:
+            found = yield from self._store.first_at_time(timestamp_us, self.stable_position)
+        except OSError as error:
+            raise storage_error(self.name, "reading", error) from error
         return found if found is not None and found[0] < self.stable_offset else None
 
     # -- saving what is derived -----------------------------------------------------------------------------------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.segments import Segment
 from metamq.errors import CorruptData
 from metamq.wire.batch import (
-    HAS_TIMESTAMPS,
     HEADER_BYTES,
     MAGIC,
     PRODUCER_AT,
@@ -19,7 +18,6 @@ from metamq.wire.batch import (
     check_stored,
     read_header,
 )
-from metamq.wire.columns import decode
 from metamq.wire.limits import BATCH_BYTES_MAX
 
 LOCATION = struct.Struct("<I4xQ28xI")
@@ -180,22 +178,3 @@ def damaged(what: str, position: int, reason: str) -> CorruptData:
         hint="`metamq log verify` shows the extent. Restore the partition from a replica: stop this broker, move "
         "the partition's folder aside, start it again as a slave.",
     )
-
-
-def find_time(files: FileCache, segment: Segment, timestamp_us: int, position: int) -> tuple[int, int] | None:
-    """(offset, timestamp) of the first message at or after the time, from the batch at `position` on.
-
-    None when there is none after all: a header's maximum is its producer's word. Raises CorruptData, OSError.
-    """
-    for at, header, problem in checked_batches(files, segment, position):
-        if header is None or problem is not None:
-            raise damaged(segment.path, at, problem or "there is no header")
-        if header.max_timestamp_us < timestamp_us:
-            continue
-        timestamps: Iterable[int] = (header.base_timestamp_us,)
-        if header.flags & HAS_TIMESTAMPS:
-            timestamps = decode(memoryview(read_at(files, segment, at, header.size)), header).timestamps or ()
-        for number, found_us in enumerate(timestamps):
-            if found_us >= timestamp_us:
-                return header.base_offset + number, found_us
-    return None

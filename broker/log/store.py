@@ -27,8 +27,9 @@ from metamq.broker.log.epochs import EpochList
 from metamq.broker.log.files import FileCache
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
-from metamq.broker.log.scan import LOCATION, damaged, find_batch, find_time, headers, read_at
+from metamq.broker.log.scan import LOCATION, damaged, find_batch, headers, read_at
 from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
+from metamq.broker.log.times import Search, first_at_time
 from metamq.wire.batch import HEADER_BYTES, bytes_to_read, check_broker_part, read_header
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import SMALL_BYTES
@@ -153,17 +154,9 @@ class SegmentStore:
             offset += count
         return BatchRun(data[:at], position, first.base_offset, offset)
 
-    def first_at_time(self, timestamp_us: int, stable_position: int) -> tuple[int, int] | None:
-        """(offset, timestamp) of the first message at or after the time, in segments that begin below stable."""
-        for segment in self.segments:
-            if segment.base_position >= stable_position:
-                return None
-            index = segment.index or self.index_of(segment)
-            if index.max_timestamp_us >= timestamp_us:
-                found = find_time(self._files, segment, timestamp_us, index.find_time(timestamp_us))
-                if found is not None:
-                    return found
-        return None
+    def first_at_time(self, timestamp_us: int, stable_position: int) -> Search:
+        """Searches the segments that begin below stable for the first message at or after the time."""
+        return first_at_time(self._files, self.segments, self.index_of, timestamp_us, stable_position)
 
     def index_of(self, segment: Segment) -> SparseIndex:
         """A segment's index; read or rebuilt when it is not in memory."""

@@ -44,6 +44,18 @@ class Shelf:
             log.clear_bound()
         return log
 
+    def offset_at_time(self, log: PartitionLog, timestamp_us: int, *, steps: list[int] | None = None) -> Any:
+        """What the log's search finds; how many steps it took is added to `steps`."""
+        search, count = log.offset_at_time(timestamp_us), 0
+        while True:
+            try:
+                next(search)
+            except StopIteration as end:
+                if steps is not None:
+                    steps.append(count)
+                return end.value
+            count += 1
+
     def batch(
         self,
         values: Sequence[bytes],

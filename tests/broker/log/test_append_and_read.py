@@ -34,7 +34,7 @@ def test_a_new_log_is_empty(shelf: Any) -> None:
     log = shelf.open()
     assert (log.start_offset, log.end_offset, log.stable_offset, log.size_bytes) == (0, 0, 0, 0)
     assert log.read(0, 100).data == b""
-    assert log.offset_at_time(0) is None
+    assert shelf.offset_at_time(log, 0) is None
     assert log.recovery.clean
     log.close()
 
@@ -152,7 +152,7 @@ def test_flush_before_ack_shows_only_what_is_on_the_disk(shelf: Any, before_ack:
     shelf.append(log, [b"a"])
     assert (log.end_offset, log.stable_offset) == (1, 0)
     assert shelf.read_all(log) == []
-    assert log.offset_at_time(0) is None
+    assert shelf.offset_at_time(log, 0) is None
     assert log.read(1, 100).data == b""
     shelf.flush(log)
     shelf.append(log, [b"b"])
@@ -229,7 +229,7 @@ def test_offsets_and_times_against_brute_force(make_shelf: Any, batches: Any, in
         assert piece.base_offset <= offset < read_header(piece.data).end_offset
     for wanted in range(-7, 33):
         expected = next(((n, t) for n, t in enumerate(times) if t >= wanted), None)
-        assert log.offset_at_time(wanted) == expected
+        assert shelf.offset_at_time(log, wanted) == expected
     begins = {(header.base_offset, at) for at, header in walk(memoryview(whole_log(log)))}
     begins.add((log.end_offset, log.end_position))
     places = product(range(-1, log.end_offset + 2), sorted({at + by for _offset, at in begins for by in (-8, 0, 8)}))

@@ -41,7 +41,7 @@ def assert_empty(shelf: Any, log: PartitionLog, offset: int, position: int) -> N
     assert log.epochs().entries == ()
     assert [segment.size_bytes for segment in log.segments()] == [0]
     assert log.read(offset, 100).data == b""
-    assert log.offset_at_time(0) is None
+    assert shelf.offset_at_time(log, 0) is None
     assert log.start_flush() is None
     with pytest.raises(OffsetOutOfRange):
         log.read(offset + 1, 100)

@@ -64,7 +64,7 @@ def test_the_files_of_the_document_make_a_log(shelf: Any) -> None:
     assert log.recovery.scanned_bytes == 0
     piece = log.read(1, 1000)
     assert decode(memoryview(piece.data), read_header(piece.data)).values.tolist() == [b"UA 1545", b"AA 1141"]
-    assert log.offset_at_time(SENT_US) == (0, SENT_US)
+    assert shelf.offset_at_time(log, SENT_US) == (0, SENT_US)
     assert log.epochs().entries == ((3, 0, 0),)
     log.close()
 

@@ -82,7 +82,7 @@ class Pair:
             log.clear_bound()
         assert self.shelf.read_all(mine) == self.master_shelf.read_all(other)
         for time_us in (0, 2, 5):
-            assert mine.offset_at_time(time_us) == other.offset_at_time(time_us)
+            assert self.shelf.offset_at_time(mine, time_us) == self.shelf.offset_at_time(other, time_us)
 
 
 def bytes_of(shelf: Any) -> bytes:

@@ -40,7 +40,7 @@ def test_every_boundary_and_what_lies_between(make_shelf: Any, flushed: bool) ->
             assert log.flushed_position == (boundaries[number] if flushed else 0)
             assert log.last_append_us == max(number - 1, 0)
             assert shelf.read_all(log) == values_of(number)
-            assert log.offset_at_time(1) is None
+            assert shelf.offset_at_time(log, 1) is None
             shelf.append(log, [b"other"])
             assert shelf.read_all(log) == [*values_of(number), b"other"]
             log.close(clean=False)

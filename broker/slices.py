@@ -1,0 +1,109 @@
+"""Work of requests that may take long, done in slices: the loop is not held up, whatever is asked for.
+
+Work is a generator that yields between two bits of it, each of a few milliseconds at most. Connections take turns, so
+that who asks for much waits for itself; each one's work is done in the order in which it came. A slice ends after
+SLICE_S, and then the loop has as long for all else: work takes half of the loop's time at most.
+
+What begins while nothing else is under way gets its first slice at once: most is done then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Generator
+from typing import Protocol
+
+SLICE_S = 0.005
+
+
+class Owner(Protocol):
+    """A connection."""
+
+    def has_less_to_do(self) -> None:
+        """One of its requests is done."""
+
+
+class Work:
+    """One request's. `used_s` is the loop's time that it has taken so far."""
+
+    __slots__ = ("steps", "used_s")
+
+    def __init__(self) -> None:
+        self.used_s = 0.0
+        self.steps: Generator[None, None, None] = _nothing()
+
+
+class Slices:
+    """Does the work of all connections. Used by the broker's loop only."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Owner, deque[Work]] = {}
+        """By connection; the first one's turn is next."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_slicing = False
+
+    @property
+    def waiting(self) -> int:
+        """How many requests are under way."""
+        return sum(map(len, self._queues.values()))
+
+    def of(self, owner: Owner) -> int:
+        """How many requests of one connection are under way."""
+        return len(self._queues.get(owner, ()))
+
+    def add(self, owner: Owner, work: Work) -> None:
+        """Does it, now or later, until its steps are at an end: they raise nothing."""
+        self._queues.setdefault(owner, deque()).append(work)
+        if self._timer is None and not self._is_slicing:
+            self._slice()
+
+    def drop(self, owner: Owner) -> None:
+        """Gives up what a connection asked for: it is gone."""
+        for work in self._queues.pop(owner, ()):
+            work.steps.close()
+
+    def close(self) -> None:
+        """Gives up everything."""
+        for owner in list(self._queues):
+            self.drop(owner)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _slice(self) -> None:
+        self._timer = None
+        self._is_slicing = True
+        began = time.perf_counter()
+        until = began + SLICE_S
+        while self._queues and time.perf_counter() < until:
+            owner = next(iter(self._queues))
+            queue = self._queues[owner]
+            is_done = _is_done(queue[0], until)
+            if self._queues.pop(owner, None) is None:  # it was dropped
+                continue
+            if is_done:
+                queue.popleft()
+            if queue:
+                self._queues[owner] = queue  # at the back
+            if is_done:
+                owner.has_less_to_do()
+        self._is_slicing = False
+        if self._queues:
+            self._timer = asyncio.get_running_loop().call_later(time.perf_counter() - began, self._slice)
+
+
+def _is_done(work: Work, until: float) -> bool:
+    began = time.perf_counter()
+    try:
+        while (now := time.perf_counter()) < until:
+            work.used_s += now - began
+            began = now
+            next(work.steps)
+    except StopIteration:
+        return True
+    return False
+
+
+def _nothing() -> Generator[None, None, None]:
+    yield from ()

@@ -1,0 +1,151 @@
+"""OFFSETS by time: whatever is asked and stored, others are served meanwhile; each request has its share of time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from metamq.broker import look_ups
+from metamq.broker.slices import Slices, Work
+from metamq.errors import Timeout
+from metamq.testing import Cluster, cluster
+from metamq.wire import columns, status
+from metamq.wire.commands import LATEST, Command, OffsetsEntry, OffsetsResult, PutEntry, unpack_list
+from metamq.wire.compression import Codec
+from tests.parts import LocalBroker, wait_until
+
+COUNT = 1 << 18
+MANY = 16
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def local(running: Cluster, tmp_path: Path) -> Iterator[LocalBroker]:
+    with LocalBroker(running.zookeeper, tmp_path / "b", id=1) as broker:
+        yield broker
+
+
+def filled(running: Cluster, client: Any) -> list[OffsetsEntry]:
+    """As many batches of a few KiB, each of many timestamps; what asks for the last message of each partition."""
+    with running.admin() as admin:
+        if "times" not in admin.topics():
+            admin.create_topic("times", partitions=MANY, brokers=[1])
+        topic_id = admin.topics()["times"].id
+    times = [*range(COUNT - 1), 10**9]
+    batch = bytes(columns.encode([b""] * COUNT, base_timestamp_us=0, timestamps_us=times, codec=Codec.ZSTD))
+    for index in range(MANY):
+        answer = client.ask(Command.PUT, [PutEntry("times", topic_id, index, len(batch))], [batch])
+        assert answer.header[0][0] == status.OK
+    return [OffsetsEntry("times", topic_id, index, 10**9) for index in range(MANY)]
+
+
+def results(answer: Any) -> list[OffsetsResult]:
+    assert answer.status == status.OK
+    return unpack_list(OffsetsResult, answer.header)
+
+
+def test_others_are_served_while_times_are_looked_up(
+    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any]
+) -> None:
+    """A client that asks for one thing after another is answered many times before the look-up is done."""
+    asking, other = connect_to(local.port), connect_to(local.port)
+    entries = filled(running, asking)
+    plain = [entries[0]._replace(timestamp_us=LATEST)]
+    opaque = asking.request(Command.OFFSETS, entries)
+    answered = 0
+    asking.socket.setblocking(False)
+    while True:
+        try:
+            asking.socket.recv(1, 2)  # MSG_PEEK
+            break
+        except BlockingIOError:
+            assert results(other.ask(Command.OFFSETS, plain))[0].offset == COUNT
+            assert other.ask(Command.STATS, None).status == status.OK
+            answered += 1
+    asking.socket.setblocking(True)
+    answer = asking.answer()
+    assert answer.opaque == opaque
+    assert [(one.offset, one.timestamp_us) for one in results(answer)] == [(COUNT - 1, 10**9)] * MANY
+    assert answered >= 10, "one look-up in all of them held the others up"
+
+
+def test_a_request_has_so_much_time_and_who_asks_again_goes_on(
+    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 0.05)
+    client = connect_to(local.port)
+    entries = filled(running, client)
+    for _ in range(MANY):
+        answer = results(client.ask(Command.OFFSETS, entries))
+        found = [one for one in answer if one.status == status.OK]
+        for one in answer:
+            if one.status != status.OK:
+                error = status.decode_error(one.status, one.error)
+                assert isinstance(error, Timeout)
+                assert error.retriable
+                assert "Ask again" in error.hint
+        assert found, "each time it comes further"
+        entries = entries[len(found) :]
+        if not entries:
+            break
+    assert not entries
+
+
+def test_requests_behind_many_searches_wait_unread(
+    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any]
+) -> None:
+    """And are answered in the end; who hangs up leaves no work behind."""
+    client, gone = connect_to(local.port), connect_to(local.port)
+    entries = filled(running, client)
+    sent = [client.request(Command.OFFSETS, entries[:5]) for _ in range(20)]
+    for _ in range(20):
+        gone.request(Command.OFFSETS, entries)
+    gone.close()
+    assert sorted(client.answer().opaque for _ in sent) == sent
+    wait_until(lambda: local.broker._processors.slices.waiting == 0)
+
+
+class Owner:
+    def __init__(self, requests: int) -> None:
+        self.left = requests
+        self.finished = asyncio.Event()
+
+    def has_less_to_do(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.finished.set()
+
+
+def test_connections_take_turns() -> None:
+    """Who has asked for much waits for itself."""
+
+    async def run() -> list[str]:
+        slices, order = Slices(), []
+
+        def steps(name: str, count: int) -> Iterator[None]:
+            for _ in range(count):
+                until = asyncio.get_running_loop().time() + 0.002
+                while asyncio.get_running_loop().time() < until:
+                    pass
+                yield
+            order.append(name)
+
+        owners = {"much": Owner(2), "little": Owner(1)}
+        for name, count in [("much", 50), ("much", 50), ("little", 3)]:
+            work = Work()
+            work.steps = steps(name, count)  # type: ignore[assignment]
+            slices.add(owners[name], work)
+        await asyncio.gather(*(owner.finished.wait() for owner in owners.values()))
+        assert slices.waiting == 0
+        return order
+
+    assert asyncio.run(run()) == ["little", "much", "much"]

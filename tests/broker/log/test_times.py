@@ -1,0 +1,155 @@
+"""Searches by time are made of small steps, and what a batch's header tells too much of costs its look once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from metamq.broker.log import LogConfig
+from metamq.broker.log.index import SparseIndex
+from metamq.wire import batch as layout
+from metamq.wire.columns import encode
+from metamq.wire.compression import Codec
+
+CONFIG = LogConfig(segment_bytes=20_000, index_interval_bytes=1000)
+BIG_COUNT = 1 << 20
+
+
+def append(log: Any, batch: bytearray) -> None:
+    header = layout.read_header(batch)
+    log.append(memoryview(batch), header, epoch=1, batch_id=layout.make_batch_id(1, log.end_offset), now_us=0)
+
+
+def lying(max_timestamp_us: int, timestamps_us: list[int]) -> bytearray:
+    """A batch whose header tells of a greater time than its messages have."""
+    batch = encode([b"x"] * len(timestamps_us), base_timestamp_us=0, timestamps_us=timestamps_us)
+    header = layout.read_header(batch)
+    layout.seal(
+        batch, codec=Codec.NONE, flags=header.flags, count=header.count, producer_id=0, sequence=0,
+        plain_size=header.plain_size, base_timestamp_us=header.base_timestamp_us, max_timestamp_us=max_timestamp_us,
+        body_size=header.body_size,
+    )  # fmt: skip
+    return batch
+
+
+def test_no_step_decodes_a_million_timestamps(shelf: Any) -> None:
+    """A batch of a few KiB may hold so many. They are looked at piece by piece, and once."""
+    log = shelf.open(LogConfig())
+    timestamps = [*range(BIG_COUNT - 1), 10**9]
+    append(log, encode([b""] * BIG_COUNT, base_timestamp_us=0, timestamps_us=timestamps, codec=Codec.ZSTD))
+    steps: list[int] = []
+    for wanted in (5, 10**9, BIG_COUNT // 2, 10**9 + 1, -1):
+        expected = next(((n, at) for n, at in enumerate(timestamps) if at >= wanted), None)
+        assert shelf.offset_at_time(log, wanted, steps=steps) == expected
+    assert steps[0] >= BIG_COUNT // 16384, "it has as many steps as pieces"
+    assert max(steps[1:]) <= 3, "what was found out is remembered"
+    log.close()
+
+
+@pytest.mark.parametrize("count", [1, 5, 3000])
+def test_a_header_that_lies_costs_one_look(shelf: Any, count: int) -> None:
+    """In each segment that it is in, the active one and sealed ones, also after more was appended."""
+    log = shelf.open(CONFIG)
+    for number in range(count):
+        append(log, lying(2**62, [number]))
+    steps: list[int] = []
+    for _ in range(3):
+        assert shelf.offset_at_time(log, 2**61, steps=steps) is None
+    first, *others = steps
+    assert first >= count
+    assert max(others) <= len(log.segments()) + 1
+    append(log, lying(2**62, [2**61]))
+    assert shelf.offset_at_time(log, 2**61, steps=steps) == (count, 2**61)
+    assert steps[-1] <= 1000 // 100 + 2 * len(log.segments()) + 3
+    assert shelf.offset_at_time(log, count - 1) == (count - 1, count - 1)
+    log.close()
+
+
+def test_a_search_that_is_given_up_is_not_in_vain(shelf: Any) -> None:
+    log = shelf.open(LogConfig(index_interval_bytes=1000))
+    for number in range(2000):
+        append(log, lying(2**62, [number]))
+    given_up = 0
+    while True:
+        search = log.offset_at_time(2**61)
+        if sum(1 for _ in zip(range(1000), search, strict=False)) < 1000:
+            break
+        search.close()
+        given_up += 1
+    assert 2 <= given_up < 20, "each goes on about where the one before was"
+    log.close()
+
+
+def test_a_batch_whose_columns_are_wrong_has_no_times(shelf: Any) -> None:
+    log = shelf.open(CONFIG)
+    broken = lying(100, [7])
+    broken[layout.HEADER_BYTES :] = bytes([255]) * (len(broken) - layout.HEADER_BYTES)
+    header = layout.read_header(broken)
+    layout.seal(
+        broken, codec=Codec.NONE, flags=header.flags, count=1, producer_id=0, sequence=0, plain_size=header.plain_size,
+        base_timestamp_us=7, max_timestamp_us=100, body_size=header.body_size,
+    )  # fmt: skip
+    append(log, broken)
+    append(log, lying(9, [9]))
+    assert shelf.offset_at_time(log, 5) == (1, 9)
+    log.close()
+
+
+def test_a_search_goes_on_while_the_log_grows_and_retention_takes_of_it(shelf: Any) -> None:
+    log = shelf.open(CONFIG)
+    for number in range(1000):
+        append(log, lying(2**62, [number]))
+    search = log.offset_at_time(2**61)
+    for _ in range(50):
+        next(search)
+    for number in range(1000, 1400):
+        append(log, lying(2**62, [number]))
+    shelf.finish(log, log.retain(0, drop_before=1300))
+    assert log.start_offset > 500
+    found: list[Any] = []
+
+    def rest() -> Iterator[None]:
+        found.append((yield from search))
+
+    assert len(list(rest())) > 0
+    assert found == [None]
+    assert shelf.offset_at_time(log, 0) == (log.start_offset, log.start_offset)
+    log.close()
+
+
+Batches = st.lists(
+    st.tuples(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 15)), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches=Batches, asked=st.lists(st.integers(-1, 40), min_size=1, max_size=12), seed=st.randoms())
+def test_lying_headers_against_brute_force(make_shelf: Any, batches: Any, asked: Any, seed: Any) -> None:
+    """Whatever is asked, in between appends: what was learnt never hides a message."""
+    shelf = make_shelf()
+    log = shelf.open(LogConfig(segment_bytes=1500, index_interval_bytes=200))
+    times: list[int] = []
+    for timestamps, too_much in batches:
+        append(log, lying(max(timestamps) + too_much, timestamps))
+        times += timestamps
+        for wanted in seed.sample(asked, min(2, len(asked))):
+            expected = next(((n, at) for n, at in enumerate(times) if at >= wanted), None)
+            assert shelf.offset_at_time(log, wanted) == expected
+    log.close(clean=False)
+
+
+def test_an_index_learns_no_more_than_was_seen() -> None:
+    index = SparseIndex(0, 0)
+    for number in range(10):
+        index.add(100, 1, 50 + number, 0, 100)
+    index.learn(500, 7)
+    assert list(index._maxima) == [-(2**63), 7, 7, 7, 7, 7, 55, 56, 57, 58]
+    assert index.max_timestamp_us == 59
+    index.learn(1000, 8)
+    assert list(accumulate(index._maxima, max)) == list(index._maxima)
+    assert index.max_timestamp_us == 8
