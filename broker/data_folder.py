@@ -102,7 +102,7 @@ class DataFolder:
         another process uses the folder, or when it belongs to another replica or a newer release; StorageError.
         """
         path = Path(path).absolute()
-        boot = _current_boot() if boot_id is None else boot_id
+        boot = current_boot() if boot_id is None else boot_id
         try:
             (path / "topics").mkdir(parents=True, exist_ok=True)
             lock = FolderLock.take(path, boot or socket.gethostname())
@@ -360,7 +360,7 @@ def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_
     return replace(meta, boot_id=boot_id, clean=False, incarnation=meta.incarnation + lost, lock=meta.lock or lock)
 
 
-def _current_boot() -> str:
+def current_boot() -> str:
     """The kernel's name for this boot; empty where there is none."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()

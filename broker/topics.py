@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from metamq.broker import topic_settings
 from metamq.broker.data_folder import DataFolder, TopicFolder
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
 from metamq.broker.partition import Partition
@@ -227,10 +228,12 @@ class Topics:
         return f"{topic}/{partition_name(self._broker_id, index)}"
 
     def _make(self, config: TopicConfig, indexes: list[int]) -> None:
-        """Makes the logs that are not there. In a thread."""
+        """Makes the logs that are not there, and notes the topic's settings beside them. In a thread."""
         for index in indexes:
             folder = self._folder.partition_folder(config.topic, config.id, index)
             PartitionLog.make(folder, self._name(config.topic, index), self._files)
+        if not config.topic.startswith(OWN):
+            topic_settings.save(self._folder.partition_folder(config.topic, config.id, 0).parent, config)
         if indexes:
             self._folder.sync_topic(config.topic, config.id)
 

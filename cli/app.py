@@ -40,6 +40,7 @@ COMMANDS = {
     "consume": ("metamq.cli.consume", "consume", "Print the messages of topics."),
     "group": ("metamq.cli.group", "group", "Look at consumer groups, and mend them."),
     "ha": ("metamq.cli.ha", "ha", "Look at masters and slaves, and promote a slave."),
+    "cluster": ("metamq.cli.cluster", "cluster", "Save and restore what ZooKeeper holds; remove brokers for good."),
     "tx": ("metamq.cli.tx", "tx", "Look at transactions in doubt, and decide about them."),
     "log": ("metamq.cli.log", "log", "Check and print a broker's files, offline."),
     "bench": ("metamq.cli.bench", "bench", "Measure what a running cluster can do."),

@@ -20,7 +20,7 @@ from typing import Literal
 from metamq.broker.log import epochs as epochs_file
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import load_epochs, load_index, load_producers
-from metamq.broker.log.files import FileCache
+from metamq.broker.log.files import FileCache, ReadOnlyFiles
 from metamq.broker.log.flushed import FlushFile, FlushPoint
 from metamq.broker.log.scan import checked_batches, find_flushed_claim, find_intact, read_at
 from metamq.broker.log.segments import Inventory, Segment, take_inventory
@@ -34,15 +34,6 @@ _INDEX_INTERVAL_BYTES = LogConfig().index_interval_bytes
 _TOPIC_FOLDER = re.compile(r"([^/@]+)@([^/@]+)")
 
 Advance = Callable[[int], None]
-
-
-class ReadOnlyFiles(FileCache):
-    """The broker's file cache, which can only read."""
-
-    __slots__ = ()
-
-    def _add(self, path: str, flags: int) -> int:
-        return super()._add(path, os.O_RDONLY)
 
 
 @dataclass(frozen=True, slots=True)

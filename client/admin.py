@@ -191,6 +191,13 @@ class Admin:
         """
         return self._run(self._core.promote(broker_id, replica, accept_loss))
 
+    def export_cluster(self) -> dict[str, Any]:
+        """Everything that ZooKeeper holds of the cluster, for `metamq cluster restore`: to be written as JSON.
+
+        What is there only while a process runs is left out; `changed_meanwhile` names what changed while it was read.
+        """
+        return self._run(self._core.export_cluster())
+
     # Transactions
 
     def transactions(self) -> OpenBranches:

@@ -6,6 +6,7 @@ The blocking and the asyncio Admin are thin faces over this; so both have every 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from metamq.client import admin_brokers, admin_groups, admin_replicas, admin_topics, admin_transactions
 from metamq.client.admin_model import (
@@ -27,6 +28,7 @@ from metamq.client.first_contact import open_client_session
 from metamq.client.forks import tell_of_forks
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
 from metamq.wire.xa import Xid
+from metamq.zk.cluster_nodes import export_cluster
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
 
@@ -133,6 +135,9 @@ class AdminCore:
 
     async def promote(self, broker_id: int, replica: int, accept_loss: bool) -> int:
         return await admin_replicas.promote(await self._cluster(), broker_id, replica, accept_loss)
+
+    async def export_cluster(self) -> dict[str, Any]:
+        return (await export_cluster((await self._cluster()).session)).to_json()
 
     async def transactions(self) -> OpenBranches:
         return await admin_transactions.open_branches(await self._cluster())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from metamq.client.admin import WAIT_S
 from metamq.client.admin_core import AdminCore
@@ -129,6 +129,10 @@ class Admin:
     async def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """See metamq.Admin.promote."""
         return await self._core.promote(broker_id, replica, accept_loss)
+
+    async def export_cluster(self) -> dict[str, Any]:
+        """See metamq.Admin.export_cluster."""
+        return await self._core.export_cluster()
 
     async def transactions(self) -> OpenBranches:
         """See metamq.Admin.transactions."""

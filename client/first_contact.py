@@ -23,11 +23,16 @@ async def open_client_session(servers: str, root: str, timeout_ms: int) -> Sessi
 
 
 async def open_session(
-    servers: str, *, root: str = DEFAULT_ROOT, timeout_ms: int = 10_000, patient: bool = True
+    servers: str,
+    *,
+    root: str = DEFAULT_ROOT,
+    timeout_ms: int = 10_000,
+    patient: bool = True,
+    make_chroot: bool = False,
 ) -> Session:
     """As Session.open, but says so where brokers listen instead of ZooKeeper."""
     try:
-        return await Session.open(servers, root=root, timeout_ms=timeout_ms, patient=patient)
+        return await Session.open(servers, root=root, timeout_ms=timeout_ms, patient=patient, make_chroot=make_chroot)
     except ConnectError as error:
         if not any(words in error.reason for words in (CLOSED, NOT_ZOOKEEPER)):
             raise

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from metamq.errors import CorruptData, Fenced
+from metamq.errors import ConfigError, CorruptData, Fenced
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
-from metamq.zk.nodes import Create, Delete, Op, SetData
+from metamq.zk.nodes import Create, Delete, Node, Op, SetData
 from metamq.zk.registrations import (
     BrokerAddress,
     Member,
@@ -52,6 +52,9 @@ __all__ = [
 ]
 
 Watcher = Callable[[], None]
+
+RESTORING = "restoring:"
+"""What stands before the cluster's id while a restore of the cluster is not finished, see metamq.zk.cluster_nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +154,23 @@ async def cluster_id(session: Session) -> str:
 
 
 async def known_cluster_id(session: Session) -> str | None:
-    """The id of the cluster below this root; None where there is no cluster yet, and nothing is made."""
+    """The id of the cluster below this root; None where there is no cluster yet, and nothing is made.
+
+    Raises ConfigError while a restore is not finished.
+    """
     node = await session.get_or_none(session.paths.cluster())
-    return None if node is None else node.data.decode()
+    return None if node is None else cluster_id_of(node)
+
+
+def cluster_id_of(node: Node) -> str:
+    """The id in the cluster's node. Raises ConfigError while a restore is not finished."""
+    found = node.data.decode(errors="replace")
+    if found.startswith(RESTORING):
+        raise ConfigError(
+            f"the restore of cluster {found.removeprefix(RESTORING)} in this ZooKeeper is not finished",
+            hint="Run `metamq cluster restore` again: it goes on where it ended.",
+        )
+    return found
 
 
 async def read_state(session: Session, broker_id: int, watch: Watcher | None = None) -> tuple[BrokerState, int] | None:

@@ -151,6 +151,15 @@ class FileCache:
             os.close(self._open.popitem()[1])
 
 
+class ReadOnlyFiles(FileCache):
+    """A file cache that can only read."""
+
+    __slots__ = ()
+
+    def _add(self, path: str, flags: int) -> int:
+        return super()._add(path, os.O_RDONLY)
+
+
 def storage_error(name: str, action: str, error: OSError) -> StorageError:
     """The error to raise for an OSError of the disk."""
     reason = error.strerror or str(error)

@@ -1,0 +1,233 @@
+"""`metamq cluster`: export, inspect, restore, remove-broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from metamq.broker.folder_report import FolderReport, inspect_folder
+from metamq.broker.restore import Choices, Restore, plan_restore
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, listed, output_option, print_json, print_table, say
+from metamq.client.first_contact import open_session
+from metamq.errors import ConfigError
+from metamq.zk.cluster_nodes import ClusterExport, Standing, compare, restore_cluster
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+JSON = output_option("json")
+
+
+@click.group(cls=Group)
+def cluster() -> None:
+    """Save and restore what ZooKeeper holds, and remove brokers that are gone for good.
+
+    \b
+    metamq cluster export cluster.json
+    metamq cluster restore --data ./broker-0 --data ./broker-1 --export cluster.json
+    """
+
+
+@cluster.command()
+@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@JSON
+def export(file: Path | None, output: str) -> None:
+    """Write everything that ZooKeeper holds of the cluster into FILE, or to standard output, as JSON.
+
+    Topics with their settings, who is master and in sync, the groups' offsets and Spark's decisions. What is there only
+    while a process runs is left out. Do it regularly: `metamq cluster restore` brings groups back to this state.
+
+    \b
+    metamq cluster export cluster.json
+    metamq cluster export | gzip > cluster-$(date +%F).json.gz
+    """
+    current().log()
+    with current().admin() as admin:
+        document = admin.export_cluster()
+    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    if file is None:
+        sys.stdout.write(text)
+    else:
+        temporary = file.with_name(f"{file.name}.tmp")  # an older export stays whole until this one is
+        temporary.write_text(text)
+        temporary.replace(file)
+        say(f"{count(len(document['nodes']), 'node')} of cluster {document['cluster_id']} are in {file}.")
+    moved = document["changed_meanwhile"]
+    if moved:
+        say(f"{count(len(moved), 'node')} changed while they were read, and are as they were last: {listed(moved)}.")
+
+
+@cluster.command()
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@JSON
+def inspect(folder: Path, output: str) -> None:
+    """Print what the data folder DIR knows of its cluster, as JSON: for a restore that runs on another machine.
+
+    The folder's broker has to be stopped. Nothing is changed.
+
+    \b
+    metamq cluster inspect ./broker-0 > broker-0.json
+    """
+    current().log()
+    print_json(inspect_folder(folder).to_json())
+
+
+def _pairs(what: str, separator: str, values: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for value in values:
+        left, found, right = value.rpartition(separator)
+        if not found or not left or not right:
+            raise click.UsageError(f"{what} is {value!r}, and has to be written like {_EXAMPLES[what]}")
+        yield left, right
+
+
+_EXAMPLES = {"--master": "0=1", "--topic": "orders@0123456789abcdef"}
+
+
+@cluster.command()
+@click.option(
+    "--data", "folders", metavar="DIR", type=FOLDER, multiple=True, help="A broker's data folder; repeatable."
+)
+@click.option(
+    "--folder", "files", metavar="FILE", type=FILE, multiple=True,
+    help="What `metamq cluster inspect` printed on another machine; repeatable.",
+)  # fmt: skip
+@click.option("--export", "exported", metavar="FILE", type=FILE, help="What `metamq cluster export` wrote last.")
+@click.option("--master", "masters", metavar="BROKER=REPLICA", multiple=True, help="The next master of a broker id.")
+@click.option("--topic", "topics", metavar="NAME@ID", multiple=True, help="Which topic counts, where two have a name.")
+@click.option("--without-broker", "without", metavar="ID", type=int, multiple=True, help="Gone, with its partitions.")
+@YES
+@TABLE_OR_JSON
+def restore(
+    folders: tuple[Path, ...],
+    files: tuple[Path, ...],
+    exported: Path | None,
+    masters: tuple[str, ...],
+    topics: tuple[str, ...],
+    without: tuple[int, ...],
+    yes: bool,
+    output: str,
+) -> None:
+    """Make a lost ZooKeeper's content anew from the brokers' data folders, and from an export.
+
+    Give the folder of every replica, all brokers stopped. Without --yes nothing is written: it shows what would be, and
+    what cannot be known. One that was interrupted is run again. Then start the brokers.
+
+    \b
+    metamq cluster restore --data ./broker-0 --data ./broker-0-slave
+    metamq cluster restore --data ./broker-0 --folder broker-1.json --export cluster.json --yes
+    """
+    current().log()
+    reports = [inspect_folder(folder) for folder in folders]
+    reports += [FolderReport.from_json(file.read_text(), str(file)) for file in files]
+    if not reports:
+        raise click.UsageError("Give the brokers' data folders, with --data or --folder.")
+    export = None if exported is None else ClusterExport.from_json(exported.read_bytes(), str(exported))
+    try:
+        choices = Choices(
+            {int(broker_id): int(replica) for broker_id, replica in _pairs("--master", "=", masters)},
+            dict(_pairs("--topic", "@", topics)),
+            frozenset(without),
+        )
+    except ValueError as error:
+        raise click.UsageError(f"--master takes two numbers, like {_EXAMPLES['--master']}") from error
+    plan = plan_restore(reports, export, choices)
+    standing = asyncio.run(_compare(plan))
+    if output == "json":
+        print_json(_document(plan, standing))
+    else:
+        _print(plan)
+    for note in plan.notes:
+        say(note)
+    if plan.questions:
+        raise ConfigError("this restore needs a decision", hint="\n  ".join(plan.questions))
+    if standing.is_finished:
+        say(f"Cluster {plan.cluster_id} is here already: nothing is written. Start the brokers.")
+        return
+    where = f"{current().place()} in ZooKeeper at {current().servers()}"
+    confirm(
+        [f"{count(len(standing.operations), 'node')} of cluster {plan.cluster_id} are written to {where}."], yes=yes
+    )
+    asyncio.run(_restore(plan))
+    say(f"Cluster {plan.cluster_id} is restored. Start the brokers.")
+
+
+async def _compare(plan: Restore) -> Standing:
+    async with await open_session(current().servers(), root=current().place(), patient=False) as session:
+        return await compare(session, plan.cluster_id, plan.nodes)
+
+
+async def _restore(plan: Restore) -> None:
+    servers, root = current().servers(), current().place()
+    async with await open_session(servers, root=root, patient=False, make_chroot=True) as session:
+        await restore_cluster(session, plan.cluster_id, plan.nodes)
+
+
+def _print(plan: Restore) -> None:
+    print_table(
+        ["BROKER", "REPLICA", "BECOMES", "IN SYNC", "LACKS", "EPOCH", "FOLDER"],
+        [
+            [
+                str(broker.broker_id),
+                str(view.report.replica),
+                "?" if broker.state is None else "master" if view.is_master else "slave",
+                "yes" if view.in_sync else "no",
+                count(sum(view.lacks.values()), "message") if view.lacks else "nothing",
+                str(view.report.epoch),
+                str(view.report),
+            ]
+            for broker in plan.brokers
+            for view in broker.replicas
+        ],
+    )
+    click.echo()
+    print_table(
+        ["TOPIC", "ID", "PARTITIONS", "REPLICATION", "FLUSH", "SETTINGS FROM"],
+        [
+            [
+                topic,
+                config.id,
+                ", ".join(f"{number} at broker {broker_id}" for broker_id, number in config.partitions.items()),
+                config.replication,
+                config.flush if isinstance(config.flush, str) else "later",
+                plan.settings_from.get(topic) or "unknown: the default ones",
+            ]
+            for topic, config in plan.topics.items()
+        ],
+    )
+
+
+def _document(plan: Restore, standing: Standing) -> dict[str, Any]:
+    return {
+        "cluster_id": plan.cluster_id,
+        "is_here_already": standing.is_finished,
+        "brokers": [
+            {
+                "broker_id": broker.broker_id,
+                "epoch": broker.state.epoch if broker.state is not None else None,
+                "generation": broker.state.generation if broker.state is not None else None,
+                "master": broker.state.master if broker.state is not None else None,
+                "replicas": [
+                    {
+                        "replica": view.report.replica,
+                        "folder": str(view.report),
+                        "in_sync": view.in_sync,
+                        "lacks": dict(view.lacks),
+                    }
+                    for view in broker.replicas
+                ],
+            }
+            for broker in plan.brokers
+        ],
+        "topics": {topic: plan.settings_from.get(topic, "") for topic in plan.topics},
+        "notes": list(plan.notes),
+        "questions": list(plan.questions),
+        "nodes": {path: data.decode(errors="replace") for path, data in sorted(plan.nodes.items())},
+        "writes": [f"{type(one).__name__.lower()} {one.path}" for one in standing.operations],
+    }
