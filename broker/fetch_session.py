@@ -33,7 +33,6 @@ from metamq.wire.commands import FilePlace, Get, GetPartition, GetResult, unpack
 from metamq.wire.connection import Request
 from metamq.wire.frames import Buffer
 from metamq.wire.limits import (
-    ENTRIES_MAX,
     FETCH_BYTES_MAX,
     FETCH_PARTITIONS_MAX,
     FETCH_RESULTS_MAX,
@@ -183,8 +182,6 @@ class FetchSession:
     def _checked(self, poll: Get) -> tuple[Get, list[GetPartition]]:
         """The poll within the limits, and what it opens. Raises ProtocolError."""
         places, closed = self._places, set(poll.closed)
-        if max(len(poll.opened), len(poll.armed), len(poll.closed)) > ENTRIES_MAX:
-            raise ProtocolError(f"a GET has at most {ENTRIES_MAX:,} entries of a kind")
         opened = [unpack(GetPartition, entry) for entry in poll.opened]
         new: set[int] = set()
         for entry in opened:

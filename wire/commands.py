@@ -1,8 +1,9 @@
 """The commands and the headers of their requests and responses.
 
 Headers are msgpack arrays in the order of the fields here; a receiver takes more fields than it knows, so that a
-field can be added at the end. One that was added has a default, for peers that do not send it. `unpack` raises
-ProtocolError on anything else that is not as declared. docs/wire-protocol.md has the tables and the bytes.
+field can be added at the end. One that was added has a default, for peers that do not send it. Each list declares how
+long it may be, with the field, and `unpack` looks at that before anything else of it. It raises ProtocolError on all
+that is not as declared. docs/wire-protocol.md has the tables and the bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import enum
 import functools
 import reprlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from metamq.errors import ProtocolError
-from metamq.wire.limits import ENTRIES_MAX
+from metamq.wire.limits import REQUEST_ENTRIES_MAX, AtMost
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class Command(enum.IntEnum):
     TX = 9  # metamq.wire.tx_commands, as the next
     BRANCHES = 10
 
+
+Entries = AtMost(REQUEST_ENTRIES_MAX)
 
 EARLIEST = -2
 LATEST = -1
@@ -118,10 +121,10 @@ class Get(NamedTuple):
     bytes_min: int
     bytes_max: int
     partition_bytes_max: int
-    opened: list[GetPartition]
-    armed: list[tuple[int, int]]
+    opened: Annotated[list[GetPartition], Entries]
+    armed: Annotated[list[tuple[int, int]], Entries]
     """(handle, offset)."""
-    closed: list[int]
+    closed: Annotated[list[int], Entries]
     """Handles to forget; a handle is not used twice on a connection."""
 
 
@@ -189,7 +192,7 @@ class OffsetsResult(NamedTuple):
     stable_offset: int
     epoch: int
     error: Any
-    epochs: list[tuple[int, int]]
+    epochs: Annotated[list[tuple[int, int]], Entries]
     """(epoch, where it ends) of what can be read from the asker's offset on: so many, in order."""
 
 
@@ -219,30 +222,49 @@ def fields_of(cls: type[Any]) -> list[tuple[str, Any]]:
     return list(get_type_hints(cls).items())
 
 
-@functools.cache
-def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
-    return tuple((name, kind, _CHECKS[kind]) for name, kind in fields_of(cls))
+def entries_max_of(cls: type[Any]) -> dict[str, int]:
+    """How many entries each list of a header has at most. Raises TypeError for a list that does not declare it."""
+    found: dict[str, int] = {}
+    for name, kind in get_type_hints(cls, include_extras=True).items():
+        (limit,) = [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, AtMost)] or (None,)
+        if limit is not None:
+            found[name] = limit.entries
+        elif (get_origin(kind) or kind) is list:
+            raise TypeError(f"{cls.__name__}.{name} does not declare how long it may be")
+    return found
+
+
+Check = Callable[[Any], bool]
 
 
 @functools.cache
-def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Callable[[Any], bool]], ...]]:
-    """What a header consists of that has all fields, and nothing else; and by place, those to be looked into."""
+def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Check, int | None], ...]:
+    """Of each field its name, its kind, a check of it, and how many entries it has at most where it is a list."""
+    limits = entries_max_of(cls)
+    return tuple((name, kind, _CHECKS[kind], limits.get(name)) for name, kind in fields_of(cls))
+
+
+@functools.cache
+def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Check, int], ...]]:
+    """What a header consists of that has all fields, and nothing else; and by place, its lists."""
     kinds = [kind for _name, kind in fields_of(cls)]
-    nested = tuple((at, _CHECKS[kind]) for at, kind in enumerate(kinds) if get_args(kind) not in ((), (Any,)))
-    return [get_origin(kind) or kind for kind in kinds], nested
+    lists = tuple((at, check, limit) for at, (*_, check, limit) in enumerate(_fields(cls)) if limit is not None)
+    return [get_origin(kind) or kind for kind in kinds], lists
 
 
 def unpack(cls: type[T], header: Any) -> T:
     """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
-    types, nested = _types(cls)  # type: ignore[arg-type]  # classes are hashable
+    types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
     as_declared = type(header) is list and list(map(type, header)) == types
-    if as_declared and not [at for at, check in nested if not check(header[at])]:
+    if as_declared and not [at for at, check, limit in lists if len(header[at]) > limit or not check(header[at])]:
         return cls(*header)  # most are so, and it takes half the time
     fields = _fields(cls)  # type: ignore[arg-type]
     added: dict[str, Any] = cls._field_defaults  # type: ignore[attr-defined]
     if not isinstance(header, list) or len(header) < len(fields) - len(added):
         raise ProtocolError(f"{cls.__name__} has {len(fields)} fields, got {reprlib.repr(header)}")
-    for value, (name, kind, check) in zip(header, fields, strict=False):
+    for value, (name, kind, check, limit) in zip(header, fields, strict=False):
+        if limit is not None and isinstance(value, list) and len(value) > limit:
+            raise ProtocolError(f"{cls.__name__}.{name} has {len(value):,} entries, the limit is {limit:,}")
         if not check(value):
             raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {reprlib.repr(value)}")
     return cls(*header[: len(fields)])
@@ -252,6 +274,6 @@ def unpack_list(cls: type[T], header: Any) -> list[T]:
     """A list of entries. Raises ProtocolError."""
     if not isinstance(header, list):
         raise ProtocolError(f"a list of {cls.__name__} is expected, got {reprlib.repr(header)}")
-    if len(header) > ENTRIES_MAX:
-        raise ProtocolError(f"{len(header):,} entries of {cls.__name__} are over the limit of {ENTRIES_MAX:,}")
+    if len(header) > REQUEST_ENTRIES_MAX:
+        raise ProtocolError(f"{len(header):,} entries of {cls.__name__} are over the limit of {REQUEST_ENTRIES_MAX:,}")
     return [unpack(cls, entry) for entry in header]

@@ -5,6 +5,15 @@ A HELLO tells the client the limits that its broker was configured with; these a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class AtMost(NamedTuple):
+    """How many entries a list has at most; a header declares it with the list's field."""
+
+    entries: int
+
+
 PROTOCOL_VERSION_MIN = 1
 PROTOCOL_VERSION_MAX = 1
 
@@ -17,12 +26,20 @@ HEADER_BYTES_MAX = 1024 * 1024
 ANSWER_HEADER_BYTES_MAX = 8 * 1024 * 1024
 """A response's; an error has sentences where its entry in the request had a name."""
 
+REQUEST_ENTRIES_MAX = 4000
+"""Entries of each list of a client's request, and of its answer."""
+
 ENTRIES_MAX = 20_000
-"""Entries of one PUT or OFFSETS, of their answers, and of each list in a GET or a SYNC frame: twice the partitions that
-a topic may have."""
+"""Entries of each list in a SYNC frame: twice the partitions that a topic may have."""
 
 ENTRIES_TARGET = 1000
 """Entries that our clients put into one request: with the longest names it fits, and so do an error for each."""
+
+FOLLOWERS_MAX = 2000
+"""Numbers in a TX that tell which branches follow, and whose decision they follow."""
+
+VERBS_MAX = 8
+"""Verbs of one TX."""
 
 ATTACH_EPOCHS_MAX = 1000
 """Epochs of one partition in an ATTACH, the newest. One that parted from its master before them is copied anew."""
@@ -68,5 +85,6 @@ BATCH_TARGET_BYTES = 1024 * 1024 - 4096
 
 assert MESSAGE_BYTES_MAX < BATCH_BYTES_MAX < FRAME_BYTES_MAX < 2**31
 assert BATCH_TARGET_BYTES <= BATCH_BYTES_MAX
+assert ENTRIES_TARGET < REQUEST_ENTRIES_MAX <= ENTRIES_MAX
 assert HELLO_BYTES_MAX < HEADER_BYTES_MAX < ANSWER_HEADER_BYTES_MAX
 assert ANSWER_HEADER_BYTES_MAX + FETCH_BYTES_MAX + BATCH_BYTES_MAX < FRAME_BYTES_MAX

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from metamq.wire.commands import Entries
+from metamq.wire.limits import FOLLOWERS_MAX, VERBS_MAX, AtMost
 
 
 class Tx(NamedTuple):
     """Verbs of one branch, carried out in this order up to the first that fails. Answered by a TxReply."""
 
-    xid: list[Any]
+    xid: Annotated[list[Any], AtMost(3)]
     """[format id, gtrid, bqual]."""
     epoch: int
     """Which use of the id is meant, as START answered it; 0: whichever there is, or one that these verbs begin."""
     session: str
     """Whose work it is: the caller's own choice, at most 64 characters. It outlives a connection by some seconds."""
-    verbs: list[int]
+    verbs: Annotated[list[int], AtMost(VERBS_MAX)]
     """metamq.wire.xa.Verb."""
     timeout_ms: int
     """START: after so long a branch that is not prepared is rolled back; 0: the broker's default."""
@@ -22,12 +25,12 @@ class Tx(NamedTuple):
     """PREPARE, COMMIT_ONE_PHASE: how many messages the session has sent in the branch; -1: it does not say."""
     first: int
     """SEND: how many batches the session has sent in the branch before these."""
-    entries: list[Any]
+    entries: Annotated[list[Any], Entries]
     """SEND: a PutEntry for each batch in the body."""
-    follows: list[int] = []  # noqa: RUF012
+    follows: Annotated[list[int], AtMost(3)] = []  # noqa: RUF012
     """PREPARE: whose decision the branch follows. [broker id, its generation, the epoch that START was answered with
     there] of the branch with the same id at another broker; empty: its transaction manager's."""
-    followers: list[int] = []  # noqa: RUF012
+    followers: Annotated[list[int], AtMost(FOLLOWERS_MAX)] = []  # noqa: RUF012
     """DECIDE: broker id and epoch, and the next, of the branches with the same id that follow."""
 
 
@@ -36,7 +39,7 @@ class TxReply(NamedTuple):
 
     history: str
     """Broker id and generation, as "0:1": another one than before means that what was acknowledged may be gone."""
-    results: list[Any]
+    results: Annotated[list[Any], AtMost(VERBS_MAX)]
     """A TxResult for each verb that was carried out, the first that failed included."""
 
 
@@ -61,7 +64,7 @@ class Branches(NamedTuple):
 class BranchInfo(NamedTuple):
     """One branch."""
 
-    xid: list[Any]
+    xid: Annotated[list[Any], AtMost(3)]
     epoch: int
     state: str
     owner: str
@@ -69,9 +72,9 @@ class BranchInfo(NamedTuple):
     bytes: int
     prepared_us: int
     """When it was prepared (microseconds since 1970), or decided; 0 while it is neither."""
-    follows: list[int] = []  # noqa: RUF012
+    follows: Annotated[list[int], AtMost(3)] = []  # noqa: RUF012
     """As in Tx."""
-    followers: list[int] = []  # noqa: RUF012
+    followers: Annotated[list[int], AtMost(FOLLOWERS_MAX)] = []  # noqa: RUF012
     """As in Tx."""
 
 
@@ -79,5 +82,5 @@ class BranchesReply(NamedTuple):
     """A page of branches."""
 
     history: str
-    branches: list[Any]
+    branches: Annotated[list[Any], Entries]
     more: bool

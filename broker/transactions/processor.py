@@ -55,7 +55,7 @@ from metamq.tx.store.verbs import JournalTransactionStore, Limits, Step
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, unpack, unpack_list
 from metamq.wire.connection import Request
-from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.wire.limits import BATCH_BYTES_MAX, FOLLOWERS_MAX, VERBS_MAX
 from metamq.wire.tx_commands import Branches, BranchesReply, BranchInfo, Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.words import count
@@ -63,12 +63,10 @@ from metamq.words import count
 log = logging.getLogger("metamq.broker")
 
 SESSION_CHARS_MAX = 64
-VERBS_MAX = 8
 WAITING_MAX = 100
 """Requests of one branch, with the one under way: who is behind a branch asks one thing at a time, or a few."""
 GRACE_S = 5.0
 """So long a session whose connection is lost may come back, before what it works in is given up."""
-FOLLOWERS_MAX = 2000
 PAGE = 1000
 """Branches in one answer."""
 READ_SLICE_S = 0.02

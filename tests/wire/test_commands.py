@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, get_origin
 
 import msgpack
 import pytest
@@ -10,9 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.errors import ProtocolError
-from metamq.wire import commands
-from metamq.wire.commands import Command, Get, GetPartition, OffsetsEntry, PutEntry, PutResult, unpack, unpack_list
-from metamq.wire.limits import ENTRIES_MAX
+from metamq.wire import commands, tx_commands
+from metamq.wire.commands import (
+    Command,
+    Get,
+    GetPartition,
+    OffsetsEntry,
+    PutEntry,
+    PutResult,
+    entries_max_of,
+    fields_of,
+    unpack,
+    unpack_list,
+)
+from metamq.wire.limits import REQUEST_ENTRIES_MAX, AtMost
 
 TUPLES = [
     commands.Hello(1, 1, "me"),
@@ -82,9 +93,39 @@ def test_lists() -> None:
         with pytest.raises(ProtocolError, match="a list of PutEntry is expected, got"):
             unpack_list(PutEntry, wrong)
     entry = list(PutEntry("t", "id", 0, 1))
-    assert len(unpack_list(PutEntry, [entry] * ENTRIES_MAX)) == ENTRIES_MAX
-    with pytest.raises(ProtocolError, match="20,001 entries of PutEntry are over the limit of 20,000"):
-        unpack_list(PutEntry, [entry] * (ENTRIES_MAX + 1))
+    assert len(unpack_list(PutEntry, [entry] * REQUEST_ENTRIES_MAX)) == REQUEST_ENTRIES_MAX
+    with pytest.raises(ProtocolError, match="4,001 entries of PutEntry are over the limit of 4,000"):
+        unpack_list(PutEntry, [entry] * (REQUEST_ENTRIES_MAX + 1))
+
+
+def headers() -> list[type[Any]]:
+    """Every header, and every entry of one."""
+    found = [kind for module in (commands, tx_commands) for kind in vars(module).values()]
+    return [kind for kind in found if isinstance(kind, type) and hasattr(kind, "_fields") and kind is not AtMost]
+
+
+@pytest.mark.parametrize("cls", headers())
+def test_every_list_declares_how_long_it_may_be_and_keeps_to_it(cls: Any) -> None:
+    """And a header with a longer one is refused before anything else of the list is looked at."""
+    limits = entries_max_of(cls)
+    lists = [name for name, kind in fields_of(cls) if get_origin(kind) is list]
+    assert limits.keys() == set(lists)
+    samples = {int: 1, str: "x", bool: True, Any: None}
+    good = [[] if name in limits else samples[kind] for name, kind in fields_of(cls)]
+    assert unpack(cls, good)
+    for name, limit in limits.items():
+        at = cls._fields.index(name)
+        with pytest.raises(ProtocolError, match=rf"{cls.__name__}\.{name} has {limit + 1:,} entries, the limit is"):
+            unpack(cls, [*good[:at], [object()] * (limit + 1), *good[at + 1 :]])
+
+
+class Careless(NamedTuple):
+    numbers: list[int]
+
+
+def test_a_list_without_a_limit_is_found_out() -> None:
+    with pytest.raises(TypeError, match="numbers does not declare how long"):
+        unpack(Careless, [[1]])
 
 
 def test_an_error_shows_little_of_a_large_header() -> None:

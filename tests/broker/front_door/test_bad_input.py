@@ -28,7 +28,7 @@ from metamq.wire import connection, status
 from metamq.wire.batch import HEADER_BYTES, PRODUCER_AT, PRODUCER_CRC_AT
 from metamq.wire.commands import LATEST, Command, Hello, OffsetsEntry, OffsetsResult, PutEntry, unpack_list
 from metamq.wire.frames import PREFIX, encode_frame
-from metamq.wire.limits import ENTRIES_MAX, FRAME_BYTES_MAX, HELLO_BYTES_MAX
+from metamq.wire.limits import FRAME_BYTES_MAX, HELLO_BYTES_MAX, REQUEST_ENTRIES_MAX
 
 MEBIBYTE = 1024 * 1024
 
@@ -253,12 +253,12 @@ def test_answers_about_long_names_are_short(front: Any) -> None:
 def test_more_entries_than_allowed(front: Any) -> None:
     client = front.connect()
     entry = OffsetsEntry("", "", 0, LATEST)
-    answer = client.ask(Command.OFFSETS, [entry] * ENTRIES_MAX)
-    assert len(answer.header) == ENTRIES_MAX
+    answer = client.ask(Command.OFFSETS, [entry] * REQUEST_ENTRIES_MAX)
+    assert len(answer.header) == REQUEST_ENTRIES_MAX
     for command, header in ((Command.OFFSETS, [entry]), (Command.PUT, [PutEntry("", "", 0, 1)])):
-        many = [*header] * (ENTRIES_MAX + 1)
+        many = [*header] * (REQUEST_ENTRIES_MAX + 1)
         body = [bytes(len(many))] if command == Command.PUT else None
-        assert "20,001 entries" in str(front.error_of(client.ask(command, many, body)))
+        assert "4,001 entries" in str(front.error_of(client.ask(command, many, body)))
 
 
 def test_a_repeat_with_another_count_is_answered_at_once(front: Any) -> None:

@@ -20,7 +20,7 @@ from metamq.wire.commands import (
     unpack,
     unpack_list,
 )
-from metamq.wire.limits import ENTRIES_MAX, FETCH_BYTES_MAX, FETCH_RESULTS_MAX
+from metamq.wire.limits import FETCH_BYTES_MAX, FETCH_RESULTS_MAX, REQUEST_ENTRIES_MAX
 
 KIB = 1024
 names = (f"fetch-{n}" for n in itertools.count())
@@ -244,8 +244,8 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
         ({"armed": [(1, 0), (99, 0)]}, "fetch handle 99 is not open"),
         ({"armed": [(1, 0)], "closed": [1]}, "fetch handle 1 is not open"),
         ({"armed": [(1, 0), (2, 0), (1, 0)]}, "fetch handle 1 is armed twice in one GET"),
-        ({"armed": [(1, 0)] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
-        ({"closed": [1] * (ENTRIES_MAX + 1)}, "a GET has at most 20,000 entries of a kind"),
+        ({"armed": [(1, 0)] * (REQUEST_ENTRIES_MAX + 1)}, "Get.armed has 4,001 entries, the limit is 4,000"),
+        ({"closed": [1] * (REQUEST_ENTRIES_MAX + 1)}, "Get.closed has 4,001 entries, the limit is 4,000"),
         ({"opened": [three._replace(topic="x" * 1000)]}, "fetch handle 3: a name has at most"),
         ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 6 fields"),
         ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle is to be"),  # type: ignore[arg-type]
@@ -348,8 +348,8 @@ def test_a_topic_that_goes_ends_the_wait(front: Any) -> None:
 
 
 def test_many_failures_fit_into_their_answers(front: Any) -> None:
-    """8,000 sentences would be more than a header may have: so many at a time, and the others keep their turn."""
-    count = 8000
+    """4,000 sentences are much for a header: so many at a time, and the others keep their turn."""
+    count = 4000
     session = Session(front, topic="pulse", opened=False)
     changes: dict[str, Any] = {
         "opened": [GetPartition(n, "gone", "0" * 16, n) for n in range(count)],
