@@ -48,8 +48,10 @@ from metamq.wire.commands import (
     unpack,
     unpack_list,
 )
+from metamq.wire.compression import Codec
 from metamq.wire.connection import Request
 from metamq.wire.limits import FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, PROTOCOL_VERSION_MAX, STATS_PARTITIONS_MAX
+from metamq.wire.outline import columns_problem
 from metamq.zk.topics import TopicConfig
 
 if TYPE_CHECKING:
@@ -199,6 +201,8 @@ class Processors:
         self.transfer.admit(config)
         limit = config.max_message_bytes
         header = check_from_producer(batch, 0, len(batch), self._batch_bytes_max)
+        if header.codec == Codec.NONE and (problem := columns_problem(batch, header)) is not None:
+            raise CorruptData("batch", problem, hint="Its producer made it so: look there.")
         if header.count == 1 and header.plain_size > limit + SINGLE_MESSAGE_OVERHEAD:
             raise MessageTooLarge(f"a message for topic {entry.topic!r}", header.plain_size, limit)
         return partition, config, header

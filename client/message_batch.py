@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import repeat
 from typing import Any, Generic
 
 from metamq.client.model import Message, TopicPartition, message_of
 from metamq.client.typevars import T
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, CorruptData, UndecodableBatch
 from metamq.wire import columns
 from metamq.wire.batch import BatchHeader
 from metamq.wire.columns import Columns
@@ -28,7 +29,8 @@ def own_part(data: memoryview) -> memoryview:
 class MessageBatch(Generic[T]):
     """Messages of one partition with consecutive offsets, from `offset` on. No object per message until asked for.
 
-    Columns are decoded when first used and kept. Iterating gives Messages. Not thread-safe.
+    Columns are decoded when first used and kept. Iterating gives Messages. Not thread-safe. What uses a column raises
+    UndecodableBatch where the batch's producer has made it so that nobody can read it.
     """
 
     def __init__(
@@ -67,13 +69,28 @@ class MessageBatch(Generic[T]):
         """Bytes of the stored batch."""
         return self._header.size
 
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """The checksums were right: what is wrong is its producer's doing, and stays so."""
+        try:
+            yield
+        except UndecodableBatch:
+            raise
+        except CorruptData as error:
+            header = self._header
+            raise UndecodableBatch(
+                self.topic, self.partition, header.base_offset, header.end_offset, error.reason
+            ) from error
+
     @cached_property
     def _columns(self) -> Columns:
-        return columns.decode(self._data, self._header)
+        with self._decoding():
+            return columns.decode(self._data, self._header)
 
     @cached_property
     def _plain(self) -> list[Any]:
-        plain = self._columns.values.tolist()
+        with self._decoding():
+            plain = self._columns.values.tolist()
         return plain[self._skip :] if self._skip else plain
 
     @cached_property
@@ -92,7 +109,8 @@ class MessageBatch(Generic[T]):
         column = self._columns.keys
         if column is None:
             return [None] * len(self)
-        return column.tolist_with_nulls()[self._skip :]
+        with self._decoding():
+            return column.tolist_with_nulls()[self._skip :]
 
     @cached_property
     def timestamps(self) -> Sequence[int]:
@@ -108,7 +126,8 @@ class MessageBatch(Generic[T]):
         column = self._columns.headers
         if column is None:
             return [_NO_HEADERS] * len(self)
-        return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
+        with self._decoding():
+            return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
 
     def _after_topic(self, offsets: Iterator[int]) -> tuple[Iterator[Any], ...]:
         """Message's fields after the topic, a column each, to be zipped at C speed.
@@ -143,7 +162,8 @@ class MessageBatch(Generic[T]):
             from metamq.client.arrow import record_batch
         except ImportError:
             raise ConfigError("to_arrow() needs pyarrow", hint="Install it with: pip install 'metamq[arrow]'") from None
-        return record_batch(self._columns, self._header, self.topic, self.partition, self._skip)
+        with self._decoding():
+            return record_batch(self._columns, self._header, self.topic, self.partition, self._skip)
 
     def __repr__(self) -> str:
         return f"<MessageBatch {self.topic}/{self.partition} offsets {self.offset} to {self.end_offset - 1}>"

@@ -19,6 +19,7 @@
     ├── SequenceGap               a producer's batch came before its predecessor
     ├── OffsetOutOfRange          the offset is not, or no longer, in the log
     ├── CorruptData               a checksum or a length on disk or on the wire is wrong
+    │   └── UndecodableBatch      a stored batch has right checksums, and its messages cannot be read
     ├── StorageError              the broker's disk failed
     │   └── DiskFull              too little disk is left to accept writes
     ├── OwnershipLost             another member owns the partition now
@@ -303,6 +304,25 @@ class CorruptData(MetamqError):
         super().__init__(f"{what} is damaged{place}: {reason}", hint=hint)
         self.position = position
         self.reason = reason
+
+
+class UndecodableBatch(CorruptData):
+    """A batch is stored as its producer sent it, and its messages cannot be read: `offset` up to before `end_offset`.
+
+    A seek of `(topic, partition)` to `end_offset` passes it.
+    """
+
+    def __init__(self, topic: str, partition: str, offset: int, end_offset: int, reason: str) -> None:
+        what = f"the batch of {topic}/{partition} with the offsets {offset} to {end_offset - 1}"
+        hint = (
+            f"Its producer made it so: no consumer can read it. Pass it with `seek`, or for a group that does not run: "
+            f"`metamq group reset GROUP {topic} --partition {partition}={end_offset}`."
+        )
+        super().__init__(what, reason, hint=hint)
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
+        self.end_offset = end_offset
 
 
 class StorageError(MetamqError):

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from metamq.client.arrow import column
+from metamq.errors import CorruptData, UndecodableBatch
 from metamq.spark_consumers.columns import CREATE_TIME
 from metamq.spark_consumers.ranges import OffsetRange
 from metamq.wire import columns
@@ -41,7 +42,7 @@ class ArrowBatches:
         self._makers = [makers[name] for name in schema.names]
 
     def of(self, chunks: Iterable[Iterable[tuple[BatchHeader, memoryview]]]) -> Iterator[pa.RecordBatch]:
-        """The messages of the fetched chunks that are in the range. Raises CorruptData."""
+        """The messages of the fetched chunks that are in the range. Raises UndecodableBatch."""
         for chunk in chunks:
             for header, data in chunk:
                 self._add(header, data)
@@ -51,7 +52,15 @@ class ArrowBatches:
             yield self._taken()
 
     def _add(self, header: BatchHeader, data: memoryview) -> None:
-        decoded = columns.decode(data, header)
+        tp = self._wanted.tp
+        try:
+            self._make(header, columns.decode(data, header))
+        except CorruptData as error:  # its checksums were right
+            raise UndecodableBatch(
+                tp.topic, tp.partition, header.base_offset, header.end_offset, error.reason
+            ) from error
+
+    def _make(self, header: BatchHeader, decoded: Columns) -> None:
         first = max(self._offset - header.base_offset, 0)
         end = min(self._wanted.end, header.end_offset) - header.base_offset
         self._offset = header.base_offset + end

@@ -248,7 +248,8 @@ def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Check, int | None], ...]:
 def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Check, int], ...]]:
     """What a header consists of that has all fields, and nothing else; and by place, its lists."""
     kinds = [kind for _name, kind in fields_of(cls)]
-    lists = tuple((at, check, limit) for at, (*_, check, limit) in enumerate(_fields(cls)) if limit is not None)
+    fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
+    lists = tuple((at, check, limit) for at, (*_, check, limit) in enumerate(fields) if limit is not None)
     return [get_origin(kind) or kind for kind in kinds], lists
 
 
