@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from ipaddress import ip_address
 from typing import Any, cast
 
 from metamq.broker.fetch_session import FetchSession
@@ -28,6 +27,7 @@ from metamq.broker.processors import Processors
 from metamq.broker.request_memory import RequestMemory
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status, sync
+from metamq.wire.addresses import are_near
 from metamq.wire.commands import GetResult
 from metamq.wire.connection import PUSHED, Greeted, Request, ServerConnection, State
 from metamq.wire.frames import Buffer
@@ -88,9 +88,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         peer = transport.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
-        here = transport.get_extra_info("sockname")
-        is_known = isinstance(peer, tuple) and isinstance(here, tuple)
-        self.fetches.is_near = is_known and is_own_address(peer[0], here[0])
+        self.fetches.is_near = are_near(peer, transport.get_extra_info("sockname"))
         self._connection = ServerConnection(self.peer, self._processors.greeting(), self._memory.rooms.take)
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
@@ -324,8 +322,3 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def idle(self) -> bool:
         """Nothing is being answered."""
         return self._inflight_bytes == 0
-
-
-def is_own_address(peer: str, here: str) -> bool:
-    """Whether a peer with an IP address is on this machine, to which it is connected at another or the same."""
-    return peer == here or (ip_address(peer).is_loopback and ip_address(here).is_loopback)

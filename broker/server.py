@@ -223,6 +223,7 @@ class Broker:
             port=self.port,
             version=metamq.__version__,
             learner=self.config.learner,
+            data=os.path.abspath(self.config.data),
         )
 
     @property

@@ -25,6 +25,7 @@ from metamq.client.transport import (
     wake_after,
 )
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
+from metamq.wire.addresses import are_near
 from metamq.wire.connection import ClientConnection, Response
 from metamq.wire.frames import Buffer
 from metamq.wire.rooms import Rooms
@@ -45,6 +46,8 @@ class BlockingConnection:
         self._wake_bytes = 1
         self.is_open = True
         """False from the moment on that something has failed on it."""
+        self.is_near = False
+        """Whether the broker is on this machine."""
 
     @classmethod
     def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BlockingConnection:
@@ -76,6 +79,7 @@ class BlockingConnection:
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 make_room(sock, ROOM_BYTES)
+                connection.is_near = are_near(sock.getpeername(), sock.getsockname())
                 connection._write(connection._connection.hello())
                 while connection._connection.greeting is None:
                     sock.settimeout(max(deadline_s - time.monotonic(), SOON_S))

@@ -32,7 +32,7 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
-from metamq.spark_consumers.files import NOT_FOR_US, FileReader
+from metamq.spark_consumers.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
 from metamq.spark_consumers.lanes import Lane, LaneKey, Place, lanes
 from metamq.spark_consumers.ranges import OffsetRange
 from metamq.spark_consumers.replicas import Replica, find_replicas, find_topic_id
@@ -100,6 +100,8 @@ class Fetching:
         """Where the next answer comes from."""
         self._number = MASTER
         """Which replica the lane is to."""
+        self._data = ""
+        """The data folder of that replica; empty where it is not known."""
         self._preferred: int | None = None
         self._may_have_moved = False
         """Whether ZooKeeper is to be asked where the replicas are now."""
@@ -167,10 +169,12 @@ class Fetching:
         """Goes on there; or with another answer where it cannot be read. Raises ProtocolError."""
         place = unpack(FilePlace, result.file)
         try:
-            self._file = FileReader(place, result.size, lane.rooms)
+            self._file = FileReader(place, result.size, lane.rooms, self._data)
         except OSError as error:
-            log.info("%s is read through the broker: %s", self._wanted.tp, error)
-            lane.has_files = error.errno not in NOT_FOR_US
+            is_strange = isinstance(error, NotItsFile)
+            tell = warn_once if is_strange else log.info
+            tell("%s is read through the broker: %s", self._wanted.tp, error)
+            lane.has_files = not is_strange and error.errno not in NOT_FOR_US
             self._in_place = False
             lane.done_with_it()
 
@@ -202,7 +206,7 @@ class Fetching:
             self._file = None
 
     def _ask(self, lane: Lane) -> None:
-        in_place = self._in_place and lane.has_files
+        in_place = self._in_place and lane.has_files and lane.connection.is_near and bool(self._data)
         place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch, in_place)
         lane.ask(place, WAIT_MS, self._bytes_to_ask_for())
 
@@ -262,7 +266,7 @@ class Fetching:
             except MetamqError as refused:
                 error = refused
             else:
-                self._number = replica.number
+                self._number, self._data = replica.number, replica.data
                 return self.lane
         raise error
 

@@ -7,11 +7,13 @@ that reader's thread.
 from __future__ import annotations
 
 import os
+import reprlib
 from itertools import count
 from typing import NamedTuple
 
 from metamq.client.blocking_connection import BlockingConnection
 from metamq.client.transport import KEPT_BYTES, another_answered
+from metamq.errors import ProtocolError
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
 from metamq.wire.rooms import Rooms
@@ -59,8 +61,14 @@ class Lane:
         self._handles = count(1)
         self._handle = 0
         """Of the partition that is open; 0: none is."""
+        self._in_place = False
+        """Whether the partition was opened so that the broker may tell a file."""
         self._closed: list[int] = []
         self._limit_s = 0.0
+
+    @property
+    def _address(self) -> str:
+        return self.connection.address
 
     @property
     def is_idle(self) -> bool:
@@ -74,6 +82,7 @@ class Lane:
             self._handle = next(self._handles)
             _broker_id, index = parse_partition(place.tp.partition)
             tp, topic_id, _offset, epoch, in_place = place
+            self._in_place = in_place
             opened.append(GetPartition(self._handle, tp.topic, topic_id, index, epoch, in_place))
         closed, self._closed = self._closed, []
         poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, [(self._handle, place.offset)], closed)
@@ -82,7 +91,8 @@ class Lane:
         self.is_asked = True
 
     def answer(self) -> tuple[GetResult | None, memoryview]:
-        """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout."""
+        """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout; ProtocolError for
+        an answer to what was not asked."""
         self.is_asked = False
         response = self.connection.receive(timeout_s=self._limit_s)
         if response.status != status.OK:
@@ -90,10 +100,15 @@ class Lane:
         results = unpack_list(GetResult, response.header)
         if not results:
             return None, response.body
-        (result,) = results
+        result = results[0]
+        if len(results) > 1 or result.handle != self._handle:
+            handles = reprlib.repr([one.handle for one in results])
+            raise ProtocolError(f"{self._address} answers for the handles {handles}, asked was {self._handle}")
         if result.status != status.OK:
             self.done_with_it()
             raise status.decode_error(result.status, result.error)
+        if result.file is not None and not self._in_place:
+            raise ProtocolError(f"{self._address} names a file, and was asked to send what is there")
         return result, response.body
 
     def done_with_it(self) -> None:

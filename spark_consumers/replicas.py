@@ -21,12 +21,14 @@ class Replica(NamedTuple):
     number: int
     host: str
     port: int
+    data: str = ""
+    """The data folder on its machine, below which its files are; empty: it does not say it."""
 
 
 def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -> tuple[Replica, ...]:
     """The master first, if there is one."""
-    found = [] if master is None else [Replica(MASTER, master.host, master.port)]
-    return (*found, *(Replica(slave.replica, slave.host, slave.port) for slave in slaves))
+    found = [] if master is None else [Replica(MASTER, master.host, master.port, master.data)]
+    return (*found, *(Replica(slave.replica, slave.host, slave.port, slave.data) for slave in slaves))
 
 
 async def find_replicas(

@@ -44,6 +44,8 @@ class BrokerAddress:
     version: str
     incarnation: int = 0
     learner: bool = False
+    data: str = ""
+    """The path of its data folder on its machine; empty when it does not say it."""
 
     @property
     def address(self) -> str:
@@ -68,6 +70,8 @@ class Registration:
     port: int
     version: str
     learner: bool = False
+    data: str = ""
+    """The absolute path of the data folder: who reads files on this machine reads none outside of it."""
 
     @property
     def member(self) -> Member:
@@ -89,6 +93,7 @@ def replica_json(session: Session, registration: Registration) -> bytes:
         "port": registration.port,
         "version": registration.version,
         "learner": registration.learner,
+        "data": registration.data,
         "machine": socket.gethostname(),  # for people
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
@@ -119,6 +124,7 @@ def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddre
         document["version"],
         document["incarnation"],
         bool(document.get("learner")),
+        str(document.get("data", "")),
     )
 
 

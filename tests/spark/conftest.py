@@ -29,6 +29,7 @@ WITHOUT_SPARK = {
     "test_lanes.py",
     "test_plans.py",
     "test_sink_options.py",
+    "test_strange_files.py",
     "test_stream_planner.py",
     "test_stream_plans.py",
     "test_task_branches.py",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.protocol import is_own_address
 from metamq.errors import CorruptData, OffsetDiverged
 from metamq.spark_consumers import fetch as fetching
 from metamq.spark_consumers.fetch import FetchTask
 from metamq.spark_consumers.files import FileReader
 from metamq.testing import Cluster, cluster
+from metamq.wire.addresses import is_own_address
 from metamq.wire.commands import FilePlace
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import Rooms
@@ -61,8 +61,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FileReader]:
     found: list[FileReader] = []
 
     class Seen(FileReader):
-        def __init__(self, place: FilePlace, size: int, rooms: Rooms) -> None:
-            super().__init__(place, size, rooms)
+        def __init__(self, place: FilePlace, size: int, rooms: Rooms, data: str) -> None:
+            super().__init__(place, size, rooms, data)
             found.append(self)
 
     monkeypatch.setattr(fetching, "FileReader", Seen)
@@ -128,7 +128,7 @@ def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
 def test_who_is_elsewhere_is_sent_what_there_is(
     tmp_path: Path, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.broker.protocol.is_own_address", lambda _peer, _here: False)
+    monkeypatch.setattr("metamq.broker.protocol.are_near", lambda _peer, _here: False)
     with (
         cluster(brokers=0, folder=tmp_path / "cluster") as running,
         LocalBroker(running.zookeeper, tmp_path / "data", http_port=-1),
@@ -143,9 +143,9 @@ def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "segment.log"
     path.write_bytes(bytes(1000))
     found = path.stat()
-    FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), 1000, Rooms(0)).close()
+    FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), 1000, Rooms(0), str(tmp_path)).close()
     with pytest.raises(OSError, match="another file"):
-        FileReader(FilePlace(str(path), found.st_dev, found.st_ino + 1, 0, 1), 1000, Rooms(0))
+        FileReader(FilePlace(str(path), found.st_dev, found.st_ino + 1, 0, 1), 1000, Rooms(0), str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,9 @@ def test_a_file_that_was_cut_ends_early(own: Cluster) -> None:
     """As a slave's where a loss was accepted."""
     path = segment_of(own)
     found = path.stat()
-    reader = FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), found.st_size, Rooms(0))
+    reader = FileReader(
+        FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), found.st_size, Rooms(0), str(path.parent)
+    )
     os.truncate(path, found.st_size - 1000)
     with pytest.raises(OSError, match="ends early"):
         reader.read(found.st_size)
