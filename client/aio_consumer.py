@@ -14,7 +14,7 @@ from metamq.client.checks import check_callables, check_seconds, partition_of
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.dbapi import Connection
+from metamq.client.dbapi import AnyConnection, database_of
 from metamq.client.hands import TaskHands
 from metamq.client.inbox import Hand
 from metamq.client.message_batch import MessageBatch
@@ -144,12 +144,17 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         if hand is not None:
             self._hands.release(hand, in_hand=True)
 
-    async def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
-        """As metamq.Consumer.commit; with `connection` it calls the database in this loop."""
+    async def commit(self, position: Position = None, *, connection: AnyConnection | None = None) -> None:
+        """As metamq.Consumer.commit.
+
+        connection: of psycopg.AsyncConnection, asyncpg or aiosqlite; or a blocking one, whose database this loop waits
+        for.
+        """
         self._core.check_usable()
         await self._check_given(position)
         if connection is not None:
-            self._commit_in(position, connection)
+            storage = self._storage_for_commit_in()
+            await self._commit_in(storage, position, database_of(connection, storage._paramstyle))
             return
         refused = await self._core.commits.commit(self._requests(position))
         for error in refused.values():

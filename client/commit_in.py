@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from metamq.client.dbapi import Connection
+from metamq.client.dbapi import Database
 from metamq.client.inbox import PartitionState
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
@@ -45,9 +45,9 @@ def counted_limit(state: PartitionState, position: Position, offset: int) -> flo
     return limit if sought is None else min(limit, sought)
 
 
-def commit_in(
+async def commit_in(
     storage: DatabaseOffsets,
-    connection: Connection,
+    database: Database,
     state: PartitionState,
     request: CommitRequest,
     position: Position,
@@ -59,11 +59,11 @@ def commit_in(
     limit = counted_limit(state, position, request.offset)
     claim = request.claim
     held = _guess(state, request)
-    if _counted(held, claim) > limit or not storage._update_in(connection, request.with_known(held)):
-        held = storage._read_in(connection, claim)
+    if _counted(held, claim) > limit or not await storage._update_in(database, request.with_known(held)):
+        held = await storage._read_in(database, claim)
         if _counted(held, claim) > limit:
             return _counted(held, claim)
-        if not storage._update_in(connection, request.with_known(held)):
+        if not await storage._update_in(database, request.with_known(held)):
             raise OwnershipLost(*claim.tp, reason="another transaction of this consumer commits for it")
     state.committed_offset = None if _counted(held, claim) < 0 else _counted(held, claim)
     state.assumed_offset = request.offset

@@ -17,7 +17,7 @@ from metamq.client.checks import check_callables, check_seconds, not_picklable, 
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.dbapi import Connection
+from metamq.client.dbapi import Connection, at_once, blocking_database_of
 from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.listener import DeadLetters, Listener, ListenerPool
@@ -197,7 +197,10 @@ class Consumer(ConsumerFace[T]):
         if isinstance(position, Mapping):
             self._wait_for(self._check_given(position))
         if connection is not None:
-            self._commit_in(position, connection)
+            storage = self._storage_for_commit_in()
+            hint = "Take metamq.aio.Consumer and await its commit(), or give a blocking connection."
+            database = blocking_database_of(connection, storage._paramstyle, hint)
+            at_once(self._commit_in(storage, position, database))
             return
         refused = self._wait_for(self._core.commits.commit(self._requests(position)))
         for error in refused.values():

@@ -8,7 +8,7 @@ from typing import Generic
 from metamq.client.checks import partition_of, wrong_type
 from metamq.client.commit_in import Position, commit_in
 from metamq.client.consumer_core import ConsumerCore
-from metamq.client.dbapi import Connection
+from metamq.client.dbapi import Database
 from metamq.client.health import ConsumerHealth
 from metamq.client.message_batch import MessageBatch
 from metamq.client.model import Message
@@ -62,8 +62,8 @@ class ConsumerFace(Generic[T]):
             given = {request.claim.tp: request.offset for request in self._requests(position)}
             await self._core.check_not_beyond_end(given, "Give the offset after the last message that is done.")
 
-    def _commit_in(self, position: Position, connection: Connection) -> None:
-        """Writes offsets into the application's own transaction, in this thread."""
+    def _storage_for_commit_in(self) -> DatabaseOffsets:
+        """Raises ConfigError where offsets are not to be committed on a connection."""
         storage = self._core.plan.offsets
         if not isinstance(storage, DatabaseOffsets):
             raise ConfigError(
@@ -75,11 +75,16 @@ class ConsumerFace(Generic[T]):
                 "commit(connection=...) and auto_commit exclude each other: the one would overtake the other",
                 hint="Give Consumer(auto_commit=False).",
             )
+        return storage
+
+    async def _commit_in(self, storage: DatabaseOffsets, position: Position, database: Database) -> None:
+        """Writes offsets into the application's own transaction. Waits for nothing but the database."""
+        database.check_in_transaction()
         for request in self._requests(position):
             state = self._core.inbox.states.get(request.claim.tp)
             if state is None:
                 raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
-            counted = commit_in(storage, connection, state, request, position)
+            counted = await commit_in(storage, database, state, request, position)
             if counted is not None:
                 if counted < request.offset:
                     self._seek_now(request.claim.tp, counted)

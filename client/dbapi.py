@@ -1,14 +1,29 @@
-"""SQL for any DB-API (PEP 249) connection: values are written the way its module wants them."""
+"""SQL on the application's own database connection, whatever its driver.
+
+    connection                                                  known by                         parameters
+    blocking, PEP 249: sqlite3, psycopg.Connection              cursor, commit, rollback         its module's paramstyle
+    asyncio: psycopg.AsyncConnection, aiosqlite.Connection      the same; commit is a coroutine  its module's paramstyle
+    asyncio: asyncpg.Connection, also out of a pool             transaction, is_in_transaction   $1, $2
+
+The kind is found out here and nowhere else, by `database_of`. What works with a database is written once, as coroutines
+on a Database. One of a blocking connection never waits for the loop: `at_once` runs such a coroutine without one, in
+the caller's thread. A driver that gives an awaitable where its kind should not is refused: no statement is dropped
+without an error.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from metamq.client.checks import wrong_type
 from metamq.errors import ConfigError
+
+R = TypeVar("R")
 
 _TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
 
@@ -19,9 +34,18 @@ _PLACEHOLDERS: Mapping[str, Callable[[int], str]] = {
     "pyformat": lambda number: f"%(p{number})s",
 }
 
+POSTGRESQL, SQLITE = "postgresql", "sqlite"
+_DIALECTS = {
+    "psycopg": POSTGRESQL, "psycopg2": POSTGRESQL, "pg8000": POSTGRESQL, "asyncpg": POSTGRESQL,
+    "sqlite3": SQLITE, "aiosqlite": SQLITE,
+}  # fmt: skip
+"""By the module that a connection's class, or one that it is derived from, comes from."""
+_IDLE = 0
+"""PostgreSQL's transaction status without a transaction, as psycopg has it."""
+
 
 class Connection(Protocol):
-    """What is used of a DB-API connection."""
+    """What is used of a blocking DB-API connection."""
 
     def cursor(self) -> Any: ...
     def commit(self) -> None: ...
@@ -29,10 +53,283 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-def check_connection(connection: object) -> None:
-    """Raises WrongType where it is none."""
-    if not all(hasattr(connection, name) for name in ("cursor", "commit", "rollback")):
-        raise wrong_type("`connection`", "a DB-API connection", connection)
+class AsyncioConnection(Protocol):
+    """What is used of an asyncio connection that follows the DB-API: psycopg.AsyncConnection, aiosqlite.Connection."""
+
+    def cursor(self) -> Any: ...
+    async def commit(self) -> None: ...
+    async def rollback(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class AsyncpgConnection(Protocol):
+    """What is used of an asyncpg connection."""
+
+    def transaction(self) -> Any: ...
+    def is_in_transaction(self) -> bool: ...
+    def execute(self, query: str, *args: Any) -> Any: ...
+    def fetch(self, query: str, *args: Any) -> Any: ...
+
+
+AnyConnection = Connection | AsyncioConnection | AsyncpgConnection
+
+
+class Database(ABC):
+    """A connection, with one way to work with it. Raises what the driver raises."""
+
+    is_asyncio = True
+    """Whether its coroutines need a loop."""
+
+    def __init__(self, connection: Any, paramstyle: str | None) -> None:
+        self.connection = connection
+        modules = (cls.__module__.partition(".")[0] for cls in type(connection).__mro__)
+        self.dialect = next((_DIALECTS[module] for module in modules if module in _DIALECTS), "")
+        """`POSTGRESQL`, `SQLITE`, or "" for others."""
+        self._paramstyle = paramstyle
+
+    @abstractmethod
+    async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
+        """The rows that a query gives; "{}" in `sql` stands for a value."""
+
+    @abstractmethod
+    async def change(self, sql: str, values: Sequence[object] = ()) -> int:
+        """The number of rows that a statement has changed."""
+
+    @abstractmethod
+    async def commit(self) -> None:
+        """Commits."""
+
+    @abstractmethod
+    async def rollback(self) -> None:
+        """Rolls back."""
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await _settled(self.connection.close())
+
+    @property
+    def began(self) -> bool:
+        """Whether a transaction is under way that begin() has begun."""
+        return False
+
+    async def begin(self) -> None:  # noqa: B027 - most drivers begin with the first statement
+        """Begins a transaction that commit() ends. Raises ConfigError where one is under way that it would not end."""
+
+    def check_transactional(self) -> None:
+        """Raises ConfigError where each statement would be committed by itself, whatever commit() does."""
+        if self._autocommit():
+            raise ConfigError(
+                "the connection is in autocommit mode: each statement would be committed by itself, whatever becomes "
+                "of the messages",
+                hint="Open it without autocommit.",
+            )
+
+    def check_in_transaction(self) -> None:
+        """Raises ConfigError where the next statement would be committed by itself, as far as the driver tells."""
+        if not self._autocommit() or self._is_in_transaction():
+            return
+        raise ConfigError(
+            "the connection is in autocommit mode: the offsets would be stored without the results",
+            hint="Open it without autocommit, or commit the offsets inside of a `with connection.transaction()`.",
+        )
+
+    def _autocommit(self) -> bool:
+        known = self.connection
+        if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
+            return bool(known.get_autocommit())
+        if self.dialect == SQLITE and known.isolation_level is None and not known.in_transaction:
+            # Since Python 3.12 `autocommit` may say that there are transactions all the same.
+            return getattr(known, "autocommit", True) is not False
+        return getattr(known, "autocommit", False) is True
+
+    def _is_in_transaction(self) -> bool:
+        """True also where the driver does not tell."""
+        if self.dialect == SQLITE:
+            return bool(self.connection.in_transaction)
+        status = getattr(getattr(self.connection, "info", None), "transaction_status", None)
+        return status is None or int(status) != _IDLE
+
+    def _prepared(self, sql: str, values: Sequence[object]) -> tuple[Any, ...]:
+        """Arguments of the cursor's execute()."""
+        if not values:
+            return (sql,)
+        style = self._paramstyle or _paramstyle_of(self.connection)
+        text = sql.format(*(_PLACEHOLDERS[style](number) for number in range(1, len(values) + 1)))
+        if style in ("named", "pyformat"):
+            return text, {f"p{number}": value for number, value in enumerate(values, start=1)}
+        return text, tuple(values)
+
+
+class _Blocking(Database):
+    is_asyncio = False
+
+    async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
+        cursor = self._executed(sql, values)
+        try:
+            return [columns_of(row) for row in cursor.fetchall()]
+        finally:
+            cursor.close()
+
+    async def change(self, sql: str, values: Sequence[object] = ()) -> int:
+        cursor = self._executed(sql, values)
+        changed: int = cursor.rowcount
+        cursor.close()
+        return changed
+
+    def _executed(self, sql: str, values: Sequence[object]) -> Any:
+        cursor = self._done(self.connection.cursor())
+        try:
+            self._done(cursor.execute(*self._prepared(sql, values)))
+        except BaseException:
+            cursor.close()
+            raise
+        return cursor
+
+    def _done(self, result: Any) -> Any:
+        """`result`. Raises ConfigError where it waits to be awaited: nothing was done."""
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            kind = type(self.connection)
+            raise ConfigError(
+                f"{kind.__module__}.{kind.__qualname__} looks like a blocking connection, and gave an awaitable",
+                hint="Pass the driver's own connection, without a wrapper.",
+            )
+        return result
+
+    async def commit(self) -> None:
+        self._done(self.connection.commit())
+
+    async def rollback(self) -> None:
+        self._done(self.connection.rollback())
+
+
+class _Asyncio(Database):
+    async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
+        cursor = await self._executed(sql, values)
+        try:
+            return [columns_of(row) for row in await cursor.fetchall()]
+        finally:
+            await _settled(cursor.close())
+
+    async def change(self, sql: str, values: Sequence[object] = ()) -> int:
+        cursor = await self._executed(sql, values)
+        changed: int = cursor.rowcount
+        await _settled(cursor.close())
+        return changed
+
+    async def _executed(self, sql: str, values: Sequence[object]) -> Any:
+        cursor = await _settled(self.connection.cursor())
+        try:
+            await cursor.execute(*self._prepared(sql, values))
+        except BaseException:
+            await _settled(cursor.close())
+            raise
+        return cursor
+
+    async def commit(self) -> None:
+        await self.connection.commit()
+
+    async def rollback(self) -> None:
+        await self.connection.rollback()
+
+
+class _Asyncpg(Database):
+    """Statements are committed by themselves outside of a transaction(): the first one begins one, until commit()."""
+
+    _own: Any = None
+    """The transaction that was begun here."""
+
+    async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
+        await self._begun()
+        return [tuple(row) for row in await self.connection.fetch(_numbered(sql, values), *values)]
+
+    async def change(self, sql: str, values: Sequence[object] = ()) -> int:
+        await self._begun()
+        status: str = await self.connection.execute(_numbered(sql, values), *values)
+        changed = status.rpartition(" ")[2]  # "UPDATE 1", "INSERT 0 1", "CREATE TABLE"
+        return int(changed) if changed.isdecimal() else 0
+
+    async def _begun(self) -> None:
+        if self._own is None and not self.connection.is_in_transaction():
+            own = self.connection.transaction()
+            await own.start()
+            self._own = own
+
+    @property
+    def began(self) -> bool:
+        return self._own is not None
+
+    async def begin(self) -> None:
+        if self.connection.is_in_transaction():
+            raise ConfigError(
+                "the connection is in a transaction(), which would be committed later than the block",
+                hint="Leave it out: the block begins and commits the transaction itself.",
+            )
+        await self._begun()
+
+    def _autocommit(self) -> bool:
+        return False  # begin() begins
+
+    def check_in_transaction(self) -> None:
+        if not self.connection.is_in_transaction():
+            raise ConfigError(
+                "the connection is in no transaction: the offsets would be stored without the results",
+                hint="Work and commit the offsets in one `async with connection.transaction()`.",
+            )
+
+    async def commit(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            await own.commit()
+
+    async def rollback(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            await own.rollback()
+        elif self.connection.is_in_transaction():  # its commit was interrupted
+            await self.connection.execute("ROLLBACK")
+
+
+async def _settled(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _numbered(sql: str, values: Sequence[object]) -> str:
+    return sql.format(*(f"${number}" for number in range(1, len(values) + 1))) if values else sql
+
+
+def database_of(connection: object, paramstyle: str | None = None) -> Database:
+    """`paramstyle`: None takes that of the connection's module. Raises WrongType for what is no connection, ConfigError
+    for an unknown paramstyle."""
+    if paramstyle is not None:
+        check_paramstyle(paramstyle)
+    if all(hasattr(connection, name) for name in ("cursor", "commit", "rollback")):
+        waits = inspect.iscoroutinefunction(getattr(connection, "commit", None))
+        return _Asyncio(connection, paramstyle) if waits else _Blocking(connection, paramstyle)
+    if all(hasattr(connection, name) for name in ("transaction", "is_in_transaction", "fetch", "execute")):
+        return _Asyncpg(connection, paramstyle)
+    raise wrong_type("`connection`", "a DB-API connection, or one of psycopg, asyncpg or aiosqlite", connection)
+
+
+def blocking_database_of(connection: object, paramstyle: str | None, hint: str) -> Database:
+    """As database_of(). Raises ConfigError, with the hint, for a connection that is one for asyncio."""
+    database = database_of(connection, paramstyle)
+    if database.is_asyncio:
+        kind = type(connection)
+        raise ConfigError(f"the connection is one for asyncio, of {kind.__module__}.{kind.__qualname__}", hint=hint)
+    return database
+
+
+def at_once(work: Coroutine[Any, Any, R]) -> R:
+    """Runs a coroutine that waits for nothing, in this thread, without a loop."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        result: R = ended.value
+        return result
+    work.close()
+    raise AssertionError("the coroutine waits for a loop")
 
 
 def check_table(table: str) -> str:
@@ -42,32 +339,12 @@ def check_table(table: str) -> str:
     return table
 
 
-def execute(connection: Connection, sql: str, values: Sequence[object] = (), paramstyle: str | None = None) -> Any:
-    """Runs `sql`, in which "{}" stands for a value; returns the cursor, for the caller to close.
-
-    `paramstyle`: None takes that of the connection's module. Raises what the database raises, ConfigError.
-    """
-    if not values:
-        cursor = connection.cursor()
-        cursor.execute(sql)
-        return cursor
-    style = paramstyle or _paramstyle_of(connection)
-    placeholders = [_PLACEHOLDERS[style](number) for number in range(1, len(values) + 1)]
-    cursor = connection.cursor()
-    if style in ("named", "pyformat"):
-        named = {f"p{number}": value for number, value in enumerate(values, start=1)}
-        cursor.execute(sql.format(*placeholders), named)
-    else:
-        cursor.execute(sql.format(*placeholders), tuple(values))
-    return cursor
-
-
 def columns_of(row: Any) -> Sequence[Any]:
     """Of a row, in their order, also where the connection gives mappings."""
     return tuple(row.values()) if isinstance(row, Mapping) else row
 
 
-def _paramstyle_of(connection: Connection) -> str:
+def _paramstyle_of(connection: object) -> str:
     """What the module that the connection's class comes from, or a package above it, says of itself."""
     for cls in type(connection).__mro__:  # an application may have derived its own
         name = cls.__module__

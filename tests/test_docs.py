@@ -84,7 +84,7 @@ def test_the_snippets_of_transactions_run_as_printed(running: Cluster, tmp_path:
             assert connection.execute("SELECT id FROM orders").fetchall() == [("20",)]
     with running.consumer(topics=["orders"], idle_timeout_s=0.5) as consumer:
         sent = Counter(message.value for message in read_to_end(consumer)) - before
-    assert sent == {b"17": 2, **{b"%d" % number: 1 for number in range(18, 25)}}
+    assert sent == {b"17": 2, **{b"%d" % number: 1 for number in range(18, 26)}}
 
 
 def test_the_readme_prints_what_it_sent(running: Cluster, tmp_path: Path) -> None:

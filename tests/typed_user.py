@@ -8,7 +8,10 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
-from typing import assert_type
+from typing import Any, assert_type
+
+import aiosqlite
+import psycopg
 
 from metamq import (
     Admin,
@@ -28,6 +31,7 @@ from metamq import (
 )
 from metamq.errors import BufferFull, DeliveryTimeout, MetamqError, OwnershipLost
 from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.tx.aio import create_outcome_table, dbtx
 
 Order = dict[str, int]
 
@@ -115,6 +119,21 @@ async def asynchronously() -> None:
     async with aio.Admin() as admin:
         topics = await admin.topics()
         print([config.flush for config in topics.values()])
+
+
+async def with_databases(
+    results: psycopg.AsyncConnection[Any], local: aiosqlite.Connection, blocking: sqlite3.Connection
+) -> None:
+    offsets = DatabaseOffsets(lambda: psycopg.AsyncConnection[Any].connect("dbname=shop"))
+    async with aio.Consumer(topics="orders", group="billing", auto_commit=False, offsets=offsets) as consumer:
+        async for message in consumer:
+            await consumer.commit(message, connection=results)
+            await consumer.commit(message, connection=local)
+            await consumer.commit(message, connection=blocking)
+    async with aio.Producer() as producer:
+        await create_outcome_table(local)
+        async with dbtx(results, producer) as tx:
+            await tx.send("orders", b"1")
 
 
 async def bill_later(message: Message[Order]) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from metamq.client import commit_in as in_transaction
 from metamq.client.assignment import AssignedPartition
+from metamq.client.dbapi import at_once, database_of
 from metamq.client.inbox import PartitionState
 from metamq.client.offsets import CommitRequest
 from metamq.client.offsets_database import DatabaseOffsets
@@ -72,7 +73,8 @@ def commit_in(
 ) -> None:
     """As consumer.commit(connection=...), of a consumer that has just got the partition unless `state` says more."""
     state = state or PartitionState(request.claim.tp, request.claim, 0)
-    counted = in_transaction.commit_in(storage, connection, state, request, {request.claim.tp: request.offset})
+    database, position = database_of(connection, storage._paramstyle), {request.claim.tp: request.offset}
+    counted = at_once(in_transaction.commit_in(storage, database, state, request, position))
     if counted is not None:
         raise OwnershipLost(*request.claim.tp, reason=f"counted up to {counted}")
 

@@ -4,12 +4,14 @@
 
 `at`: [number, signal]: at its n-th step, counted over the whole run, it sends itself that signal. `faults`: what is
 seeded into it, for the checks to find. `dawdles`: it sleeps at some steps, so that more happens between them.
+`driver`: one for asyncio, "psycopg_async" or "asyncpg", instead of the blocking psycopg.
 Writes a line for each transaction that was committed; its own steps are told with `tells`.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import os
@@ -25,6 +27,7 @@ import psycopg
 from metamq import Producer
 from metamq.broker.parent import follow_parent
 from metamq.client.branches import TxClient
+from metamq.client.dbapi import Database
 from metamq.errors import MetamqError
 from metamq.tx import Recoverer, dbtx
 from metamq.tx.app.outcomes import ABORT, COMMIT, OutcomeTable
@@ -65,13 +68,20 @@ def watched(steps: Steps, owner: type, method: str, name: str) -> None:
     proper = getattr(owner, method)
 
     @functools.wraps(proper)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        steps(f"before {name}")
+        result = await proper(*args, **kwargs)
+        steps(f"after {name}")
+        return result
+
+    @functools.wraps(proper)
     def call(*args: Any, **kwargs: Any) -> Any:
         steps(f"before {name}")
         result = proper(*args, **kwargs)
         steps(f"after {name}")
         return result
 
-    setattr(owner, method, call)
+    setattr(owner, method, awaited if inspect.iscoroutinefunction(proper) else call)
 
 
 def requests_watched(steps: Steps) -> None:
@@ -119,9 +129,9 @@ def unprepared() -> None:
 def no_fence() -> None:
     """A recoverer decides against what is not decided, and does not write it down."""
 
-    def decide(self: OutcomeTable, connection: Any, gtrid: bytes) -> str:
-        known = self._read(connection, gtrid.hex())
-        connection.rollback()
+    async def decide(self: OutcomeTable, database: Database, gtrid: bytes) -> str:
+        known = await self._read(database, gtrid.hex())
+        await database.rollback()
         return known or ABORT
 
     OutcomeTable.decide = decide  # type: ignore[method-assign]
@@ -130,7 +140,7 @@ def no_fence() -> None:
 def prepared_is_committed() -> None:
     """A recoverer takes for committed whatever is prepared."""
 
-    def decide(self: OutcomeTable, connection: Any, gtrid: bytes) -> str:
+    async def decide(self: OutcomeTable, database: Database, gtrid: bytes) -> str:
         return COMMIT
 
     OutcomeTable.decide = decide  # type: ignore[method-assign]
@@ -158,8 +168,14 @@ def work(order: dict[str, Any], steps: Steps) -> None:
     logging.disable(logging.CRITICAL)
     random.seed(order.get("seed"))
     watched(steps, OutcomeTable, "commit", "the row of the decision")
-    watched(steps, psycopg.Connection, "commit", "the commit in the database")
+    for owner in Database.__subclasses__():
+        watched(steps, owner, "commit", "the commit in the database")
     requests_watched(steps)
+    if order.get("driver", "psycopg") != "psycopg":
+        from application_aio import work_aio
+
+        work_aio(order, steps, FAILS)
+        return
     connection: Any = None
     count = 0
     with Producer[bytes](order["zookeeper"], batch_bytes=order.get("batch_bytes")) as producer:

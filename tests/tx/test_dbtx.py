@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from metamq import Producer
+from metamq.client.dbapi import at_once, database_of
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
@@ -44,8 +45,8 @@ def test_connections_whose_rows_are_mappings(
             if number:  # without messages the transaction is looked at all the same
                 tx.send(topic, b"%d" % number)
     table = OutcomeTable("others")
-    (gtrid, _) = sorted(table.older(database, 1 << 62, "commit"))
-    assert table.decide(database, gtrid) == "commit"
+    (gtrid, _) = sorted(at_once(table.older(database_of(database), 1 << 62, "commit")))
+    assert at_once(table.decide(database_of(database), gtrid)) == "commit"
     with Recoverer(giving_mappings(connect), running.zookeeper, table="others") as recoverer:
         assert recoverer.run_once() == Recovered(0, 0, 0)
     database.close()
@@ -231,13 +232,13 @@ def test_the_decision_is_on_the_disk_where_commits_need_not_be(postgres: str, pr
         """As applications derive them."""
 
     with Own.connect(postgres, options="-c synchronous_commit=off") as database:
-        table.create(database)
-        table.commit(database, b"1")
+        at_once(table.create(database_of(database)))
+        at_once(table.commit(database_of(database), b"1"))
         assert setting() == "on"
         database.rollback()
         assert setting() == "off"
         database.execute("SET synchronous_commit = remote_apply")
-        table.commit(database, b"1")
+        at_once(table.commit(database_of(database), b"1"))
         assert setting() == "remote_apply"
 
 
@@ -301,7 +302,7 @@ def leave(database: Any, producer: Producer[bytes], topic: str, body: bytes, *, 
     assert work is not None
     producer._background.run(work.prepare())
     if decided:
-        tx._outcomes.commit(database, work.gtrid)
+        at_once(tx._outcomes.commit(database_of(database), work.gtrid))
         database.commit()
     else:
         database.rollback()
@@ -349,7 +350,7 @@ def test_a_slow_application_is_refused_by_its_database_once_it_was_decided_about
     with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
         assert recoverer.run_once().rolled_back == 1
     with pytest.raises(REFUSED):
-        tx._outcomes.commit(database, work.gtrid)
+        at_once(tx._outcomes.commit(database_of(database), work.gtrid))
     database.rollback()
     assert messages(running, topic) == []
 
@@ -382,7 +383,7 @@ def test_an_application_that_is_about_to_commit_holds_up_its_own_branch_alone(
     assert work is not None
     producer._background.run(work.prepare())
     leave(database, producer, topic, b"undecided", decided=False)
-    tx._outcomes.commit(slow, work.gtrid)
+    at_once(tx._outcomes.commit(database_of(slow), work.gtrid))
     with Recoverer(connect, running.zookeeper, grace_s=0) as recoverer:
         if is_postgres(database):
             assert recoverer.run_once() == Recovered(0, 1, 1)

@@ -33,17 +33,24 @@ def shop() -> Iterator[Shop]:
         yield opened
 
 
+@pytest.fixture(scope="module", params=["psycopg", "psycopg_async", "asyncpg"])
+def driver(request: pytest.FixtureRequest) -> str:
+    """The first one is blocking, the others are for asyncio."""
+    name: str = request.param
+    return name
+
+
 def program(shop: Shop, folder: Path, **more: Any) -> Program:
     fixed = {"timeout_s": TIMEOUT_S, "transactions": 2, "rows": 2, "fails": 0, "batch_bytes": 1}
     return Program(folder, **shop.order(**fixed, **more))
 
 
 @pytest.fixture(scope="module")
-def steps(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def steps(shop: Shop, driver: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The steps of the second transaction, in their order."""
     folder = tmp_path_factory.mktemp("steps")
     for tried in range(TRIES):
-        one = program(shop, folder, name=f"steps-{tried}", tells=True)
+        one = program(shop, folder, name=f"steps-{tried}-{driver}", tells=True, driver=driver)
         assert one.wait() == 0
         if "done 1" in one.lines():
             break
@@ -53,11 +60,13 @@ def steps(shop: Shop, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return names
 
 
-def at_every_step(shop: Shop, folder: Path, steps: list[str], what: str, sent: signal.Signals) -> list[Program]:
+def at_every_step(
+    shop: Shop, folder: Path, steps: list[str], driver: str, what: str, sent: signal.Signals
+) -> list[Program]:
     """A program for each step, killed or stopped there. One whose time was over before that is begun anew."""
 
     def begun(number: int, tried: int) -> Program:
-        return program(shop, folder, name=f"{what}-{number}-{tried}", at=(number, sent))
+        return program(shop, folder, name=f"{what}-{number}-{tried}-{driver}", at=(number, sent), driver=driver)
 
     def has_come(one: Program) -> bool:
         return not one.running or one.is_stopped()
@@ -80,8 +89,8 @@ def nothing_unprepared(shop: Shop) -> bool:
     return all(branch.state == "prepared" for branch in shop.branches())
 
 
-def test_killed_at_every_step(shop: Shop, steps: list[str], tmp_path: Path) -> None:
-    killed = at_every_step(shop, tmp_path, steps, "killed", signal.SIGKILL)
+def test_killed_at_every_step(shop: Shop, steps: list[str], driver: str, tmp_path: Path) -> None:
+    killed = at_every_step(shop, tmp_path, steps, driver, "killed", signal.SIGKILL)
     assert {one.wait() for one in killed} == {-signal.SIGKILL}
     wait_until(lambda: nothing_unprepared(shop), what="the time-out of what was not prepared")
     with recoverer(shop) as once, recoverer(shop) as again:
@@ -98,8 +107,8 @@ def test_killed_at_every_step(shop: Shop, steps: list[str], tmp_path: Path) -> N
         assert (rows[f"{killed[number].name}-1-0".encode()] == 1) == decided, f"killed {step}: {killed[number].lines()}"
 
 
-def test_paused_past_every_time_out_at_every_step(shop: Shop, steps: list[str], tmp_path: Path) -> None:
-    paused = at_every_step(shop, tmp_path, steps, "paused", signal.SIGSTOP)
+def test_paused_past_every_time_out_at_every_step(shop: Shop, steps: list[str], driver: str, tmp_path: Path) -> None:
+    paused = at_every_step(shop, tmp_path, steps, driver, "paused", signal.SIGSTOP)
     assert all(one.is_stopped() for one in paused)
     wait_until(lambda: nothing_unprepared(shop), what="the time-out of what was not prepared")
     with recoverer(shop) as once:

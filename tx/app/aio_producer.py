@@ -38,6 +38,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
         timestamp: datetime | int | None = None,
     ) -> Delivery:
         """`send`, while any task works in a transaction."""
+        self._check_beside()
         one = self._transactions.of(self._owner())
         if one is None:
             return type(self).send(self, topic, value, key, headers, partition=partition, timestamp=timestamp)
@@ -46,6 +47,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
 
     def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
         """`send_many`, while any task works in a transaction."""
+        self._check_beside()
         one = self._transactions.of(self._owner())
         if one is None:
             return type(self).send_many(self, topic, values, keys)

@@ -21,7 +21,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from metamq.client.branches import ANSWER_S
-from metamq.client.dbapi import Connection
+from metamq.client.dbapi import Connection, Database, at_once, blocking_database_of
 from metamq.client.producer import Producer
 from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
@@ -46,6 +46,7 @@ class DataManager:
         manager: Any,
         connect: Callable[[], Connection] | None,
         outcomes: OutcomeTable,
+        paramstyle: str | None,
         timeout_s: float,
     ) -> None:
         self.transaction_manager = manager
@@ -53,18 +54,22 @@ class DataManager:
         self._get_connection = connection
         self._connect = connect
         self._outcomes = outcomes
+        self._paramstyle = paramstyle
         core = producer._core
-        gtrid = outcomes.identity(self._connection()) + secrets.token_bytes(16)
+        gtrid = at_once(outcomes.identity(self._database())) + secrets.token_bytes(16)
         staging = Staging(routes_of(core))
         self._work = Work(core.cluster, staging, gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
         self._outbox = Outbox(core, core.loop, self._work, core.options)
         self._prepared = False
 
-    def _connection(self) -> Connection:
-        """The driver's own, also where SQLAlchemy gives a wrapper of it."""
+    def _database(self) -> Database:
+        """The driver's own connection, also where SQLAlchemy gives a wrapper of it."""
         given = self._get_connection()
         driver: Connection | None = getattr(given, "driver_connection", None)
-        return given if driver is None else driver
+        return self._blocking(given if driver is None else driver)
+
+    def _blocking(self, connection: Connection) -> Database:
+        return blocking_database_of(connection, self._paramstyle, "The `transaction` package needs a blocking one.")
 
     def send(
         self,
@@ -109,7 +114,7 @@ class DataManager:
     def commit(self, transaction: Any) -> None:
         """The decision goes into the database's transaction."""
         if self._outbox.is_used:
-            self._outcomes.commit(self._connection(), self._work.gtrid)
+            at_once(self._outcomes.commit(self._database(), self._work.gtrid))
 
     def tpc_vote(self, transaction: Any) -> None:
         """Prepares. Raises what makes it impossible."""
@@ -139,7 +144,7 @@ class DataManager:
         if self._connect is not None:
             try:
                 with contextlib.closing(self._connect()) as connection:
-                    outcome = self._outcomes.decide(connection, self._work.gtrid)
+                    outcome = at_once(self._outcomes.decide(self._blocking(connection), self._work.gtrid))
             except Exception as error:
                 log.warning("the database cannot be asked what it has decided: %s", error)
         if outcome == COMMIT:
@@ -209,6 +214,6 @@ def join_transaction(
     producer._check_usable()
     # Not callable(): an sqlite3.Connection is.
     get: Any = (lambda: connection) if hasattr(connection, "cursor") else connection
-    made = DataManager(producer, get, manager, connect, OutcomeTable(table, paramstyle), timeout_s)
+    made = DataManager(producer, get, manager, connect, OutcomeTable(table), paramstyle, timeout_s)
     manager.get().join(made)
     return made

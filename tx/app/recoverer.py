@@ -11,21 +11,23 @@ broker that is down may have one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from metamq.client.background import background
 from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.checks import wrong_type
 from metamq.client.cluster import Cluster
-from metamq.client.dbapi import Connection
+from metamq.client.dbapi import AnyConnection, Database, at_once, check_paramstyle, database_of
 from metamq.client.first_contact import open_client_session
 from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.client.typevars import T
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.app.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import Verb, Xid
@@ -54,13 +56,16 @@ class Recovered(NamedTuple):
 class Recoverer:
     """Finishes what dbtx left. `connect` opens connections to the database; they are committed and closed here.
 
+    `connect` may be asynchronous: `lambda: asyncpg.connect(dsn)`. run() and run_once() block all the same: call them in
+    a thread or a process of their own.
+
     with Recoverer(connect) as recoverer:
         recoverer.run(every_s=5)
     """
 
     def __init__(
         self,
-        connect: Callable[[], Connection],
+        connect: Callable[[], AnyConnection | Awaitable[AnyConnection]],
         zookeeper: str | None = None,
         *,
         table: str = DEFAULT_TABLE,
@@ -72,7 +77,8 @@ class Recoverer:
         if not callable(connect):
             raise wrong_type("`connect`", "a function that opens a connection", connect)
         self._connect = connect
-        self._outcomes = OutcomeTable(table, paramstyle)
+        self._outcomes = OutcomeTable(table)
+        self._paramstyle = paramstyle if paramstyle is None else check_paramstyle(paramstyle)
         self._grace_s = grace_s
         self._seen: dict[tuple[int, Xid, int], float] = {}
         """(broker id, xid, epoch) and since when."""
@@ -93,30 +99,40 @@ class Recoverer:
 
     def run_once(self) -> Recovered:
         """Looks once. Raises MetamqError when the database or ZooKeeper cannot be asked; what was done stays done."""
-        connection = self._opened()
+        database = self._opened()
         try:
-            return self._look(connection)
+            return self._look(database)
         except MetamqError:
             raise
         except Exception as error:  # PEP 249 has a tree of exceptions per module, with no common root
             raise MetamqError(f"the database does not answer: {type(error).__name__}: {error}") from error
         finally:
             with contextlib.suppress(Exception):
-                connection.close()
+                self._do(database, database.close())
 
-    def _opened(self) -> Connection:
+    def _do(self, database: Database, work: Coroutine[Any, Any, T]) -> T:
+        """Blocking connections belong to this thread, those for asyncio to the background loop."""
+        return self._background.run(work) if database.is_asyncio else at_once(work)
+
+    def _opened(self) -> Database:
         try:
-            return self._connect()
+            opened = self._connect()
+            if inspect.isawaitable(opened):
+                opened = self._background.run(_awaited(opened))
+            return database_of(opened, self._paramstyle)
+        except MetamqError:
+            raise
         except Exception as error:
             raise MetamqError(f"no connection to the database: {type(error).__name__}: {error}") from error
 
-    def _look(self, connection: Connection) -> Recovered:
-        identity = self._outcomes.identity(connection)
-        connection.rollback()
+    def _look(self, database: Database) -> Recovered:
+        outcomes = self._outcomes
+        identity = self._do(database, outcomes.identity(database))
+        self._do(database, database.rollback())
         # Before the brokers are asked: what was decided later may be of a branch that was prepared later, too.
         now_us = time.time_ns() // 1000
-        old = self._outcomes.older(connection, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT)
-        old += self._outcomes.older(connection, now_us - int(ABORTS_KEPT_S * 1e6), ABORT)
+        old = self._do(database, outcomes.older(database, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT))
+        old += self._do(database, outcomes.older(database, now_us - int(ABORTS_KEPT_S * 1e6), ABORT))
         known, unreachable = self._background.run(self._known(identity))
         branches = [branch for branch in known if branch.state == PREPARED]
         now_s = time.monotonic()
@@ -126,13 +142,13 @@ class Recoverer:
         for branch in branches:
             if now_s - self._seen[_key(branch)] < self._grace_s or branch.broker_id in silent:
                 continue
-            outcome = self._outcomes.decide(connection, branch.xid.gtrid)
+            outcome = self._do(database, outcomes.decide(database, branch.xid.gtrid))
             if outcome is None:
                 log.warning("branch %s: the database cannot tell yet what becomes of it", branch.xid)
             elif self._background.run(self._finish(branch, outcome, silent)):
                 done[outcome] += 1
         if not unreachable:
-            self._outcomes.forget(connection, set(old) - {branch.xid.gtrid for branch in known})
+            self._do(database, outcomes.forget(database, set(old) - {branch.xid.gtrid for branch in known}))
         return Recovered(done[COMMIT], done[ABORT], len(branches) - done.total(), unreachable)
 
     async def _known(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
@@ -181,6 +197,10 @@ class Recoverer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def _awaited(opening: Awaitable[T]) -> T:
+    return await opening
 
 
 def _key(branch: BranchDescription) -> tuple[int, Xid, int]:
