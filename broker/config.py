@@ -46,6 +46,10 @@ class BrokerConfig:
     """A reader that is further behind in a partition may be told to read from a slave; 0 tells nobody."""
     replication_bytes_per_s: int = 0
     """A master sends no more to each slave; 0 is no limit."""
+    scrub_bytes_per_s: int = 8 * MEBIBYTE
+    """How much of the logs is verified in the background; 0 verifies nothing."""
+    scrub_every_s: float = 86_400.0
+    """How often all of the logs are verified, if `scrub_bytes_per_s` suffices for that."""
     drain_timeout_s: float = 10.0
     """How long a stop waits for requests under way."""
     branch_grace_ms: int = 10_000
@@ -72,12 +76,14 @@ class BrokerConfig:
             "session_timeout_ms": (1000, 600_000),
             "disk_reserve_bytes": (2 * BATCH_BYTES_MAX, 1 << 50),
             "retention_check_s": (0.1, 3600),
+            "scrub_bytes_per_s": (0, 1 << 50),
+            "scrub_every_s": (0, 366 * 86_400),
             "drain_timeout_s": (0, 3600),
             "branch_grace_ms": (100, 600_000),
             "open_files_max": (0, 1 << 20),
             "connections_max": (1, 1 << 20),
             "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),
         }
-        check_ranges("broker", self, limits, real="retention_check_s drain_timeout_s")
+        check_ranges("broker", self, limits, real="retention_check_s scrub_every_s drain_timeout_s")
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")

@@ -35,6 +35,9 @@ class Replica(Role, Protocol):
 
     not_master: Fenced
 
+    def reported(self, entry: OffsetsEntry) -> None:
+        """A reader says that a batch came damaged. Raises what finding the partition raises."""
+
 
 class LookUps:
     """Answers OFFSETS. Used by the broker's loop only."""
@@ -67,6 +70,8 @@ class LookUps:
     def _look_up(self, entry: OffsetsEntry, work: Work) -> Generator[None, None, OffsetsResult]:
         replica = self._replica
         try:
+            if entry.damaged >= 0:
+                replica.reported(entry)
             partition = self._find(entry.topic, entry.topic_id, entry.partition)
             if entry.offset >= 0:  # who goes on from there wants the last word
                 _is_sure, error = parted(partition, entry.offset, entry.epoch, replica)

@@ -58,6 +58,9 @@ _TRANSACTIONS = {
     "journal_bytes": ("metamq_transactions_journal_bytes", "At the master: size of the journal of transactions"),
 }
 _OLDEST = "At the master: how long the oldest prepared branch has been so; 0 when there is none"
+_VERIFIED = "Bytes of logs that were verified in the background"
+_SCRUB_AGE = "Since when all logs were verified last; before the first time, since the start"
+_DAMAGED = "Partitions whose logs are known to be damaged"
 _LINKED = "At a slave: 1 when it is linked to its master"
 _RECEIVED = "At a slave: bytes of logs that came from masters"
 _IN_SYNC = "At the master: replicas in sync, itself included"
@@ -82,6 +85,8 @@ class BrokerCollector(Collector):
             yield CounterMetricFamily(metric, text, value=counters[name])
         yield from _replication(statistics["replication"])
         yield from _transactions(statistics["transactions"], statistics["time_ms"])
+        yield from _scrub(statistics["scrub"])
+        yield GaugeMetricFamily("metamq_log_damaged_partitions", _DAMAGED, value=statistics["damaged_count"])
         flushes = statistics["flushes"]
         yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
         yield self._fsyncs()
@@ -110,6 +115,11 @@ def _transactions(figures: dict[str, int], now_ms: int) -> Iterator[Metric]:
     oldest_us = figures["oldest_prepared_us"]
     age_s = max(now_ms / 1000 - oldest_us / 1_000_000, 0) if oldest_us else 0
     yield GaugeMetricFamily("metamq_transactions_oldest_prepared_seconds", _OLDEST, value=age_s)
+
+
+def _scrub(figures: dict[str, Any]) -> Iterator[Metric]:
+    yield CounterMetricFamily("metamq_scrub_verified_bytes", _VERIFIED, value=figures["verified_bytes"])
+    yield GaugeMetricFamily("metamq_scrub_age_seconds", _SCRUB_AGE, value=figures["pass_age_s"])
 
 
 def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:

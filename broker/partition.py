@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from metamq.broker.log import FlushTicket, LogConfig, PartitionLog, Search
 from metamq.broker.log.durable import UNBOUND
 from metamq.broker.log.producers import Duplicate
-from metamq.errors import Fenced, MetamqError
+from metamq.errors import CorruptData, Fenced, MetamqError
 from metamq.wire.batch import BatchHeader, make_batch_id
 
 Done = Callable[[MetamqError | None], None]
@@ -59,6 +59,7 @@ class Partition:
     """A log that is open for clients. Used by the broker's loop only."""
 
     __slots__ = (
+        "_damage",
         "closed_by",
         "cuts",
         "dirty_since_ms",
@@ -103,6 +104,7 @@ class Partition:
         self.dirty_since_ms: int | None = None
         """Since when there is something to flush; None when there is nothing."""
         self.closed_by: MetamqError | None = None
+        self._damage: CorruptData | None = None
         self.cuts = 0
         """How often something was given up here."""
         self.needed_offset = UNBOUND
@@ -142,6 +144,18 @@ class Partition:
                 found: tuple[int, int] | None = end.value
                 return found
             yield
+
+    @property
+    def damage(self) -> CorruptData | None:
+        """How the log is damaged, as far as that is known; the rest may be served. None once retention removed it."""
+        error = self._damage
+        if error is not None and error.position is not None and error.position < self.log.start_position:
+            return None
+        return error
+
+    @damage.setter
+    def damage(self, error: CorruptData) -> None:
+        self._damage = error
 
     def reconfigure(self, config: LogConfig) -> None:
         """Takes new settings. What waits for a flush that is not asked for any more, waits no longer."""

@@ -40,6 +40,7 @@ from metamq.wire.batch import BatchHeader, check_from_producer
 from metamq.wire.commands import (
     Command,
     HelloReply,
+    OffsetsEntry,
     Promote,
     Promoted,
     PutEntry,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from metamq.broker.ha.keeper import RoleKeeper
     from metamq.broker.ha.service import HAService
     from metamq.broker.protocol import BrokerProtocol
+    from metamq.broker.scrubber import Scrubber
     from metamq.zk.brokers import Mastership
 
 log = logging.getLogger("metamq.broker")
@@ -65,6 +67,8 @@ log = logging.getLogger("metamq.broker")
 SINGLE_MESSAGE_OVERHEAD = 64  # offsets and padding of a batch of one message with all columns
 ROOM_ASKED_BYTES = 1024 * 1024
 """A branch that is prepared with more asks whether the disk has room for it."""
+DAMAGED_TOLD_MAX = 10
+"""Partitions whose damage is described in an answer to STATS."""
 
 
 class Processors:
@@ -101,6 +105,8 @@ class Processors:
         """When PUTs are acknowledged, while this is the master."""
         self.not_master = Fenced(f"broker {folder.broker_id}", "it is starting")
         """What PUTs and slaves are told while it is not."""
+        self.scrubber: Scrubber | None = None
+        """Verifies what readers say came damaged; set by the server."""
         self.keeper: RoleKeeper | None = None
         """What role this replica plays; set by the server."""
         self.slices = Slices()
@@ -132,9 +138,16 @@ class Processors:
         return self.keeper.preferred_replica(partition, position) if self.keeper is not None else -1
 
     def found_damage(self, partition: Partition, error: CorruptData) -> None:
-        """A log could not be read: a slave copies it anew, a master goes on with what can be read."""
-        if not self.is_master:
+        """A log is damaged: a slave copies it again, a master goes on with what can be read, and says so."""
+        if self.is_master:
+            self._topics.has_damage(partition, error)
+        else:
             self._topics.is_damaged(partition, error)
+
+    def reported(self, entry: OffsetsEntry) -> None:
+        """A reader, or a slave, says that a batch came damaged: it is verified. Raises what Topics.find() does."""
+        if self.scrubber is not None:
+            self.scrubber.report(self._topics.find(entry.topic, entry.topic_id, entry.partition), entry.damaged)
 
     def greeting(self) -> HelloReply:
         """What this broker answers to HELLO."""
@@ -313,6 +326,7 @@ class Processors:
         return {**self._statistics(self._topics.partitions()), "counters": self.counters.snapshot()}
 
     def _statistics(self, partitions: Iterable[Partition]) -> dict[str, Any]:
+        damage = self._topics.damage()
         return {
             "broker_id": self._folder.broker_id,
             "replica": self._folder.replica,
@@ -323,6 +337,9 @@ class Processors:
             "writes_refused": str(self.refuse_writes) if self.refuse_writes else None,
             "replication": self.keeper.statistics() if self.keeper is not None else {},
             "transactions": self.transactions.figures._asdict(),
+            "scrub": self.scrubber.statistics() if self.scrubber is not None else {},
+            "damaged_count": len(damage),
+            "damaged": [str(error) for error in list(damage.values())[:DAMAGED_TOLD_MAX]],
             "partitions": [_partition_statistics(one) for one in partitions if not one.topic.startswith(OWN)],
         }
 

@@ -38,6 +38,7 @@ from metamq.broker.partition import BatchIds
 from metamq.broker.processors import Processors
 from metamq.broker.protocol import BrokerProtocol
 from metamq.broker.request_memory import RequestMemory
+from metamq.broker.scrubber import Scrubber
 from metamq.broker.sync_times import Histogram, SyncTimes
 from metamq.broker.topics import Topics
 from metamq.broker.transactions.followers import Followers
@@ -114,6 +115,8 @@ class Broker:
             self._flusher.run,
             self._housekeeping.watch_disk,
             self._housekeeping.run,
+            self._scrubber.run,
+            self._scrubber.run_reports,
             self._topics.run_removals,
             self._follow_topics,
             self._keeper.run,
@@ -171,6 +174,8 @@ class Broker:
         self._housekeeping = Housekeeping(
             self._topics, self._folder, self._processors, self._flusher, config, self.fail
         )
+        self._scrubber = Scrubber(self._topics, config, self._processors.found_damage)
+        self._processors.scrubber = self._scrubber
         self._acceptor = Acceptor(
             self._listener,
             lambda: BrokerProtocol(
@@ -388,6 +393,7 @@ class Broker:
             connection.close() if self.failure is None else connection.abort()
         self._flusher.close()
         self._housekeeping.close()
+        self._scrubber.close()
         if self._status is not None:
             self._status.close()
         self._files.close()
@@ -419,6 +425,8 @@ class Broker:
             self._topics.close(ClosedError("broker"), clean=False)
         if hasattr(self, "_housekeeping"):
             self._housekeeping.close()
+        if hasattr(self, "_scrubber"):
+            self._scrubber.close()
         if hasattr(self, "_flusher"):
             self._flusher.close()
         if hasattr(self, "_files"):

@@ -120,19 +120,26 @@ class Topics:
         }
 
     def broken(self) -> list[MetamqError]:
-        """Why partitions or topics are not served as they should be."""
+        """Why partitions or topics are not served as they should be, or not from sound logs."""
         return [*self._unreadable.values(), *self.damage().values()]
 
     def damage(self) -> dict[tuple[str, int], CorruptData]:
         """The partitions whose logs are damaged, and how."""
-        closed = {(p.topic, p.index): p.closed_by for p in self.partitions() if isinstance(p.closed_by, CorruptData)}
-        return self._broken | closed
+        found = {(p.topic, p.index): p.closed_by or p.damage for p in self.partitions()}
+        return self._broken | {place: error for place, error in found.items() if isinstance(error, CorruptData)}
 
     def is_damaged(self, partition: Partition, error: CorruptData) -> None:
         """A partition that is open was found to be damaged: it is not served any more."""
         if partition.closed_by is None:
             log.critical("%s is not served any more: %s", partition.name, error)
             partition.close(error, clean=False)
+            self.damaged()
+
+    def has_damage(self, partition: Partition, error: CorruptData) -> None:
+        """A partition that is open was found to be damaged, and is served all the same: the rest of it is sound."""
+        if partition.closed_by is None and partition.damage is None:
+            log.critical("%s is served, and damaged: %s", partition.name, error)
+            partition.damage = error
             self.damaged()
 
     async def set_damaged_aside(self) -> None:
@@ -151,6 +158,8 @@ class Topics:
                 closed = self.open[topic].pop(index, None)
                 if closed is not None:
                     self.closing(closed)
+                    if closed.closed_by is None:
+                        closed.close(error, clean=False)
                 self._broken.pop((topic, index), None)
                 folder = self._folder.partition_folder(topic, config.id, index)
                 moving = partial(set_aside, folder, name, self._files, now_us=time.time_ns() // 1000)

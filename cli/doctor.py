@@ -21,9 +21,9 @@ from metamq.cli.command import Command
 from metamq.cli.context import Globals, current
 from metamq.cli.output import TABLE_OR_JSON, count, folded, listed, print_json, styled
 from metamq.cli.reach import look_for_cluster
-from metamq.cli.replica_view import amiss
+from metamq.cli.replica_view import amiss, damage
 from metamq.cli.topic_view import not_served, refuses_writes, size_in_words
-from metamq.cli.units import show_bytes
+from metamq.cli.units import show_age, show_bytes
 from metamq.client.admin_groups import children
 from metamq.client.admin_replicas import describe_broker
 from metamq.client.admin_topics import describe_topic
@@ -260,7 +260,7 @@ async def _look_at_broker(cluster: Cluster, broker_id: int, tell: Callable[[Find
     except MetamqError as error:
         tell(Finding(what, "problem", error.problem, "`metamq ha status` shows its replicas."))
         return False
-    for fault in faults:
+    for fault in (*faults, *damage(found)):
         tell(Finding(fault.what, fault.status, fault.detail, fault.hint))
     return not any(fault.status == "problem" for fault in faults)
 
@@ -284,7 +284,18 @@ async def _master(cluster: Cluster, broker_id: int) -> Finding:
     if skew_ms > SKEW_MS_MAX:
         hint = "Set both clocks by NTP: timestamps and retention go by them."
         return Finding(what, "warning", f"{seen}; its clock is {skew_ms / 1000:.1f} s off ours", hint)
-    return Finding(what, "ok", f"{seen}, clock ±{max(skew_ms, ended_ms - began_ms):.0f} ms")
+    detail = f"{seen}, clock ±{max(skew_ms, ended_ms - began_ms):.0f} ms"
+    return Finding(what, "ok", f"{detail}; {_verified(header.get('scrub') or {})}")
+
+
+def _verified(scrub: dict[str, Any]) -> str:
+    """How far the scrub has come, in words."""
+    if not scrub.get("bytes_per_s"):
+        return "its logs are not verified in the background"
+    if not scrub["is_complete"]:
+        return f"{show_bytes(scrub['pass_bytes'])} of its logs verified since its start"
+    age_ms = round(scrub["pass_age_s"] * 1000)
+    return f"all of its logs verified {show_age(age_ms)} ago"
 
 
 # Topics and groups

@@ -22,7 +22,7 @@ from metamq.cli.output import (
     print_table,
     say,
 )
-from metamq.cli.replica_view import amiss, in_sync_and_down
+from metamq.cli.replica_view import amiss, damage, in_sync_and_down
 from metamq.cli.units import DURATION, show_bytes
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
@@ -73,7 +73,7 @@ def status(broker_id: int | None, output: str) -> int:
             ["BROKER", "REPLICA", "ROLE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"],
             [_row(broker, replica) for broker in found for replica in broker.replicas],
         )
-    to_do = [each for broker in found for each in amiss(broker)]
+    to_do = [each for broker in found for each in (*amiss(broker), *damage(broker))]
     for each in to_do:
         say(f"{each.what}: {each.detail}")
         if each.hint:

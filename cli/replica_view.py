@@ -23,6 +23,34 @@ def amiss(broker: BrokerReplicas) -> list[Amiss]:
     return [*_of_master(broker), *(found for one in broker.replicas for found in _of_slave(broker, one))]
 
 
+def damage(broker: BrokerReplicas) -> list[Amiss]:
+    """Damaged logs at the master, and what makes them sound again."""
+    found = []
+    for one in broker.replicas:
+        if one.damaged_count:
+            what = f"broker {broker.broker_id}"
+            more = one.damaged_count - len(one.damaged)
+            told = "; ".join((*one.damaged, *([f"and {more:,} more"] if more > 0 else [])))
+            logs = f"{one.damaged_count:,} log{'s' * (one.damaged_count != 1)}"
+            detail = f"replica {one.replica}, its master, has damage in {logs}: {told}"
+            found.append(Amiss("problem", what, detail, _sound_again(broker, one)))
+    return found
+
+
+def _sound_again(broker: BrokerReplicas, damaged: ReplicaDescription) -> str:
+    ready = [one.replica for one in broker.replicas if one is not damaged and one.holds_all]
+    if ready:
+        promote = f"metamq ha promote --broker {broker.broker_id} --slave {ready[0]}"
+        return (
+            f"`{promote}` makes replica {ready[0]} the master, which is in sync; replica {damaged.replica} then sets "
+            "the damaged logs aside and copies them again."
+        )
+    return (
+        "No other replica is in sync. `metamq log verify` on the data folder shows every damaged place; a partition "
+        "whose log cannot be restored is given up by `metamq log forget`."
+    )
+
+
 def _of_master(broker: BrokerReplicas) -> Iterator[Amiss]:
     what = f"broker {broker.broker_id}"
     master = next(one for one in broker.replicas if one.role != "slave")

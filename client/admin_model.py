@@ -219,6 +219,7 @@ class ReplicaDescription:
     is to the in-sync set at its master. The lags, behind the master, are None for the master itself and for a slave
     without a link to it; so is `copying`, how many of its partitions are not yet up to what the master appends.
     `problem`: why it does not answer, waits, or stores nothing. A `learner` is a slave that is never in sync.
+    `damaged_count`, of a master: its partitions whose logs are damaged; `damaged` describes the first of them.
     """
 
     broker_id: int
@@ -234,6 +235,8 @@ class ReplicaDescription:
     lag_ms: int | None
     problem: str
     learner: bool
+    damaged_count: int = 0
+    damaged: tuple[str, ...] = ()
 
     @property
     def holds_all(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 from metamq.client import in_pieces
@@ -40,10 +41,12 @@ async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | 
     slaves = {slave.replica: slave for slave in await slaves_of(cluster.session, broker_id)}
     links: dict[int, dict[str, Any]] = {}
     problems: dict[int, str] = {}
+    damaged: dict[int, tuple[int, tuple[str, ...]]] = {}
     if master is not None:
         try:
             answer = await _ask_briefly(cluster, master)
             links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
+            damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
         except MetamqError as error:
             problems[state.master] = error.problem
         except (KeyError, TypeError, AttributeError) as error:
@@ -61,6 +64,9 @@ async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | 
     addresses = slaves if master is None else {**slaves, master.replica: master}
     numbers = sorted({state.master, *(replica for replica, _ in state.insync), *slaves, *links})
     replicas = [_replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, "")) for n in numbers]
+    for place, one in enumerate(replicas):
+        damaged_count, reasons = damaged.get(one.replica, (0, ()))
+        replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
     return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas))
 
 

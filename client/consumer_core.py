@@ -15,6 +15,7 @@ from metamq.client.assignment import AssignedPartition, not_assigned
 from metamq.client.cluster import MASTER, Cluster, Source
 from metamq.client.commits import Commits
 from metamq.client.consumer_options import ConsumerOptions, ConsumerPlan, check_place
+from metamq.client.damage import report_damage, report_of
 from metamq.client.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch_runner import FetchRunner
 from metamq.client.first_contact import open_client_session
@@ -360,6 +361,8 @@ class ConsumerCore:
 
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
         """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
+        report = report_of(request.tp, request.topic_id, request.offset)
+        self._spawn(report_damage(self.cluster, request.source, report))
         if request.source.replica != MASTER:
             self.fetch_failed(request, damage)
             return

@@ -71,8 +71,8 @@ class FetchRequest:
         return CorruptData(
             f"{self.tp} at offset {self.offset}",
             damage.reason,
-            hint=f"`metamq log verify` on the data folder of broker {self.source.broker_id} shows every damaged "
-            "place; to go on behind it, seek to a later offset.",
+            hint=f"`metamq ha status` says what makes the log of broker {self.source.broker_id} sound again. Without "
+            "another replica, seek to a later offset to go on.",
         )
 
     def grow_delay(self) -> float:

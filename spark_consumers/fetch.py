@@ -13,6 +13,7 @@ the user said so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from metamq.client.background import background
 from metamq.client.cluster import MASTER
+from metamq.client.damage import report_of
 from metamq.client.fetch_queue import DAMAGED_FETCHES_MAX
 from metamq.errors import (
     ConnectError,
@@ -157,6 +159,7 @@ class Fetching:
         if chunk:
             self._made_progress()
         if damage is not None:
+            self._report(lane, damage)
             self._failed(damage)
         elif not chunk:
             self._nothing_came(result)
@@ -164,6 +167,12 @@ class Fetching:
             self._prefer(result.preferred_replica)
         self._ask_ahead()
         return chunk
+
+    def _report(self, lane: Lane, damage: MetamqError) -> None:
+        """Has the broker verify what came damaged of it."""
+        if isinstance(damage, CorruptData):
+            with contextlib.suppress(MetamqError):
+                lane.report(report_of(self._wanted.tp, self._wanted.topic_id, self._offset))
 
     def _open_file(self, lane: Lane, result: GetResult) -> None:
         """Goes on there; or with another answer where it cannot be read. Raises ProtocolError."""

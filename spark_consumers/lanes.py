@@ -15,7 +15,7 @@ from metamq.client.blocking_connection import BlockingConnection
 from metamq.client.transport import KEPT_BYTES, another_answered
 from metamq.errors import ProtocolError
 from metamq.wire import status
-from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.wire.commands import Command, Get, GetPartition, GetResult, OffsetsEntry, unpack_list
 from metamq.wire.rooms import Rooms
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -110,6 +110,11 @@ class Lane:
         if result.file is not None and not self._in_place:
             raise ProtocolError(f"{self._address} names a file, and was asked to send what is there")
         return result, response.body
+
+    def report(self, entry: OffsetsEntry) -> None:
+        """Tells the broker what came damaged. No answer may be under way. Raises ConnectError, Timeout."""
+        self.connection.send(Command.OFFSETS, [entry], timeout_s=ANSWER_LATE_S)
+        self.connection.receive(timeout_s=ANSWER_LATE_S)
 
     def done_with_it(self) -> None:
         """The next request opens a partition anew."""

@@ -183,7 +183,7 @@ def the_master_dies(pair: Pair) -> None:
     pair.kill(0)
 
 
-NOT_SERVED = "is not served any more"
+DAMAGED = " is damaged at byte "
 
 
 def the_slaves_log_is_damaged(pair: Pair) -> None:
@@ -192,15 +192,13 @@ def the_slaves_log_is_damaged(pair: Pair) -> None:
 
 
 def the_masters_log_is_damaged(pair: Pair) -> None:
-    """And it has noticed: without the file `epochs` it reads the log for the slave that comes."""
+    """And it has noticed: at its start, or by its scrub."""
     pair.kill(0)
     pair.damage(0)
-    for path in (pair.folder / "replica-0").glob("topics/*/[01]/epochs"):
-        path.unlink()
     said = pair.folder / "replica-0.log"
-    before = said.read_text().count(NOT_SERVED)
+    before = said.read_text().count(DAMAGED)
     pair.start(0)
-    wait_until(lambda: said.read_text().count(NOT_SERVED) > before, what="the damage noticed")
+    wait_until(lambda: said.read_text().count(DAMAGED) > before, what="the damage noticed")
     pair.wait_in_sync()
 
 

@@ -170,6 +170,9 @@ class OffsetsEntry(NamedTuple):
     epoch: int = -1
     """Of the message before that; -1: not known. The broker looks whether its log has the same up to there
     (OffsetDiverged)."""
+    damaged: int = -1
+    """An offset whose batch came damaged from here; -1: none. The broker verifies what it has; the answer does not wait
+    for that."""
 
 
 class Stats(NamedTuple):

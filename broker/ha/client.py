@@ -33,9 +33,11 @@ from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
+from metamq.client.damage import report_to
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, DiskFull, Fenced, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
+from metamq.wire.commands import LATEST, OffsetsEntry
 from metamq.zk.brokers import BrokerAddress, Registration
 
 log = logging.getLogger("metamq.broker")
@@ -96,6 +98,8 @@ class HAClient:
         self.attempts = Attempts()
         self._link: _Link | None = None
         self._trouble = Trouble()
+        self._damaged: OffsetsEntry | None = None
+        """What came damaged, of which the master is still to be told."""
 
     @property
     def incarnation(self) -> int:
@@ -132,6 +136,7 @@ class HAClient:
                     self._failed(error)
                     return
                 self._trouble.lasts(f"no link to the master at {master.address}", error)
+                await self._report_damage(master)
                 self.state = HAState.READY
                 await self.attempts.pause()
         finally:
@@ -210,6 +215,17 @@ class HAClient:
         if partition not in self.readable:
             self.readable.add(partition)
             self._readable_changed()
+
+    def came_damaged(self, partition: Partition, damage: CopyDamaged) -> None:
+        """The copy of a partition came damaged: on the way, or the master's log is."""
+        place = partition.topic, partition.topic_id, partition.index
+        self._damaged = OffsetsEntry(*place, LATEST, damaged=damage.offset)
+
+    async def _report_damage(self, master: BrokerAddress) -> None:
+        """Tells the master what came damaged, so that it verifies its log. Else the next link may end the same way."""
+        entry, self._damaged = self._damaged, None
+        if entry is not None:
+            await report_to(master, entry)
 
     @property
     def linked(self) -> bool:
@@ -490,7 +506,8 @@ class _Link:
         try:
             partition.append_replicated(batches, position)
             self._look_if_stable(partition, self._not_yet_stable.get(partition))
-        except CopyDamaged:
+        except CopyDamaged as error:
+            self._client.came_damaged(partition, error)
             raise
         except CorruptData as error:
             self._topics.is_damaged(partition, error)

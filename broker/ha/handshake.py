@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from metamq.errors import CorruptData
 from metamq.wire.sync import AttachResult, Decision
 
 __all__ = ["Decision", "Place", "Side", "Verdict", "decide"]
@@ -119,6 +120,15 @@ def begin_where_needed(needed_offset: int, slave: Side, verdict: Verdict, start:
         f"{needed_offset:,} on is needed"
     )
     return Verdict(Decision.RESET, *start, reason, logging.WARNING)
+
+
+def wait_before_damage(damage: CorruptData, verdict: Verdict) -> Verdict:
+    """The verdict to go on, unless the copy would come to what is damaged in the master's log: it would end there, and
+    the link with it."""
+    goes_on = verdict.decision in (Decision.FROM, Decision.RESET)
+    if not goes_on or (damage.position is not None and verdict.position > damage.position):
+        return verdict
+    return _wait(f"the master's log cannot be copied: {damage.problem}")
 
 
 def _wait(reason: str) -> Verdict:

@@ -27,7 +27,15 @@ from typing import Any
 
 from metamq.broker.ha.connection import HAConnection, Mark, Wire
 from metamq.broker.ha.flow import FlowMonitor
-from metamq.broker.ha.handshake import Place, Side, Verdict, begin_where_needed, decide, refuse_between_batches
+from metamq.broker.ha.handshake import (
+    Place,
+    Side,
+    Verdict,
+    begin_where_needed,
+    decide,
+    refuse_between_batches,
+    wait_before_damage,
+)
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
@@ -248,6 +256,8 @@ class HAService:
                 verdict = self._checked(partition, slave, verdict)
             if partition is not None and master is not None and verdict.decision is sync.Decision.FROM:
                 verdict = begin_where_needed(partition.needed_offset, slave, verdict, master.start)
+            if partition is not None and partition.damage is not None:
+                verdict = wait_before_damage(partition.damage, verdict)
             name = f"{asked.topic}/{asked.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
             results.append(

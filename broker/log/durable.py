@@ -36,6 +36,7 @@ from metamq.broker.log.files import FileCache, storage_error
 from metamq.broker.log.flush import FlushTicket
 from metamq.broker.log.flushed import FlushPoint
 from metamq.broker.log.recovery import Recovered
+from metamq.broker.log.segments import Segment
 from metamq.broker.log.store import SegmentStore
 from metamq.errors import ClosedError, MetamqError, StorageError
 
@@ -214,6 +215,33 @@ class DurableLog:
             self.start_offset, self.start_position, self.last_append_us, self._own_from, self._own_to, clean,
         )  # fmt: skip
 
+    # -- verifying ------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> list[Segment]:
+        """What is flushed of each segment, oldest first, for metamq.broker.log.scrub."""
+        return [_piece(one, self.flushed_position) for one in self._store.segments if self._is_flushed_from(one)]
+
+    def _is_flushed_from(self, segment: Segment) -> bool:
+        return segment.base_position < min(segment.end_position, self.flushed_position)
+
+    def has_piece(self, piece: Segment) -> bool:
+        """Whether retention, a cut, or an emptying has left it in the log."""
+        if isinstance(self._refusal, ClosedError):
+            return False
+        found = self._store.segment_at(piece.base_position)
+        return found is not None and found.path == piece.path and found.end_position >= piece.end_position
+
+    def place_of(self, offset: int) -> tuple[Segment, tuple[int, int]] | None:
+        """The piece with the batch that holds an offset, and the batch's (offset, position); None: the log has none.
+
+        Raises CorruptData when the batches' headers do not lead there, StorageError, ClosedError.
+        """
+        self._check_open()
+        if not self.start_offset <= offset < self.end_offset:
+            return None
+        segment, base, position = self._stored(self._store.find, offset)
+        return _piece(segment, self.end_position), (base, position)
+
     # -- failing --------------------------------------------------------------------------------------------------
 
     def _stored(self, ask: Callable[..., T], *what: object) -> T:
@@ -250,3 +278,9 @@ class DurableLog:
     def _check_open(self) -> None:
         if self._refusal is not None and isinstance(self._refusal, ClosedError):
             raise self._refusal
+
+
+def _piece(segment: Segment, end_position: int) -> Segment:
+    """The segment up to there, as a value of its own."""
+    end = min(segment.end_position, end_position)
+    return Segment(segment.path, segment.base_offset, segment.base_position, end - segment.base_position)

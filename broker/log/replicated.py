@@ -12,7 +12,9 @@ from metamq.wire.batch import BatchHeader, check_stored
 
 
 class CopyDamaged(CorruptData):
-    """What came from the master is damaged; the log here is what it was."""
+    """What came from the master is damaged, from `offset` on; the log here is what it was."""
+
+    offset = -1
 
 
 _HINT = "Nothing of it was stored: the copying is to begin anew, from the log's end."
@@ -33,7 +35,9 @@ def check_replicated(
         header, problem = check_stored(batches, at, len(batches))
         if header is None or problem is not None:
             reason = problem or "there is no header"
-            raise CopyDamaged(f"the copy of {name}", reason, position=position + at, hint=_HINT)
+            damage = CopyDamaged(f"the copy of {name}", reason, position=position + at, hint=_HINT)
+            damage.offset = offset
+            raise damage
         if header.base_offset != offset or header.epoch < epoch:
             raise ProtocolError(
                 f"{name}: at byte {position + at:,} the copy has offset {header.base_offset:,} of epoch "

@@ -175,6 +175,6 @@ def damaged(what: str, position: int, reason: str) -> CorruptData:
         what,
         reason,
         position=position,
-        hint="`metamq log verify` shows the extent. Restore the partition from a replica: stop this broker, move "
-        "the partition's folder aside, start it again as a slave.",
+        hint="`metamq log verify` shows the extent. A slave copies such a log again by itself. At a master, promote a "
+        "slave that is in sync: `metamq ha status` names it.",
     )

@@ -94,7 +94,7 @@ class SegmentStore:
 
     def read(self, offset: int, bytes_max: int, stable_position: int) -> LogSlice:
         """As PartitionLog.read(); `offset` lies below the stable position."""
-        segment, base, position = self._find(offset)
+        segment, base, position = self.find(offset)
         available = min(stable_position, segment.end_position) - position
         wanted = min(max(bytes_max, HEADER_BYTES), available) & ~7
         data = read_at(self._files, segment, position, wanted if wanted <= SMALL_BYTES else HEADER_BYTES)
@@ -108,12 +108,12 @@ class SegmentStore:
 
     def locate(self, offset: int, bytes_max: int, stable_position: int) -> FilePart:
         """As PartitionLog.locate(); `offset` lies below the stable position."""
-        segment, _base, position = self._find(offset)
+        segment, _base, position = self.find(offset)
         available = min(stable_position, segment.end_position) - position
         size = min(max(bytes_max, BATCH_BYTES_MAX), available)
         return FilePart(segment.path, position - segment.base_position, size, position)
 
-    def _find(self, offset: int) -> tuple[Segment, int, int]:
+    def find(self, offset: int) -> tuple[Segment, int, int]:
         """(segment, base offset, position) of the batch that holds the offset."""
         segment = self.segments[-1]
         if offset < segment.base_offset:
@@ -124,9 +124,14 @@ class SegmentStore:
             base, position = find_batch(self._files, segment, offset, (base, position), self.index_interval_bytes)
         return segment, base, position
 
+    def segment_at(self, position: int) -> Segment | None:
+        """The segment that begins there, if one does."""
+        segment = self.segments[max(bisect_right(self.segments, position, key=_BASE_POSITION) - 1, 0)]
+        return segment if segment.base_position == position else None
+
     def begins_at(self, offset: int, position: int) -> bool:
         """As PartitionLog.begins_at(); `offset` lies in the log."""
-        _segment, *found = self._find(offset)
+        _segment, *found = self.find(offset)
         return found == [offset, position]
 
     def before(self, offset: int) -> list[Segment]:

@@ -108,7 +108,7 @@ def test_damage_on_the_brokers_disk_is_raised_after_what_is_before_it_and_a_seek
         assert next(messages).value == b"before"
         with pytest.raises(CorruptData, match="rotten/0-0 at offset 1 is damaged") as caught:
             next(messages)
-        assert "`metamq log verify`" in str(caught.value)
+        assert "`metamq ha status`" in str(caught.value)
         assert "seek to a later offset" in str(caught.value)
         assert "rotten/0-0 at offset 1" in consumer.health().partitions[tp("rotten")].last_error
         consumer.seek(tp("rotten"), 2)

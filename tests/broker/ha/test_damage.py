@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from metamq.cli.log_reader import find_partitions, verify_partition
+from metamq.cli.replica_view import damage as advice
 from metamq.client.transport import BrokerConnection
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess
@@ -165,6 +167,80 @@ def test_a_damaged_slave_without_a_master_keeps_its_log_and_is_not_promoted(grou
     wait_until(lambda: set_aside(slave) != [], what="the log aside")
     group.wait_insync(0, 1)
     group.wait_equal(0, 1)
+
+
+def damage_value(broker: BrokerProcess, number: int) -> None:
+    """Changes a byte of a value, which only a checksum notices, in one of the batches of partition 0."""
+    (path,) = (broker.data / "topics").glob("[!~]*/0/*.log")
+    ends = [at + header.size for at, header in walk(memoryview(path.read_bytes()))]
+    damage(broker, at=ends[number] - 8)
+
+
+def has_damage(broker: BrokerProcess) -> bool:
+    """Whether `metamq log verify` finds damage in any log of a replica, the journal's included."""
+    return any(verify_partition(one, lambda _size: None).is_damaged for one in find_partitions(broker.data))
+
+
+def test_a_slave_whose_log_was_damaged_while_it_was_down_finds_it_and_copies_it_again(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=1)
+    slave = group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 50)
+    group.wait_equal(0, 1)
+    assert slave.stop() == 0
+    damage_value(slave, 20)
+    assert has_damage(slave)
+    slave.start()  # nothing is read of a log that was closed cleanly: it is in sync before the scrub has found it
+    wait_until(lambda: set_aside(slave) != [], what="the log aside")
+    group.wait_insync(0, 1)
+    group.wait_equal(0, 1)
+    assert not has_damage(slave)
+    assert incarnation(slave) == 2
+    group.lose_master(group.cluster.broker.kill, 1)
+    group.promote(1)
+    assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_a_masters_damage_that_a_reader_meets_is_repaired_by_a_promotion(group: Group) -> None:
+    """The whole way: the reader's error, the report, the advice, the promotion, the repair, and back."""
+    topic = a_sync_topic(group, flush="ack", partitions=1)
+    master, slave = group.cluster.broker, group.add_slave()
+    group.wait_insync(0, 1)
+    values = send(group, topic, 50)
+    group.wait_equal(0, 1)
+    damage_value(master, 20)
+    with pytest.raises(CorruptData, match=f"{topic}/0-0 at offset 20 is damaged"):
+        group.read(topic)
+
+    def advised() -> list[str]:
+        with group.cluster.admin() as admin:
+            return [found.hint for found in advice(admin.replicas()[0])]
+
+    wait_until(advised, what="the damage told")
+    assert "`metamq ha promote --broker 0 --slave 1` makes replica 1 the master" in advised()[0]
+    values += send(group, topic, 10, b"while it is damaged")
+    group.promote(1)
+    wait_until(lambda: set_aside(master) != [], what="the former master's log aside")
+    group.wait_insync(0, 1, master=1)
+    group.wait_equal(0, 1)
+    assert [has_damage(one) for one in (master, slave)] == [False, False]
+    assert advised() == []
+    group.promote(0)
+    group.wait_insync(0, 1)
+    assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_a_slave_that_meets_its_masters_damage_says_so_and_copies_the_rest(group: Group) -> None:
+    topic = a_sync_topic(group, flush="ack", partitions=2)
+    master = group.cluster.broker
+    send(group, topic, 60)
+    damage_value(master, 10)
+    slave = group.add_slave(scrub_bytes_per_s=0)
+    wait_until(lambda: "is served, and damaged: " in master.log_path.read_text(), what="the damage told to the master")
+    wait_until(lambda: group.ends(1).get((topic, 1)) == group.ends(0)[topic, 1], what="a copy of the other partition")
+    wait_until(lambda: group.replication(0)["slaves"][0]["stage"].startswith("without a log"), what="its stage")
+    assert slave.running
+    assert "not in the in-sync set" in str(raises_fenced(lambda: group.promote_once(1)))
 
 
 TORN_BYTES = 50
