@@ -40,6 +40,8 @@ log = logging.getLogger("metamq.broker")
 
 FORMAT = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+RIGHT_ZOOKEEPER = "Give the ZooKeeper, chroot and --root that the folder was used with."
+LOST_ZOOKEEPER = "If ZooKeeper was lost, `metamq cluster restore` makes what it held anew, from the data folders."
 _REMOVED = ".removed-"
 _COPIED = "of another folder"
 """In the place of a lock's mark: meta.json came from elsewhere."""
@@ -168,7 +170,7 @@ class DataFolder:
             raise ConfigError(
                 f"the data folder {self.path} belongs to cluster {self.cluster_id}, this ZooKeeper to "
                 f"{cluster_id or 'none'}",
-                hint="Give the ZooKeeper, chroot and --root that the folder was used with.",
+                hint=RIGHT_ZOOKEEPER if cluster_id else f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER}",
             )
 
     @property

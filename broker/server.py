@@ -27,7 +27,7 @@ import metamq
 from metamq.broker.acceptor import Acceptor
 from metamq.broker.config import BrokerConfig
 from metamq.broker.counters import Counters
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data_folder import LOST_ZOOKEEPER, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.keeper import RoleKeeper
 from metamq.broker.ha.role import Role
@@ -243,8 +243,7 @@ class Broker:
             raise ConfigError(
                 f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
                 f"{self._zookeeper} does not know broker {self.config.id}",
-                hint="Give the ZooKeeper, chroot and --root that the folder was used with. Without them, its topics "
-                "would count as deleted.",
+                hint=f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER} In front of another one its topics would count as deleted.",
             )
         await self._check_cluster()
         await self._check_not_copied()

@@ -30,6 +30,8 @@ class Attempts:
     """Written by one thread, read by any: a dictionary keeps its keys once it can be seen."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
+        self.closed = 0
+        """How often a server took the connection and closed it, instead of giving a session."""
         self._servers = tuple(dict.fromkeys(servers))
         self._failures: dict[Server, dict[str, _Failure | None]] = {server: {"": None} for server in self._servers}
 
@@ -45,7 +47,8 @@ class Attempts:
 
     def failed(self, name: str, ip: str, port: int, error: Exception) -> None:
         """One attempt has failed."""
-        self._failures[name, port][ip] = _failure(error)
+        failure = self._failures[name, port][ip] = _failure(error)
+        self.closed += failure.reason == CLOSED
 
     def all_refused(self) -> bool:
         """Whether every address of every server has refused actively."""

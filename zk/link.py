@@ -91,6 +91,8 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
     """kazoo's connection thread: survives every exception, keeps what was negotiated, can be cut."""
 
     negotiated_timeout_ms = 0
+    is_over = False
+    """Whether the session is to be given up at the next attempt to connect."""
 
     def __init__(self, client: KazooClient, patience_s: float, attempts: Attempts) -> None:
         super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
@@ -103,6 +105,9 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         return addresses
 
     def _connect(self, host: str, hostip: str, port: int) -> Any:
+        if self.is_over:
+            self.is_over = False
+            raise SessionExpiredError
         try:
             return super()._connect(host, hostip, port)
         except SessionExpiredError:
@@ -208,6 +213,10 @@ class Link:
         """Cut the connection: requests under way fail, and kazoo connects anew."""
         self._down()
         self._connection.drop()
+
+    def give_up_session(self) -> None:
+        """Begin a new session with the next connection, as if a server had said that this one is over."""
+        self._connection.is_over = True
 
     def stop(self, done: Callable[[], None]) -> None:
         """End the session and the threads, in a thread of its own, which calls `done` once all is gone."""

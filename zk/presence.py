@@ -32,7 +32,8 @@ async def missing_cluster(session: Session) -> ConfigError | None:
         beside = await _beside(session.children_or_none, root)
         choose = "Choose with --root or METAMQ_ROOT"
     if not beside:
-        return ConfigError(f"{problem}: no broker has ever been there", hint="Start the first with `metamq broker`.")
+        hint = "Start the first with `metamq broker`. If ZooKeeper was lost, see `metamq cluster restore`."
+        return ConfigError(f"{problem}: no broker has ever been there", hint=hint)
     shown = ", ".join(beside[:SHOWN_MAX]) + (", ..." if len(beside) > SHOWN_MAX else "")
     return ConfigError(problem, hint=f"Beside it: {shown}. {choose}, or start the first broker with `metamq broker`.")
 

@@ -51,6 +51,7 @@ from metamq.zk.errors import (
 from metamq.zk.link import Link
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData, Stat
 from metamq.zk.paths import DEFAULT_ROOT, Paths
+from metamq.zk.refused import is_refused_alone
 from metamq.zk.servers import parse_servers
 from metamq.zk.watches import Watches
 
@@ -121,16 +122,17 @@ class Session:
         self.session_id = 0
         self.negotiated_timeout_ms = timeout_ms
         self.generation = 0
-        hosts, self.chroot = parse_servers(servers)
+        self._hosts, self.chroot = parse_servers(servers)
         self._make_chroot = make_chroot
         self._loop = asyncio.get_running_loop()
-        self._link = Link(hosts, timeout_ms, self._state_changed_in_thread)
+        self._link = Link(self._hosts, timeout_ms, self._state_changed_in_thread)
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._answers: set[asyncio.Future[Any]] = set()
         self._watches = Watches(self._loop, self._in_loop)
         self._listeners: list[Callable[[State], None]] = []
         self._state_waiters: set[asyncio.Future[None]] = set()
         self._closed: asyncio.Future[None] | None = None
+        self._refused: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -379,6 +381,8 @@ class Session:
             return
         self._closed = stopped = self._loop.create_future()
         self.state = State.LOST
+        if self._refused is not None:
+            self._refused.cancel()
         for answer in list(self._answers):
             if not answer.done():
                 answer.set_exception(self._lost("the session was closed before an answer came"))
@@ -507,8 +511,18 @@ class Session:
         else:
             log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
         self._wake()
+        if state is State.SUSPENDED and (self._refused is None or self._refused.done()):
+            self._refused = asyncio.ensure_future(self._leave_what_refuses())
         for listener in list(self._listeners):
             self._loop.call_soon(listener, state)
+
+    async def _leave_what_refuses(self) -> None:
+        if await is_refused_alone(self._link.attempts, lambda: self.state is State.SUSPENDED, self._hosts):
+            log.warning(
+                "ZooKeeper at %s gives sessions, and refuses this one for ever: it was replaced, or restored from a "
+                "copy. Beginning a new session", self.servers,
+            )  # fmt: skip
+            self._link.give_up_session()
 
     def _wake(self) -> None:
         for waiter in list(self._state_waiters):

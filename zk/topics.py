@@ -23,6 +23,7 @@ from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.names import check_node, check_topic
 from metamq.zk.partitions import TopicPartition, configured_partitions
+from metamq.zk.presence import missing_cluster
 
 if TYPE_CHECKING:
     from metamq.zk.session import Session
@@ -233,10 +234,15 @@ def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
 
 
 class TopicStore:
-    """Reads and changes topic configurations. All methods raise ConnectionLost when ZooKeeper is away."""
+    """Reads and changes topic configurations. All methods raise ConnectionLost when ZooKeeper is away.
+
+    So they do where another ZooKeeper has come in its place: that a topic is not there is believed of the cluster only
+    in which topics were found before.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._cluster = b""
 
     async def create(self, config: TopicConfig) -> TopicConfig:
         """Create a topic. Raises ConfigError for a wrong setting, TopicExists.
@@ -261,11 +267,28 @@ class TopicStore:
         """As `get`, but None for a topic that does not exist; `watch` is then called once it does."""
         check_node("topic", topic)
         node = await self._session.get_or_none(self._path(topic), watch=watch)
+        if node is None or not self._cluster:
+            await self._check_cluster(is_found=node is not None)
         return None if node is None else from_json(topic, node.data)
+
+    async def _check_cluster(self, *, is_found: bool) -> None:
+        """Remembers the cluster that has a topic; raises ConnectionLost where it is another one now, or none."""
+        node = await self._session.get_or_none(self._session.paths.cluster())
+        present = b"" if node is None else node.data
+        if is_found:
+            self._cluster = present
+        elif self._cluster not in (b"", present):
+            known, found = (data.decode(errors="replace") for data in (self._cluster, present))
+            there = f"cluster {found}" if found else "no cluster"
+            reason = f"another ZooKeeper is there: it has {there}, and this client's is {known}"
+            raise ConnectionLost(self._session.servers, reason, outcome="not_done")
 
     async def names(self, watch: Watcher | None = None) -> list[str]:
         """The names of all topics, sorted; `watch` is called once a topic is created or deleted."""
-        return sorted(await self._session.children_or_none(self._session.paths.topic_configs(), watch) or [])
+        names = await self._session.children_or_none(self._session.paths.topic_configs(), watch) or []
+        if not names:
+            await self._check_cluster(is_found=False)
+        return sorted(names)
 
     async def alter(self, topic: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
         """Replace the configuration by `change` of it, which is called again when somebody else was faster.
@@ -312,9 +335,13 @@ class TopicStore:
 
     async def _not_found(self, topic: str) -> TopicNotFound:
         try:
-            near = difflib.get_close_matches(topic, await self.names())
+            names = await self.names()
+            missing = await missing_cluster(self._session) if not names else None
         except ConnectionLost:
-            near = []
+            names, missing = [], None
+        if missing is not None:
+            return TopicNotFound(topic, hint=f"{missing.problem[0].upper()}{missing.problem[1:]}. {missing.hint}")
+        near = difflib.get_close_matches(topic, names)
         return TopicNotFound(topic, hint=f"Did you mean {' or '.join(map(repr, near))}?" if near else None)
 
     def _path(self, topic: str) -> str:

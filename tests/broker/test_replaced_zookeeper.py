@@ -39,8 +39,9 @@ Fill = Callable[[Session], Awaitable[None]]
 class Scene:
     """A broker with a topic, and its ZooKeeper, which can be replaced."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_ahead: bool = True) -> None:
         self.folder = folder
+        self.is_ahead = is_ahead
         self.zookeeper = EmbeddedZooKeeper(folder / "zk").start()
         config = BrokerConfig(
             data=str(folder / "data"), port=0, http_port=-1, disk_reserve_bytes=1 << 26, session_timeout_ms=6000
@@ -69,7 +70,7 @@ class Scene:
         self.zookeeper = await asyncio.to_thread(EmbeddedZooKeeper(self.folder / "zk", port).start)
         async with await Session.open(self.zookeeper.address) as other:
             await fill(other)
-            for number in range(100):  # clients refuse a server that is behind what they have seen
+            for number in range(100 if self.is_ahead else 0):  # else it refuses who has seen more
                 await other.create(f"/filler{number}")
         async with asyncio.timeout(LIMIT_S):
             while session.generation == generation:
@@ -99,10 +100,11 @@ class ListedLate(TopicStore):
         return await super().names(watch)
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
 @pytest.mark.parametrize("fill", [nothing, another_cluster])
-def test_what_another_zookeeper_lists_removes_nothing(tmp_path: Path, fill: Fill) -> None:
+def test_what_another_zookeeper_lists_removes_nothing(tmp_path: Path, fill: Fill, is_ahead: bool) -> None:
     async def run() -> None:
-        scene = Scene(tmp_path)
+        scene = Scene(tmp_path, is_ahead=is_ahead)
         await scene.begin()
         try:
             await scene.replace(fill)
@@ -111,6 +113,7 @@ def test_what_another_zookeeper_lists_removes_nothing(tmp_path: Path, fill: Fill
             async with asyncio.timeout(LIMIT_S):
                 await scene.broker.wait()
             assert isinstance(scene.broker.failure, ConfigError)
+            assert ("`metamq cluster restore`" in str(scene.broker.failure)) == (fill is nothing)
             assert await scene.made_there() == [] or fill is another_cluster
         finally:
             await scene.end()

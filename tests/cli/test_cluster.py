@@ -17,6 +17,7 @@ import pytest
 
 from metamq import Admin, Consumer, Producer
 from metamq.broker.folder_report import inspect_folder
+from metamq.errors import TopicNotFound
 from metamq.testing import BrokerProcess
 from metamq.zk.brokers import cluster_id
 from metamq.zk.embedded import EmbeddedZooKeeper
@@ -270,6 +271,42 @@ def test_a_prepared_branch_is_there_after_a_restore_and_can_be_committed(scene: 
         (branch,) = admin.transactions().branches
         admin.commit_branch(branch.xid, branch.broker_id)
     assert sorted(scene.read(start="earliest")) == sorted([*scene.sent, b"in doubt"])
+
+
+def test_clients_that_run_meanwhile_wait_for_the_restore_and_go_on(tmp_path: Path, offline: Metamq) -> None:
+    """An empty ZooKeeper has the address: no topic is taken for deleted, and the broker says what is to be done."""
+    with EmbeddedZooKeeper(tmp_path / "zk-1") as first:
+        servers, port = first.address, first.port
+        broker = BrokerProcess(servers, tmp_path / "broker", session_timeout_ms=4000)
+        broker.start()
+        with Admin(servers) as admin:
+            admin.create_topic("orders", partitions=1)
+        producer = Producer[bytes](servers)
+        consumer = Consumer[bytes](servers, topics=["orders"], group="g", start="earliest", session_timeout_ms=4000)
+        messages = iter(consumer)
+        producer.send("orders", b"before").result(60)
+        assert next(messages).value == b"before"
+        first.stop()
+        with EmbeddedZooKeeper(tmp_path / "zk-2", port), producer, consumer:
+            assert broker.wait() == 1
+            said = broker.log_path.read_text()
+            assert "was replaced, or restored from a copy" in said
+            assert "does not know broker 0. Give the ZooKeeper, chroot and --root" in said
+            assert "If ZooKeeper was lost, `metamq cluster restore` makes what it held anew" in said
+            sent = producer.send("orders", b"meanwhile")
+            with Producer[bytes](servers) as new, pytest.raises(TopicNotFound, match="`metamq cluster restore`"):
+                new.send("orders", b"to nobody").result(60)
+            assert not sent.done()
+            restore = offline("cluster", "restore", "--data", broker.data, "--yes", "--zookeeper", servers)
+            assert restore.status == 0, restore.talk
+            broker = BrokerProcess(servers, broker.data)
+            broker.start()
+            try:
+                sent.result(60)
+                while next(messages).value != b"meanwhile":
+                    continue
+            finally:
+                assert broker.stop() == 0
 
 
 def test_what_cannot_be_one_cluster_is_refused(scene: Scene, zookeeper: EmbeddedZooKeeper) -> None:

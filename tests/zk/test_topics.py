@@ -134,6 +134,9 @@ def test_create_get_and_delete(servers: str) -> None:
             with pytest.raises(TopicNotFound, match="Did you mean 'flights'"):
                 await store.get("flihgts")
             assert await store.delete("flights") == created
+            with pytest.raises(TopicNotFound, match=r"There is no broker below /meta .* see `metamq cluster restore`"):
+                await store.get("flights")
+            await session.ensure(session.paths.broker_ids())
             with pytest.raises(TopicNotFound, match="metamq topic create flights"):
                 await store.delete("flights")
             assert (await store.create(TopicConfig("flights", {0: 4}))).id != created.id
