@@ -32,7 +32,7 @@ from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.cli")
 
-IDLE_S = 0.05
+LOOK_S = 0.05
 COMMIT_S = 1.0
 BUFFER_BYTES = 64 * 1024
 
@@ -94,8 +94,8 @@ def consume(
         partitions = _partitions(topics) if exit_at_end or isinstance(place, int) else {}
         ends = {tp: _end(tp, found) for tp, found in partitions.items()} if exit_at_end else None
         start = "latest" if isinstance(place, int) else place
-        consumer: Consumer[bytes] = Consumer(
-            **settings, topics=topics, group=group, start=start, auto_commit=False, idle_timeout_s=IDLE_S
+        consumer = Looking(
+            **settings, topics=topics, group=group, start=start, auto_commit=False, idle_timeout_s=LOOK_S
         )
         with consumer, StopSignals() as signals:
             if isinstance(place, int):
@@ -145,12 +145,22 @@ def _hang_ups(stream: IO[str]) -> select.poll | None:
     return watched
 
 
+class Looking(Consumer[bytes]):
+    """Its loops end every now and then, so that signals and the reader of our output are looked at."""
+
+    _asks_for_the_end = False
+
+    def has_all_partitions(self) -> bool:
+        """Whether it has every partition that is its own, and those that have the others live."""
+        return self._background.run(self._core.end.has_all_partitions())
+
+
 class Printing:
     """Writes what a consumer gives, and commits behind what is written."""
 
     def __init__(
         self,
-        consumer: Consumer[bytes],
+        consumer: Looking,
         render: Render,
         signals: StopSignals,
         *,
@@ -205,7 +215,7 @@ class Printing:
     def _add(self, text: bytes) -> None:
         self._buffer.append(text)
         self._buffered_bytes += len(text)
-        if self._at_once or self._buffered_bytes >= BUFFER_BYTES or time.monotonic() - self._written_s > IDLE_S:
+        if self._at_once or self._buffered_bytes >= BUFFER_BYTES or time.monotonic() - self._written_s > LOOK_S:
             self._write()
 
     def _write(self) -> None:
@@ -232,13 +242,16 @@ class Printing:
         """Whether everything that is ours has been read; asked when nothing comes."""
         if self._ends is None:
             return False
-        health = self._consumer.health()
-        for tp, partition in health.partitions.items():
+        # It has no partition where others have all there is, or the topics were deleted.
+        return self._has_read_its_own() and self._consumer.has_all_partitions() and self._has_read_its_own()
+
+    def _has_read_its_own(self) -> bool:
+        assert self._ends is not None
+        partitions = self._consumer.health().partitions
+        for tp, partition in partitions.items():
             if partition.done_offset >= self._ends.get(tp, 0):
                 self._ends.pop(tp, None)
-        if health.group is not None and not health.partitions:
-            return bool(health.group.idle_reason)  # others have all there is, or the topics were deleted
-        return not any(tp in self._ends for tp in health.partitions)
+        return not any(tp in self._ends for tp in partitions)
 
     def _commit(self, *, last: Message[bytes] | None = None) -> None:
         """Commits what is done, and `last`, which was the last to be written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from metamq.client.offsets import Claim, CommitRequest, Committed
 from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotFound
@@ -30,6 +30,15 @@ class AssignedPartition:
     def committed(self) -> Committed | None:
         """What the offset storage holds."""
         return self.claim.committed
+
+
+class Obstacle(NamedTuple):
+    """Why it is not known whether there is more to read: the error to raise, since when (time.monotonic), and how long
+    that is borne."""
+
+    error: MetamqError
+    since: float
+    patience_s: float
 
 
 class AssignmentHandler(Protocol):
@@ -60,6 +69,15 @@ class Assignment(Protocol):
 
     def partition_names(self, topic: str) -> Sequence[str] | None:
         """The partitions that a topic has, as far as is known: None when it is not, none when there is no topic."""
+
+    def unsettled(self) -> Obstacle | None:
+        """Why the consumer has not, or not yet, all partitions that are its own; None: it has. Any thread."""
+
+    async def confirm(self) -> Obstacle | None:
+        """Asks ZooKeeper. None: the consumer has all that is its own, and those that have the rest live.
+
+        Raises MetamqError.
+        """
 
 
 def not_assigned(tp: TopicPartition, topics: Collection[str], assignment: Assignment) -> MetamqError:

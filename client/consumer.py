@@ -48,8 +48,9 @@ class Consumer(ConsumerFace[T]):
     decode:      makes a value of bytes; without it values are bytes.
     filter:      messages for which `filter(message)` is false are skipped when iterating and in run().
     auto_commit: commit what is done every `commit_interval_ms`; with False call commit().
-    idle_timeout_s: iteration ends when nothing came for so long, not counting the time it takes to join the group, nor
-                 that of an outage: it raises ConnectError after 30 s of one. None waits for ever.
+    idle_timeout_s: iteration ends when nothing came for so long, and ZooKeeper and the brokers then say that nothing is
+                 left to read. The time that joining takes, or an outage, does not count; after 30 s of an outage the
+                 loop raises ConnectError or Timeout. None waits for ever.
     on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own; a revoked partition is
                  given away after the callback has returned.
     on_data_loss: when retention was faster than the group: go on at "earliest" or "latest", with a warning and a count
@@ -67,6 +68,9 @@ class Consumer(ConsumerFace[T]):
     from any. After close() a loop that is running ends, and everything but health() raises ClosedError.
     Raises ConnectError, TopicNotFound, ConfigError.
     """
+
+    _asks_for_the_end = True
+    """Whether a loop that is idle ends only at the end of the data; else `idle_timeout_s` is a pause between looks."""
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class Consumer(ConsumerFace[T]):
             on_assigned=_in_thread(on_assigned),
             on_revoked=_in_thread(on_revoked),
         )
-        self._hands = ThreadHands(self._core, self._background, idle_timeout_s)
+        self._hands = ThreadHands(self._core, self._background, idle_timeout_s, asks=self._asks_for_the_end)
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
         self._background.run(self._core.open(self._servers, self._root))

@@ -22,6 +22,7 @@ from metamq.client.first_contact import open_client_session
 from metamq.client.forks import tell_of_forks
 from metamq.client.health import ConsumerHealth, health_of
 from metamq.client.inbox import Inbox, PartitionState
+from metamq.client.loop_end import LoopEnd
 from metamq.client.message_batch import MessageBatch, own_part
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.outages import Outages
@@ -72,8 +73,6 @@ class ConsumerCore:
         self.loop = loop
         self.inbox = Inbox(self._may_deliver)
         self._room = Room(options, self.inbox)
-        self.fetching_since: float | None = None
-        """When the first fetch began, or all could be fetched again (time.monotonic); None before."""
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(self._wake_runner)
@@ -111,6 +110,8 @@ class ConsumerCore:
             await self._storage.check()
             self._assignment = self._make_assignment(self._session)
             self.commits = Commits(self.plan, self.inbox, self._assignment, self.outages.errors)
+            parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
+            self.end = LoopEnd(servers, *parts, pauses=self._needs_lease)
             await self._assignment.start()
         except BaseException:
             await self._shut_down()
@@ -135,7 +136,7 @@ class ConsumerCore:
     def _make_assignment(self, session: Session) -> ZKLoadRebalanceListener | UnsharedAssignment:
         plan = self.plan
         if plan.group is None or plan.broadcast:
-            storage = self._storage if plan.group is not None else None
+            storage = None if plan.group is None else self._storage
             return UnsharedAssignment(self.cluster, plan.group or "", plan.consumer_id, plan.topics, storage, self)
         return ZKLoadRebalanceListener(
             session, plan.group, plan.consumer_id, plan.topics, plan.strategy, self._storage, self, self._lease
@@ -147,6 +148,7 @@ class ConsumerCore:
         """These partitions are ours: tell the application, which may seek, then find where to start, and fetch."""
         states = [PartitionState(assigned.tp, assigned.claim, -1) for assigned in partitions]
         for state in states:
+            self.end.is_placing(state)
             self.inbox.add(state)
         await self._tell(self._on_assigned, states)
         for state, assigned in zip(states, partitions, strict=True):
@@ -187,7 +189,8 @@ class ConsumerCore:
                 if state.next_offset < 0:  # else the application was faster with a seek
                     state.begin_at(first.offset, first.epoch)
             self._fetch_from(state, state.next_offset)
-            self._outage_ended(state.tp, begins=self.fetching_since is None)
+            self.outages.ended(state.tp)
+            self.end.placed(state)
             return
 
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
@@ -240,7 +243,8 @@ class ConsumerCore:
 
     def _remove(self, state: PartitionState) -> None:
         self.inbox.remove(state)
-        self._outage_ended(state.tp)
+        self.outages.ended(state.tp)
+        self.end.placed(state)
 
     def failed(self, error: MetamqError) -> None:
         """The assignment has ended for good: the application gets the error."""
@@ -312,7 +316,7 @@ class ConsumerCore:
         request.damaged_fetches = 0
         request.delay_s = 0.0
         if not self._sources.is_substitute(request):
-            self._outage_ended(request.tp)
+            self.outages.ended(request.tp)
         self._sources.answered(request, result.preferred_replica)
         if self._room.has_more(state):
             self._queue.put(request, self.loop.time())
@@ -324,7 +328,7 @@ class ConsumerCore:
         """Their broker can be reached, and says so of a partition without news by no answer."""
         masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
         for tp in self.outages.cut_off(masters):
-            self._outage_ended(tp)
+            self.outages.ended(tp)
 
     def consumed(self) -> None:
         """A handler made room: fetch on for those that waited for it. In the loop."""
@@ -383,11 +387,6 @@ class ConsumerCore:
         self._stuck[tp] = error
         self.inbox.fail(error)
 
-    def _outage_ended(self, tp: TopicPartition, *, begins: bool = False) -> None:
-        if self.outages.ended(tp) or begins:
-            self.fetching_since = time.monotonic()
-            self.inbox.poke()
-
     def _out_of_range(self, request: FetchRequest, error: OffsetOutOfRange) -> None:
         state = self.inbox.states[request.tp]
         policy = self.plan.on_data_loss
@@ -412,8 +411,12 @@ class ConsumerCore:
 
     # The lease
 
+    @property
+    def _needs_lease(self) -> bool:
+        return self.plan.group is not None and not self.plan.broadcast
+
     def _may_deliver(self) -> bool:
-        return self.plan.group is None or self.plan.broadcast or self._lease.valid()
+        return not self._needs_lease or self._lease.valid()
 
     async def _watch_lease(self) -> None:
         """Stops handing out when the lease is over, takes back what is not handed out, goes on when it is valid."""
@@ -445,6 +448,7 @@ class ConsumerCore:
         while True:
             await asyncio.sleep(PROGRESS_CHECK_S)
             self.outages.tell()
+            self.end.tell()
             with self.inbox.lock:
                 states = list(self.inbox.states.values())
                 done = {state.tp: state.done_offset() for state in states}
@@ -511,7 +515,7 @@ class ConsumerCore:
             if not state.paused:
                 state.paused = True
                 self._stop_fetching(state)
-                self._outage_ended(state.tp)
+                self.outages.ended(state.tp)
                 self.inbox.rewind(state)
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:

@@ -49,6 +49,8 @@ class GroupPlan:
         self._members = Watched(lambda watch: read_members(session, group, watch), changed)
         self._configs: dict[str, Watched[TopicConfig | None]] = {}
         self._seen: int | None = None
+        self.present: Mapping[str, Member] = {}
+        """The members when the plan was last agreed on."""
 
     async def agree(self, joined_in: int) -> Plan:
         """The plan that stands and was made from what is there now, made here if need be.
@@ -68,6 +70,7 @@ class GroupPlan:
             self._check_strategy(present, stored)
             configs = await self._read_configs(subscribed_topics(present.values()))
             inputs = plan_inputs(self._strategy, present, configs)
+            self.present = present
             if stored is not None and (stored.plan.inputs, stored.plan.strategy) == (inputs, self._strategy):
                 return stored.plan
             plan = next_plan(stored.plan if stored else None, self._strategy, inputs)

@@ -7,41 +7,49 @@ import contextlib
 import threading
 import time
 
-from metamq.client import outages
 from metamq.client.background import BackgroundLoop
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.inbox import Hand
-
-START_GRACE_S = 5.0
-"""How long a consumer may take to join its group and begin to fetch before that counts as idle."""
+from metamq.client.loop_end import LoopEnd, Step
 
 
-def left_s(idle_timeout_s: float | None, began_at: float, core: ConsumerCore) -> float | None:
-    """How long to wait yet for a batch that was asked for at `began_at`; None: for ever.
+class _Wait:
+    """The wait for one batch: how long to wait before the next look, and when to ask whether this is the end."""
 
-    Before the first fetch nothing can come: a consumer that is slow to join is not idle. Nor is one that cannot fetch
-    some partition; when that lasts it raises what keeps it from it.
-    """
-    if idle_timeout_s is None:
-        return None
-    now, outage_began_at = time.monotonic(), core.outages.began_at()
-    if outage_began_at is not None:
-        wait_s = max(began_at + idle_timeout_s, outage_began_at + outages.PATIENCE_S) - now
-        if wait_s <= 0:
-            raise core.outages.error()
-        return wait_s
-    if core.fetching_since is None:
-        return began_at + max(idle_timeout_s, START_GRACE_S) - now
-    return max(began_at, core.fetching_since) + idle_timeout_s - now
+    def __init__(self, end: LoopEnd, *, asks: bool = True) -> None:
+        self._end = end
+        self._asks = asks
+        self._idle_since = time.monotonic()
+        self.is_over = False
+        """Nothing is to come."""
+
+    def wait_s(self, idle_timeout_s: float | None) -> float | None:
+        """Seconds until the next look, None: for ever; 0: ask for the end. Raises the error of what lasts too long."""
+        if idle_timeout_s is None:
+            return None
+        if not self._asks:
+            self._end.check_patience()
+            wait_s = max(self._idle_since + idle_timeout_s - time.monotonic(), 0.0)
+            self.is_over = not wait_s
+            return wait_s
+        decision = self._end.look(idle_timeout_s, self._idle_since)
+        self._idle_since = decision.idle_since
+        return 0.0 if decision.step is Step.ASK else decision.wait_s
 
 
 class ThreadHands:
-    """For any thread, beside the core's loop. `idle_timeout_s`: how long to wait for a batch, None for ever."""
+    """For any thread, beside the core's loop. `idle_timeout_s`: how long to wait for a batch, None for ever.
 
-    def __init__(self, core: ConsumerCore, background: BackgroundLoop, idle_timeout_s: float | None) -> None:
+    `asks`: whether the idle time ends a loop only at the end of the data; else it is a pause between two looks.
+    """
+
+    def __init__(
+        self, core: ConsumerCore, background: BackgroundLoop, idle_timeout_s: float | None, *, asks: bool = True
+    ) -> None:
         self._core = core
         self._background = background
         self._idle_timeout_s = idle_timeout_s
+        self._asks = asks
 
     def take(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
         """Waits for a batch; None when it was closed or idle, or when `stop` is set and poke() was called."""
@@ -55,17 +63,22 @@ class ThreadHands:
 
     def _take(self, stop: threading.Event | None, whole: bool, taken: list[Hand]) -> Hand | None:
         inbox = self._core.inbox
-        began_at = time.monotonic()
-        with inbox.lock:
-            while not inbox.closed and not (stop is not None and stop.is_set()):
+        wait: _Wait | None = None
+        while True:
+            with inbox.lock:
+                if inbox.closed or (stop is not None and stop.is_set()):
+                    return None
                 hand = inbox.take(whole=whole, taken=taken)
                 if hand is not None:
                     return hand
-                wait_s = left_s(self._idle_timeout_s, began_at, self._core)
-                if wait_s is not None and wait_s <= 0:
+                wait = wait or _Wait(self._core.end, asks=self._asks)
+                wait_s = None if wait.is_over else wait.wait_s(self._idle_timeout_s)
+                if wait.is_over:
                     return None
-                inbox.filled.wait(wait_s)
-        return None
+                if wait_s is None or wait_s > 0:
+                    inbox.filled.wait(wait_s)
+                    continue
+            wait.is_over = self._background.run(self._core.end.confirm())
 
     def release(self, hand: Hand, *, in_hand: bool) -> None:
         """A handler has finished a batch; `in_hand`: the last message it was given is done."""
@@ -96,19 +109,23 @@ class TaskHands:
     async def take(self, *, whole: bool = False) -> Hand | None:
         """Waits for a batch; None when it was closed or idle."""
         inbox = self._core.inbox
-        began_at = time.monotonic()
+        wait: _Wait | None = None
         while not inbox.closed:
             self._filled.clear()
             with inbox.lock:
                 hand = inbox.take(whole=whole)
             if hand is not None:
                 return hand
-            wait_s = left_s(self._idle_timeout_s, began_at, self._core)
-            if wait_s is not None and wait_s <= 0:
+            wait = wait or _Wait(self._core.end)
+            if wait.is_over:
                 return None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation
-                    await self._filled.wait()
+            wait_s = wait.wait_s(self._idle_timeout_s)
+            if wait_s is None or wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation
+                        await self._filled.wait()
+            else:
+                wait.is_over = await self._core.end.confirm()
         return None
 
     def release(self, hand: Hand, *, in_hand: bool) -> None:

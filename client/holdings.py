@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.client.assignment import AssignedPartition, AssignmentHandler
 from metamq.client.offsets import Claim, CommitRequest, OffsetStorage
@@ -45,6 +46,20 @@ class _Holding:
 
 
 _Some = dict[TopicPartition, _Holding]
+
+APPLICATIONS = frozenset({Phase.STARTING, Phase.REVOKING})
+"""Phases in which the application's callbacks, or its handler, take as long as they like."""
+
+
+class Lack(NamedTuple):
+    """Partitions that are a member's by the plan, and that it does not consume yet."""
+
+    partitions: int
+    first: TopicPartition
+    owner: str
+    """The member that still owns one of them; empty: nobody."""
+    with_application: bool
+    """They wait for the application, which takes as long as it likes."""
 
 
 class Holdings:
@@ -80,6 +95,8 @@ class Holdings:
         self._reading: set[asyncio.Task[None]] = set()
         self.waiting: dict[TopicPartition, str] = {}
         """Ours by the plan -> the member that still owns it."""
+        self.moved_at = 0.0
+        """When a partition was last claimed, or went into another phase (time.monotonic)."""
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -87,6 +104,18 @@ class Holdings:
     def in_phase(self, *phases: Phase) -> tuple[TopicPartition, ...]:
         """The partitions in one of `phases`, in numeric order."""
         return tuple(sorted((tp for tp, held in self._held.items() if held.phase in phases), key=partition_order))
+
+    def lack(self, plan: Plan) -> Lack | None:
+        """What the plan gives to this member and is not consumed; None: nothing."""
+        mine = mine_in(self._id, plan)
+        consumed = {tp for tp, held in self._held.items() if held.phase is Phase.CONSUMING}
+        missing = sorted(mine.keys() - consumed, key=partition_order)
+        if not missing:
+            return None
+        phases = {held.phase for tp in missing if (held := self._held.get(tp)) is not None}
+        is_held = all(tp in self._held for tp in missing)
+        owner = next((self.waiting[tp] for tp in missing if tp in self.waiting), "")
+        return Lack(len(missing), missing[0], owner, with_application=is_held and phases <= APPLICATIONS)
 
     # Following a plan
 
@@ -116,6 +145,7 @@ class Holdings:
         some = {tp: self._held[tp] for tp in partitions}
         for holding in some.values():
             holding.enter(phase)
+        self.moved_at = time.monotonic()
         return some
 
     def _still(self, some: _Some, phase: Phase) -> _Some:
@@ -168,6 +198,7 @@ class Holdings:
             raise
         if isinstance(outcome, Claim):
             self.waiting.pop(tp, None)
+            self.moved_at = time.monotonic()
             return outcome
         if tp in self.waiting:  # else it was freed before we heard of it
             self.waiting[tp] = outcome.owner

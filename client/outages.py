@@ -40,7 +40,7 @@ class Outages:
     """
 
     def __init__(self, name_of: Callable[[int], str], is_substituted: Callable[[TopicPartition], bool]) -> None:
-        self._name_of = name_of
+        self.name_of = name_of
         self._is_substituted = is_substituted
         self.errors: dict[TopicPartition, str] = {}
         """What is wrong with a partition, for health()."""
@@ -60,23 +60,22 @@ class Outages:
         if before is None:
             self._count[broker_id] += 1
         since = time.monotonic() if before is None else before.since
-        self._now[tp] = _Outage(since, error, self._name_of(broker_id))
+        self._now[tp] = _Outage(since, error, self.name_of(broker_id))
 
     def cut_off(self, tps: Iterable[TopicPartition]) -> list[TopicPartition]:
         """Those of them whose broker could not be reached."""
         return [tp for tp in tps if tp in self._now and isinstance(self._now[tp].error, ConnectError)]
 
-    def ended(self, tp: TopicPartition) -> bool:
-        """It is fetched, or is not to be; True when it was the last of those that could not be."""
+    def ended(self, tp: TopicPartition) -> None:
+        """It is fetched, or is not to be."""
         self.errors.pop(tp, None)
         if self._now.pop(tp, None) is None:
-            return False
+            return
         broker_id = _broker_of(tp)
         self._count[broker_id] -= 1
         if broker_id in self._told and not self._count[broker_id]:
             lasted_s = time.monotonic() - self._told.pop(broker_id)
-            log.info("%s: all partitions can be fetched again, after %.1f s", self._name_of(broker_id), lasted_s)
-        return not self._now
+            log.info("%s: all partitions can be fetched again, after %.1f s", self.name_of(broker_id), lasted_s)
 
     def tell(self) -> None:
         """Warns of what lasts."""

@@ -24,17 +24,21 @@ import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from metamq import __version__
-from metamq.client.assignment import AssignedPartition, AssignmentHandler, RebalanceHealth
+from metamq.client import outages
+from metamq.client.assignment import AssignedPartition, AssignmentHandler, Obstacle, RebalanceHealth
 from metamq.client.group_plan import CannotStay, GroupPlan
-from metamq.client.holdings import Holdings
+from metamq.client.holdings import Holdings, Lack
 from metamq.client.missing_topics import MissingTopics
 from metamq.client.offsets import CommitRequest, OffsetStorage
+from metamq.client.peers import EXPIRY_MARGIN_MS, Peers
 from metamq.client.rebalance_decisions import Phase, why_idle
 from metamq.client.strategies import check_strategy
-from metamq.errors import ClosedError, ConfigError, MetamqError
+from metamq.errors import ClosedError, ConfigError, MetamqError, Timeout
+from metamq.words import count
 from metamq.zk import members
 from metamq.zk.errors import NoNode
 from metamq.zk.members import Member
@@ -57,9 +61,6 @@ BEAT_S = 10.0
 
 RETRY_MS_MIN = 50
 RETRY_MS_MAX = 5_000
-
-EXPIRY_MARGIN_MS = 2_000
-"""ZooKeeper expires sessions by ticks, so a little after their time-out."""
 
 
 class ZKLoadRebalanceListener:
@@ -94,9 +95,14 @@ class ZKLoadRebalanceListener:
             session, group, consumer_id, storage, handler, changed=self._look.set, failed=self._try_again_later
         )
         self._plan: Plan | None = None
+        self._peers = Peers(session, group, consumer_id, self._topics)
+        self._unsettled_since: float | None = time.monotonic()
+        self._lack: Lack | None = None
         self._missing = MissingTopics(f"{consumer_id} of group {group}", self._topics)
         self._joined_in = 0
         self._told: Member | None = None
+        self._signed = 0
+        """The plan at which it last told of itself."""
         self._since_ms = self._progress_ms = _now_ms()
         self._failures = 0
         self._last_error = ""
@@ -187,6 +193,39 @@ class ZKLoadRebalanceListener:
         """
         return await self._holdings.commit(requests)
 
+    def unsettled(self) -> Obstacle | None:
+        """See `Assignment.unsettled`. Partitions of a member that may be dead are waited for until its session ends."""
+        now, since = time.monotonic(), self._unsettled_since
+        is_joined = self._joined_in == self._session.generation and not self._look.is_set()
+        if self._is_failed or (since is None and is_joined):
+            return None
+        patience_s = outages.PATIENCE_S + max(
+            (member.session_timeout_ms / 1000 for member in self._group_plan.present.values()), default=0.0
+        )
+        what, lack = f"joining group {self._group!r}", self._lack
+        if lack is not None:
+            owner = f", which {lack.owner!r} still owns," if lack.owner not in ("", "nobody") else ""
+            what = f"getting {count(lack.partitions, 'partition')} of group {self._group!r}, {lack.first} first{owner}"
+            if lack.with_application:
+                patience_s = inf
+        if self._last_error:
+            what += f" ({self._last_error})"
+        hint = f"`metamq group describe {self._group}` shows its members, and who owns what."
+        return Obstacle(Timeout(what, patience_s, hint=hint), max(since or now, self._holdings.moved_at), patience_s)
+
+    async def confirm(self) -> Obstacle | None:
+        """See `Assignment.confirm`."""
+        asked_at = time.monotonic()
+        await self._session.sync()  # watches that fire are heard of before the answer
+        if self._plan is None or (found := self.unsettled()) is not None:
+            return found or Obstacle(Timeout("making a plan", outages.PATIENCE_S), asked_at, outages.PATIENCE_S)
+        unproven = await self._peers.unproven(self._plan, self._group_plan.present)
+        if unproven is None:
+            return None
+        name = unproven if isinstance(unproven, str) else unproven.consumer_id
+        # It is shown to live, or its node goes, when its session would be over.
+        return Obstacle(Timeout(f"waiting for a sign of life of {name!r}", inf), asked_at, inf)
+
     def note_progress(self) -> None:
         """To be called whenever a message is done or there is none: others see the time of it."""
         self._progress_ms = _now_ms()
@@ -225,8 +264,9 @@ class ZKLoadRebalanceListener:
                         await self._look.wait()
                 self._look.clear()
                 if not self._stopping and self._session.state is State.CONNECTED:
+                    self._unsettled_since = self._unsettled_since or time.monotonic()
                     await self._try_round()
-                if time.monotonic() >= beat_due:
+                if time.monotonic() >= beat_due or self._owes_sign():
                     await self._beat()
                     beat_due = time.monotonic() + BEAT_S
         except CannotStay as verdict:
@@ -242,6 +282,8 @@ class ZKLoadRebalanceListener:
         else:
             self._failures = 0
             self._last_error = ""
+            if self._lack is None:
+                self._unsettled_since = None
 
     async def _round(self) -> None:
         generation = self._session.generation
@@ -252,6 +294,7 @@ class ZKLoadRebalanceListener:
         self._plan = await self._group_plan.agree(generation)
         self._missing.look(self._plan.inputs.topics)
         await self._holdings.follow(self._plan)
+        self._lack = self._holdings.lack(self._plan)
         self._tell_if_idle(self._plan)
 
     def _try_again_later(self, error: Exception) -> None:
@@ -265,6 +308,8 @@ class ZKLoadRebalanceListener:
     def _on_state(self, state: State) -> None:
         if state is State.LOST:
             self._holdings.lose_all()
+        if state is State.CONNECTED:
+            self._peers.wait_anew()
         self._look.set()
 
     async def _fail(self, error: MetamqError) -> None:
@@ -302,6 +347,7 @@ class ZKLoadRebalanceListener:
                     await left.wait()
             left.clear()
         self._joined_in = self._session.generation
+        self._peers.wait_anew()
 
     async def _join(self) -> None:
         other = await self._try_to_join(self._look)
@@ -334,14 +380,19 @@ class ZKLoadRebalanceListener:
             session_timeout_ms=self._session.negotiated_timeout_ms,
         )
 
+    def _owes_sign(self) -> bool:
+        """Whether members that have joined since do not know yet that this one lives; see metamq.client.peers."""
+        return self._plan is not None and self._plan.generation != self._signed and len(self._plan.inputs.members) > 1
+
     async def _beat(self) -> None:
         """Tell how we are doing; a beat that fails is made up for by the next one."""
-        myself = self._myself()
-        if myself == self._told or self._joined_in != self._session.generation:
+        myself, owes = self._myself(), self._owes_sign()
+        if (myself == self._told and not owes) or self._joined_in != self._session.generation:
             return
         try:
             await members.beat(self._session, self._group, myself)
             self._told = myself
+            self._signed = self._plan.generation if self._plan else 0
         except NoNode:
             self._group_plan.forget()
             self._look.set()

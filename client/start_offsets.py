@@ -109,9 +109,12 @@ class OffsetFinder:
                 else:
                     answer.set_result(result)
 
-    async def ends(self, topic_ids: Mapping[TopicPartition, str]) -> dict[TopicPartition, int]:
-        """The ends of what can be read."""
-        return {tp: result.offset for tp, result in (await self.ask(topic_ids, LATEST)).items()}
+    async def ends(
+        self, topic_ids: Mapping[TopicPartition, str], *, master_only: bool = False
+    ) -> dict[TopicPartition, int]:
+        """The ends of what can be read. Raises the first error."""
+        found = await self.ask(topic_ids, LATEST, master_only=master_only)
+        return {tp: result.offset for tp, result in found.items()}
 
     async def check_not_beyond_end(
         self, topic_ids: Mapping[TopicPartition, str], offsets: Mapping[TopicPartition, int], hint: str

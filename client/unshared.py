@@ -7,15 +7,18 @@ and keeps its own offsets. It follows topics that grow, go, or are made anew, as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from metamq.client.assignment import AssignedPartition, AssignmentHandler
+from metamq.client import outages
+from metamq.client.assignment import AssignedPartition, AssignmentHandler, Obstacle
 from metamq.client.cluster import Cluster
 from metamq.client.missing_topics import MissingTopics
 from metamq.client.offsets import Claim, CommitRequest, Committed, OffsetStorage
-from metamq.errors import ConnectError, MetamqError, TopicNotFound
+from metamq.errors import ConnectError, MetamqError, Timeout, TopicNotFound
 from metamq.zk.partitions import TopicPartition
 
 log = logging.getLogger("metamq.client")
@@ -44,6 +47,7 @@ class UnsharedAssignment:
         self._claims: dict[TopicPartition, Claim] = {}
         self._missing = MissingTopics(consumer_id, topics)
         self._task: asyncio.Task[None] | None = None
+        self._unsettled: Obstacle | None = None
 
     async def start(self) -> None:
         """Assigns what there is. Raises TopicNotFound, ConnectError."""
@@ -58,13 +62,15 @@ class UnsharedAssignment:
             await asyncio.sleep(LOOK_AGAIN_S)
             try:
                 await self._look()
-                told = ""
+                told, self._unsettled = "", None
             except ConnectError as error:
                 log.debug("topics are not followed at present: %s", error)  # the session has warned of it
             except MetamqError as error:
                 if str(error) != told:
                     log.warning("topics are not followed at present: %s", error)
                 told = str(error)
+                since = self._unsettled.since if self._unsettled else time.monotonic()
+                self._unsettled = Obstacle(error, since, outages.PATIENCE_S)
 
     async def _look(self) -> None:
         wanted: dict[TopicPartition, str] = {}
@@ -99,6 +105,24 @@ class UnsharedAssignment:
         """See `Assignment.partition_names`."""
         config = self._cluster.configs.get(topic)
         return config.partition_names if config is not None else ()
+
+    def unsettled(self) -> Obstacle | None:
+        """See `Assignment.unsettled`."""
+        return self._unsettled
+
+    async def confirm(self) -> Obstacle | None:
+        """See `Assignment.confirm`: whether the topics have partitions that were not there before."""
+        asked_at = time.monotonic()
+        await self._cluster.session.sync()  # a watch that fires is heard of before the answer
+        for topic in self._topics:
+            with contextlib.suppress(TopicNotFound):
+                config = await self._cluster.topic(topic)
+                for tp in config.topic_partitions:
+                    claim = self._claims.get(tp)
+                    if claim is None or claim.topic_id != config.id:
+                        late = Timeout(f"beginning with {tp}", outages.PATIENCE_S)
+                        return Obstacle(late, asked_at, late.timeout_s)
+        return None
 
     async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
         """Commits to the consumer's own storage; returns what was refused."""

@@ -222,6 +222,7 @@ class Timeout(MetamqError, TimeoutError):
 
     def __init__(self, what: str, timeout_s: float, *, hint: str | None = None) -> None:
         super().__init__(f"{what} took longer than {timeout_s:g} s", hint=hint)
+        self.what = what
         self.timeout_s = timeout_s
 
 

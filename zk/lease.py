@@ -71,8 +71,9 @@ def now_ns() -> int:
 class Lease:
     """Renews itself in the session's event loop from `start` to `close`; an async context manager.
 
-    `valid` and `remaining_ms` cost a clock reading and may be called from any thread. After LOST the lease is not valid
-    until the next session is there and has answered; whoever registered something compares `session.generation`.
+    `valid`, `over_s` and `remaining_ms` cost a clock reading and may be called from any thread. After LOST the lease is
+    not valid until the next session is there and has answered; whoever registered something compares
+    `session.generation`.
     """
 
     def __init__(self, session: Session, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
@@ -88,6 +89,12 @@ class Lease:
     def valid(self) -> bool:
         """Whether the session lives, and what else was to be confirmed holds, as far as clocks can tell."""
         return self._remaining_ns() > 0
+
+    def over_s(self) -> float | None:
+        """For how many seconds it has not been valid; None while it is."""
+        if self.valid():
+            return None
+        return 0.0 if self._term is None else max((now_ns() - self._term.end_ns) / 1e9, 0.0)
 
     def remaining_ms(self) -> int:
         """For how many milliseconds yet, rounded down; 0 when it is not valid."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import TopicPartition
-from metamq.cli.consume import Printing
+from metamq.cli.consume import Looking, Printing
 from metamq.cli.message_format import as_raw
 from metamq.cli.processes import StopSignals
 from metamq.testing import Cluster
@@ -120,7 +120,7 @@ def test_a_topic_that_is_deleted_meanwhile_has_no_end_to_wait_for(
     running: Cluster, metamq: Metamq, topic: str, until: Until, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ends = {TopicPartition(topic, "0-0"): 5}
-    with running.consumer(topics=topic, idle_timeout_s=0.05) as consumer, StopSignals() as signals:
+    with Looking(running.zookeeper, topics=topic, idle_timeout_s=0.05) as consumer, StopSignals() as signals:
         assert metamq("topic", "delete", topic, "--yes").status == 0
         until(lambda: not consumer.assignment)
         Printing(consumer, as_raw, signals, commits=False, count=None, ends=ends).run()
@@ -134,6 +134,18 @@ def test_a_group_goes_on_where_it_stopped(metamq: Metamq, topic: str) -> None:
     assert metamq("consume", topic, "-g", topic, "-e").text.split() == ["7", "8", "9"]
     ended = metamq("consume", topic, "-g", topic, "-e")
     assert (ended.status, ended.data) == (0, b"")
+
+
+def test_all_is_printed_after_a_member_that_was_killed(process: Start, metamq: Metamq, topic: str) -> None:
+    """The plan gives it a share until its session ends."""
+    metamq("produce", topic, *map(str, range(10)))
+    child = process("consume", topic, "-g", topic, env={"METAMQ_CONSUMER_SESSION_TIMEOUT_MS": "6000"})
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"0\n"
+    child.kill()
+    printed = metamq("consume", topic, "-g", topic, "-e").text.split()
+    assert printed[-1:] == ["9"]
+    assert printed == [str(number) for number in range(10 - len(printed), 10)]
 
 
 def test_ctrl_c_ends_a_consumer_with_0_and_its_group_has_what_was_printed(

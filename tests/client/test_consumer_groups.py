@@ -421,6 +421,7 @@ def test_ten_members_that_come_and_go_at_random(
     with attacked(shop, tmp_path, group, 20, storage) as target:
         for _ in range(5):
             target.join()
+        target.joined()  # on a slow machine the attack would be over before
         target.produce(20)
         steps = attack(target, random.Random(seed), duration_s)
         print(dict(steps))

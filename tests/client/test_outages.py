@@ -24,5 +24,6 @@ def test_an_error_is_told_of_the_address_that_it_came_from(
         known.tell()
         assert "broker 0 at the first: 1 partition cannot be fetched at present" in caplog.text
         assert "at the second" not in str(known.error())
-        assert known.ended(TopicPartition("t", "0-0"))
+        known.ended(TopicPartition("t", "0-0"))
+        assert known.began_at() is None
     assert "broker 0 at the second: all partitions can be fetched again" in caplog.text
