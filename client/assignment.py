@@ -70,6 +70,9 @@ class Assignment(Protocol):
     def partition_names(self, topic: str) -> Sequence[str] | None:
         """The partitions that a topic has, as far as is known: None when it is not, none when there is no topic."""
 
+    def note_progress(self) -> None:
+        """To be called whenever a message is done or there is none."""
+
     def unsettled(self) -> Obstacle | None:
         """Why the consumer has not, or not yet, all partitions that are its own; None: it has. Any thread."""
 

@@ -26,6 +26,7 @@ from metamq.client.loop_end import LoopEnd
 from metamq.client.message_batch import MessageBatch, own_part
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.outages import Outages
+from metamq.client.progress import watch_progress
 from metamq.client.rebalance import ZKLoadRebalanceListener
 from metamq.client.room import Room
 from metamq.client.sources import Sources
@@ -51,7 +52,6 @@ from metamq.zk.session import Session
 log = logging.getLogger("metamq.client")
 
 LEASE_CHECK_S = 0.1
-PROGRESS_CHECK_S = 1.0
 
 RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
@@ -117,7 +117,7 @@ class ConsumerCore:
             await self._shut_down()
             raise
         self._spawn(self._watch_lease())
-        self._spawn(self._watch_progress())
+        self._spawn(watch_progress(self.inbox, self._assignment, self.outages, self.end))
         if self.plan.auto_commit:
             self._spawn(self.commits.commit_often(options.commit_interval_ms))
 
@@ -441,21 +441,6 @@ class ConsumerCore:
 
     def _lease_reason(self, valid: bool) -> str:
         return "ZooKeeper answers again" if valid else "ZooKeeper has not answered, another member may take over"
-
-    async def _watch_progress(self) -> None:
-        """Notes, for others to see from outside, that messages are being done, or that there is nothing to do."""
-        before: dict[TopicPartition, int] = {}
-        while True:
-            await asyncio.sleep(PROGRESS_CHECK_S)
-            self.outages.tell()
-            self.end.tell()
-            with self.inbox.lock:
-                states = list(self.inbox.states.values())
-                done = {state.tp: state.done_offset() for state in states}
-                is_busy = any(state.hand is not None or state.buffered for state in states)
-            if done != before or not is_busy:
-                self._assignment.note_progress()
-            before = done
 
     # What the application asks for
 
