@@ -12,9 +12,10 @@ import asyncio
 import errno
 import logging
 import os
-import resource
 import socket
 from collections.abc import Callable
+
+from metamq.broker.log.files import descriptors_max
 
 log = logging.getLogger("metamq.broker")
 
@@ -65,7 +66,7 @@ class Acceptor:
         """Raises OSError when the next descriptor, the lowest that is free, is among the last."""
         lowest = os.dup(self._listener.fileno())
         os.close(lowest)
-        if lowest >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_LEFT:
+        if lowest >= descriptors_max() - DESCRIPTORS_LEFT:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async def _open(self, client: socket.socket) -> None:
@@ -79,10 +80,10 @@ class Acceptor:
         if not self._in_trouble:
             self._in_trouble = True
             log.error(
-                "no connection is accepted at present: %s. Those that come wait. Raise the limit on open files "
+                "no connection is accepted at present: %s. Those that come wait. Raise the limit on open files, %s "
                 "(`ulimit -n`), or lower connections_max or open_files_max.",
-                error.strerror or error,
-            )
+                error.strerror or error, f"{descriptors_max():,}",
+            )  # fmt: skip
         self._loop.remove_reader(self._listener.fileno())
         self._paused = self._loop.call_later(PAUSE_S, self._resume)
 

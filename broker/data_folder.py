@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metamq.broker.folder_lock import FolderLock, mark_of
+from metamq.broker.log.files import no_descriptor
 from metamq.errors import ConfigError, StorageError
 
 log = logging.getLogger("metamq.broker")
@@ -223,13 +224,16 @@ class DataFolder:
         self._is_known = True
 
     def topics(self) -> list[TopicFolder]:
-        """The topics that have a folder here, by name."""
+        """The topics that have a folder here, by name. Raises StorageError."""
         found = []
-        for path in sorted((self.path / "topics").iterdir()):
-            match = _TOPIC_FOLDER.fullmatch(path.name)
-            if match is not None and not path.name.startswith(".") and path.is_dir():
-                partitions = sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal())
-                found.append(TopicFolder(match[1], match[2], path, tuple(partitions)))
+        try:
+            for path in sorted((self.path / "topics").iterdir()):
+                match = _TOPIC_FOLDER.fullmatch(path.name)
+                if match is not None and not path.name.startswith(".") and path.is_dir():
+                    partitions = sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal())
+                    found.append(TopicFolder(match[1], match[2], path, tuple(partitions)))
+        except OSError as error:
+            raise _failure(self.path / "topics", "listing it", error) from error
         return found
 
     def partition_folder(self, topic: str, topic_id: str, index: int) -> Path:
@@ -255,6 +259,7 @@ class DataFolder:
         folder = self.path / "topics" / f"{topic}@{topic_id}"
         self._synced.discard(folder)
         if not folder.exists():
+            self._finish_removals()  # of one that was broken off for want of descriptors
             return
         doomed = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{folder.name}")
         try:
@@ -378,7 +383,7 @@ def _sync(folder: Path) -> None:
 
 
 def _failure(path: Path, action: str, error: OSError) -> StorageError:
-    return StorageError(
+    return no_descriptor(f"{path}: {action}", error) or StorageError(
         f"{path}: {action} failed: {error.strerror or error}",
         hint="Look at the disk and at the folder's permissions, then start the broker again.",
         outcome="not_done",

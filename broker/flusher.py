@@ -4,6 +4,10 @@ One fsync of a log serves all that wait on it: while it runs in a thread, furthe
 takes all of them. So the slower the disk, the larger the groups, and nobody waits for more than two. A flush begins
 when the loop has gone through what has come by then, so that requests that came together share it; the next one begins
 before those that waited for the last are answered.
+
+A flush holds descriptors while it runs, and a broker may have more dirty partitions than its process may open files. So
+a few flushes are out at a time, twice as many as threads, and the other partitions queue, without a descriptor. Where
+none is left all the same, the queue waits for one: that is no failure of the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from threading import Thread
 
 from metamq.broker.log import FlushTicket
 from metamq.broker.partition import Partition
-from metamq.errors import MetamqError
+from metamq.broker.trouble import Trouble
+from metamq.errors import MetamqError, TooManyOpenFiles, TooManyThreads
+from metamq.threads import start
 
 log = logging.getLogger("metamq.broker")
 
@@ -27,6 +33,8 @@ TICK_S = 0.1
 
 class Flusher:
     """Runs fsyncs beside the loop. `failed` is called with the first error, after which the broker has to stop.
+
+    Raises TooManyThreads.
 
     A queue and threads of its own: an executor's future and a task cost each fsync as much as a transaction costs.
     """
@@ -40,14 +48,23 @@ class Flusher:
         self._dirty: dict[Partition, None] = {}
         self._due: dict[Partition, None] = {}
         """Whose flush starts when the loop has gone through what has come."""
+        self._queue: dict[Partition, None] = {}
+        """Whose flush starts as soon as fewer are out."""
         self._running: set[Partition] = set()
-        self._waiting: dict[Partition, list[asyncio.Future[None]]] = {}
-        """Who waits for the end of the flush under way."""
-        self._threads = [
-            Thread(target=self._sync, name=f"metamq-fsync-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._at_once = 2 * threads
+        self._retry: asyncio.TimerHandle | None = None
+        self._trouble = Trouble()
+        self._waiting: dict[Partition, list[asyncio.Future[bool]]] = {}
+        """Who waits for the end of the flush under way, or of the next one: whether it took all that there was."""
+        self._threads: list[Thread] = []
+        try:
+            for number in range(threads):
+                thread = Thread(target=self._sync, name=f"metamq-fsync-{number}", daemon=True)
+                start(thread)
+                self._threads.append(thread)
+        except TooManyThreads:
+            self.close()
+            raise
 
     def appended(self, partition: Partition) -> None:
         """Takes note of an append; a flush starts soon where the topic's policy asks for one now."""
@@ -60,13 +77,7 @@ class Flusher:
     def _start_due(self) -> None:
         due, self._due = self._due, {}
         for partition in due:
-            self._start_or_fail(partition)
-
-    def _start_or_fail(self, partition: Partition) -> None:
-        try:
             self.start(partition)
-        except MetamqError as error:
-            self._failed(error)
 
     def replicated(self, partition: Partition, *, must_flush: bool) -> None:
         """As `appended`, on a slave. `must_flush`: the master waits for the flush, whatever the policy here."""
@@ -75,13 +86,40 @@ class Flusher:
         self.appended(partition)
 
     def start(self, partition: Partition) -> None:
-        """Starts a flush unless one runs, which then starts the next by itself. Raises StorageError."""
-        ticket = partition.start_flush(time.monotonic_ns() // 1_000_000)
-        if ticket is None:
-            return
-        self.flushes += 1
-        self._running.add(partition)
-        self._handed_over.put((asyncio.get_running_loop(), partition, ticket))
+        """Starts a flush, at once or in its turn, unless one runs, which then starts the next by itself."""
+        if partition not in self._running:
+            self._queue[partition] = None
+            self._fill()
+
+    def _fill(self) -> None:
+        """Starts as many of the flushes that queue as may be out."""
+        while self._queue and len(self._running) < self._at_once:
+            partition = next(iter(self._queue))
+            try:
+                ticket = partition.start_flush(time.monotonic_ns() // 1_000_000)
+            except TooManyOpenFiles as error:
+                self._try_again(error)
+                return
+            except MetamqError as error:
+                self._failed(error)
+                ticket = None
+            del self._queue[partition]
+            if ticket is None:
+                _answer(self._waiting.pop(partition, []), True)
+                continue
+            self._trouble.is_over("flushes go on")
+            self.flushes += 1
+            self._running.add(partition)
+            self._handed_over.put((asyncio.get_running_loop(), partition, ticket))
+
+    def _try_again(self, error: TooManyOpenFiles) -> None:
+        self._trouble.lasts("flushes wait", error)
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(TICK_S, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self._fill()
 
     def _sync(self) -> None:
         """One of the threads."""
@@ -98,28 +136,32 @@ class Flusher:
     def _ended(self, partition: Partition, ticket: FlushTicket, error: Exception | None) -> None:
         self._running.discard(partition)
         waiting = self._waiting.pop(partition, [])
+        settled = ticket.whole
         try:
             if error is not None:
                 raise error
             partition.finish_flush(ticket, self._flushed)
+        except TooManyOpenFiles as later:  # to note the end of the flush takes one, too
+            settled = False
+            self._queue[partition] = None
+            self._try_again(later)
         except MetamqError as failure:
             self._failed(failure)
         except Exception as failure:  # nobody else learns of it: those who wait for the flush would wait for ever
             log.critical("%s: a flush ended by an error", partition.name, exc_info=failure)
             self._failed(MetamqError(f"internal error: {failure!r}"))
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        self._fill()
+        _answer(waiting, settled)
 
     def _flushed(self, partition: Partition) -> None:
         """What was appended meanwhile need not wait until those are answered whom this flush has served."""
         if partition.flush_due(0):
-            self._start_or_fail(partition)
+            self.start(partition)
 
-    async def _end_of_flush(self, partition: Partition) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _end_of_flush(self, partition: Partition) -> bool:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(partition, []).append(future)
-        await future
+        return await future
 
     async def run(self) -> None:
         """Flushes by time, for ever."""
@@ -136,22 +178,21 @@ class Flusher:
                 self.start(partition)
 
     async def settle(self, partition: Partition) -> None:
-        """Until all that is unflushed now has been flushed; or the flush has failed, which the log remembers.
-
-        Raises StorageError.
-        """
+        """Until all that is unflushed now has been flushed; or the flush has failed, which the log remembers."""
         if partition in self._running:  # it need not cover all of it
             await self._end_of_flush(partition)
         self.start(partition)
-        if partition in self._running:
-            await self._end_of_flush(partition)
+        while partition in self._running or partition in self._queue:
+            if await self._end_of_flush(partition):
+                return
+            self.start(partition)
 
     async def drain(self) -> None:
         """Flushes all that is dirty, once, and waits for it."""
         for partition in list(self._dirty):
             self.start(partition)
-        while self._running:
-            await self._end_of_flush(next(iter(self._running)))
+        while busy := self._running or self._queue:
+            await self._end_of_flush(next(iter(busy)))
 
     def close(self) -> None:
         """Waits for fsyncs under way."""
@@ -160,3 +201,9 @@ class Flusher:
             self._handed_over.put(None)
         for thread in threads:
             thread.join()
+
+
+def _answer(waiting: list[asyncio.Future[bool]], settled: bool) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(settled)

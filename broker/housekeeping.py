@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from metamq.broker.config import BrokerConfig
@@ -17,7 +16,9 @@ from metamq.broker.log import FLUSH, Steps
 from metamq.broker.partition import Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
-from metamq.errors import CorruptData, DiskFull, MetamqError
+from metamq.broker.trouble import Trouble
+from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
+from metamq.threads import start_pool
 
 log = logging.getLogger("metamq.broker")
 
@@ -47,9 +48,10 @@ class Housekeeping:
         self._folder = folder
         self._processors = processors
         self._flusher = flusher
-        self._executor = ThreadPoolExecutor(1, "metamq-housekeeping")
+        self._executor = start_pool(1, "metamq-housekeeping")
         self._config = config
         self._failed = failed
+        self._trouble = Trouble()
         self._due = asyncio.Event()
         self._due.set()
         self.check_disk()
@@ -91,12 +93,16 @@ class Housekeeping:
                 await self._look_after(partition)
             except CorruptData as error:
                 self._topics.is_damaged(partition, error)
+            except TooManyOpenFiles as error:
+                self._trouble.lasts("retention and checkpoints wait", error)
+                return
             except MetamqError as error:
                 if partition.closed_by is None:  # it may have been, meanwhile
                     self._failed(error)
                     return
             self.check_disk()
             await asyncio.sleep(0)
+        self._trouble.is_over("retention and checkpoints go on")
 
     async def _look_after(self, partition: Partition) -> None:
         # For each anew: a commit that came since this round began may have gone here.

@@ -18,7 +18,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from metamq.broker.metrics import BrokerCollector
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, TooManyThreads
+from metamq.threads import start
 
 if TYPE_CHECKING:
     from metamq.broker.server import Broker
@@ -55,7 +56,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class StatusServer:
-    """Serves from the moment it is made. Raises ConfigError when the port is taken."""
+    """Serves from the moment it is made. Raises ConfigError when the port is taken, TooManyThreads."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -72,7 +73,11 @@ class StatusServer:
             ) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metamq-http", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except TooManyThreads:
+            self._server.server_close()
+            raise
 
     def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ["PATH_INFO"]

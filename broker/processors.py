@@ -188,7 +188,7 @@ class Processors:
             try:
                 self._append(put, number, entry, batch)
             except MetamqError as error:
-                if isinstance(error, StorageError) and not isinstance(error, DiskFull):
+                if isinstance(error, StorageError) and not error.retriable:
                     self._failed(error)
                 put.done(number, error)
 

@@ -23,6 +23,7 @@ from typing import Any, cast
 from metamq.broker.fetch_session import FetchSession
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.service import HAService
+from metamq.broker.log.files import descriptors_max
 from metamq.broker.processors import Processors
 from metamq.broker.request_memory import RequestMemory
 from metamq.errors import MetamqError, ProtocolError
@@ -31,6 +32,7 @@ from metamq.wire.addresses import are_near
 from metamq.wire.commands import GetResult
 from metamq.wire.connection import PUSHED, Greeted, Request, ServerConnection, State
 from metamq.wire.frames import Buffer
+from metamq.words import count
 
 log = logging.getLogger("metamq.broker")
 
@@ -93,7 +95,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         if len(self._connections) > self._connections_max:
-            log.warning("%s is turned away: there are %d connections", self.peer, self._connections_max)
+            log.warning(
+                "%s is turned away: no more than %s may be open, by connections_max and the limit on open files (%d)",
+                self.peer, count(self._connections_max, "connection"), descriptors_max(),
+            )  # fmt: skip
             self.abort()
 
     def _hello_missing(self) -> None:

@@ -45,7 +45,15 @@ from metamq.broker.transactions.followers import Followers
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import journal_config
 from metamq.broker.trouble import Trouble
-from metamq.errors import ClosedError, ConfigError, ConnectError, CorruptData, Fenced, MetamqError
+from metamq.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    CorruptData,
+    Fenced,
+    MetamqError,
+    TooManyOpenFiles,
+)
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
 from metamq.zk.brokers import Registration, cluster_id, known_cluster_id, read_state
@@ -60,8 +68,10 @@ log = logging.getLogger("metamq.broker")
 RETRY_S = 1.0
 STALL_S = 30.0
 """How long half a frame may stay as it is, at least; twice as long at most."""
-OPEN_FILES_LEAST = 64
+OPEN_FILES_LEAST = 128
 OPEN_FILES_MOST = 1 << 16
+OPENED_ELSEWHERE = 64
+"""Descriptors for all that is neither a cached file of a log nor a client: flushes, folders, ZooKeeper, the loop."""
 
 
 class Broker:
@@ -87,8 +97,8 @@ class Broker:
             self._listener = self._bind()
             self.port = self._listener.getsockname()[1]
             limit = _raised_open_files_limit()
-            open_files = config.open_files_max or max(OPEN_FILES_LEAST, limit // 2)
-            connections_max = max(1, min(config.connections_max, limit - open_files - OPEN_FILES_LEAST))
+            open_files, connections = shares(limit, config.open_files_max)
+            connections_max = min(config.connections_max, connections)
             self._memory = RequestMemory(config.request_memory_bytes)
             self._sync_times = SyncTimes()
             self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
@@ -141,8 +151,9 @@ class Broker:
             await self._session.connected()
             try:
                 return await step()
-            except ConnectError as error:
-                log.info("broker %d waits for ZooKeeper: %s", self.config.id, error)
+            except (ConnectError, TooManyOpenFiles) as error:
+                what = "ZooKeeper" if isinstance(error, ConnectError) else "descriptors"
+                log.info("broker %d waits for %s: %s", self.config.id, what, error)
                 await asyncio.sleep(RETRY_S)
 
     def _make_parts(self, connections_max: int) -> None:
@@ -323,7 +334,7 @@ class Broker:
                 await self._keeper.settle()  # a log that was opened may lack something
                 await self._keeper.offer()
                 trouble.is_over("topics are followed again")
-            except ConnectError as error:
+            except (ConnectError, TooManyOpenFiles) as error:
                 trouble.lasts("topics are not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._topics_changed.set()
@@ -465,8 +476,22 @@ class Broker:
         return self._sync_times.snapshot()
 
 
+def shares(limit: int, open_files_max: int) -> tuple[int, int]:
+    """Of the process's limit on open files: what the logs' files and what connections take at most.
+
+    Raises ConfigError where that is too little.
+    """
+    if limit < OPEN_FILES_LEAST:
+        raise ConfigError(
+            f"the limit on open files is {limit}, a broker needs at least {OPEN_FILES_LEAST}",
+            hint="Raise it: `ulimit -n`, LimitNOFILE= of systemd, `ulimits` of Compose.",
+        )
+    files = open_files_max or (limit - OPENED_ELSEWHERE) // 2
+    return files, max(1, limit - files - OPENED_ELSEWHERE)
+
+
 def _raised_open_files_limit() -> int:
-    """The process's limit on open files, raised as far as it goes: running out would look like a broken disk."""
+    """The process's limit on open files, raised as far as it goes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):

@@ -13,15 +13,24 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from metamq.broker import topic_settings
 from metamq.broker.data_folder import DataFolder, TopicFolder
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
+from metamq.broker.log.derived import remove_leftovers
 from metamq.broker.partition import Partition
-from metamq.errors import ConfigError, CorruptData, MetamqError, PartitionNotFound, TopicNotFound
+from metamq.broker.trouble import Trouble
+from metamq.errors import (
+    ConfigError,
+    CorruptData,
+    MetamqError,
+    PartitionNotFound,
+    TooManyOpenFiles,
+    TopicNotFound,
+)
+from metamq.threads import start_pool
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.words import count
 from metamq.zk.names import partition_name
@@ -47,6 +56,9 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
     )
 
 
+THREADS = 3
+"""One may be long at removing a topic, and one at what is left of an emptied log."""
+RETRY_S = 1.0
 OWN = "~"
 """What the names of a broker's own logs begin with: no topic's name can."""
 
@@ -64,7 +76,7 @@ class Topics:
         self._broken: dict[tuple[str, int], CorruptData] = {}
         """Partitions whose logs are damaged: they are not served, the others are."""
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
-        self._executor = ThreadPoolExecutor(2, "metamq-topics")
+        self._executor = start_pool(THREADS, "metamq-topics")
         self.opened: Callable[[Partition], None] = lambda partition: None
         """Called with each partition that was opened."""
         self.closing: Callable[[Partition], None] = lambda partition: None
@@ -212,19 +224,12 @@ class Topics:
     async def _open(self, topic: str, config: TopicConfig, indexes: list[int]) -> None:
         """Opens logs, and makes those that are not there."""
         indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, indexes)
+        await self._made(config, indexes)
         for index in indexes:
             name = self._name(topic, index)
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
-                opened = PartitionLog.open(
-                    folder,
-                    name,
-                    settings,
-                    self._files,
-                    now_us=time.time_ns() // 1000,
-                    losing=self._folder.raise_incarnation,
-                )
+                opened = await self._open_log(str(folder), name, settings)
             except CorruptData as error:
                 log.critical("%s is not served: %s", name, error)
                 self._broken[topic, index] = error
@@ -232,6 +237,27 @@ class Topics:
             indexed[index] = Partition(topic, config.id, index, opened)
             self.opened(indexed[index])
             await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
+
+    async def _made(self, config: TopicConfig, indexes: list[int]) -> None:
+        trouble = Trouble()
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, indexes)
+                return
+            except TooManyOpenFiles as error:
+                trouble.lasts(f"the logs of topic {config.topic!r} wait", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _open_log(self, folder: str, name: str, settings: LogConfig) -> PartitionLog:
+        trouble = Trouble()
+        losing = self._folder.raise_incarnation
+        while True:
+            try:
+                now_us = time.time_ns() // 1000
+                return PartitionLog.open(folder, name, settings, self._files, now_us=now_us, losing=losing)
+            except TooManyOpenFiles as error:
+                trouble.lasts(f"{name} waits", error)
+                await asyncio.sleep(RETRY_S)
 
     def _name(self, topic: str, index: int) -> str:
         return f"{topic}/{partition_name(self._broker_id, index)}"
@@ -250,9 +276,17 @@ class Topics:
         """Removes the folders of deleted topics, for ever. Raises StorageError."""
         while True:
             folder = await self._doomed.get()
-            await asyncio.get_running_loop().run_in_executor(
-                self._executor, self._folder.remove_topic, folder.topic, folder.topic_id
-            )
+            try:
+                await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._folder.remove_topic, folder.topic, folder.topic_id
+                )
+            except TooManyOpenFiles:
+                await asyncio.sleep(RETRY_S)
+                self._doomed.put_nowait(folder)
+
+    def remove_leftovers(self, paths: list[str]) -> None:
+        """Removes what is left of a log that was emptied, in a thread."""
+        asyncio.get_running_loop().run_in_executor(self._executor, remove_leftovers, paths)
 
     def _remove(self, topic: str) -> None:
         log.info("topic %s (id %s) was deleted: its data is removed", topic, self._configs[topic].id)
@@ -271,7 +305,11 @@ class Topics:
         for partition in self.partitions():
             if partition.closed_by is not None:
                 all_clean = False
-            else:
+                continue
+            try:
                 partition.close(error, clean=clean)
+            except TooManyOpenFiles as failure:  # the next start looks through it
+                log.warning("%s is not closed cleanly: %s", partition.name, failure)
+                all_clean = False
         self._executor.shutdown(wait=True)
         return all_clean

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 from metamq.errors import ConfigError, closed_client
+from metamq.threads import start
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class BackgroundLoop:
         self._stopped_by: threading.Thread | None = None
         """Runs the loop by itself, since, for what it calls; others, as daemon threads, wait until the process ends."""
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

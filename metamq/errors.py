@@ -21,7 +21,9 @@
     ├── CorruptData               a checksum or a length on disk or on the wire is wrong
     │   └── UndecodableBatch      a stored batch has right checksums, and its messages cannot be read
     ├── StorageError              the broker's disk failed
-    │   └── DiskFull              too little disk is left to accept writes
+    │   ├── DiskFull              too little disk is left to accept writes
+    │   └── TooManyOpenFiles      the process, or the system, has no descriptor left
+    ├── TooManyThreads            the system lets the process start no further thread
     ├── OwnershipLost             another member owns the partition now
     ├── TransactionError          a transaction could not be carried out
     │   ├── RolledBack            it was rolled back: do it again in a new one
@@ -346,6 +348,39 @@ class DiskFull(StorageError):
         self.path = path
         self.free_bytes = free_bytes
         self.reserve_bytes = reserve_bytes
+
+
+class TooManyOpenFiles(StorageError):
+    """`what` needs a file, and the process has `limit` descriptors, all in use; None: the system has no more.
+
+    Nothing was changed. The same call works once descriptors are free.
+    """
+
+    retriable = True
+    outcome: Outcome = "not_done"
+
+    def __init__(self, what: str, limit: int | None) -> None:
+        reason = f"all {limit:,} descriptors of the process" if limit is not None else "all descriptors of the system"
+        super().__init__(
+            f"{what}: {reason} are in use",
+            hint="Raise the limit on open files: `ulimit -n`, LimitNOFILE= of systemd, `ulimits` of Compose."
+            if limit is not None
+            else "Raise the system's limit on open files: `sysctl fs.file-max`.",
+        )
+        self.limit = limit
+
+
+class TooManyThreads(MetamqError):
+    """The system does not let the process start the thread `name`."""
+
+    retriable = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the thread {name!r} cannot be started",
+            hint="The limit on processes (`ulimit -u`, `pids_limit` of a container), or the memory, is used up.",
+        )
+        self.name = name
 
 
 class OwnershipLost(MetamqError):

@@ -40,6 +40,7 @@ _NUMBERS: dict[int, type[MetamqError]] = {
     22: errors.HeuristicOutcome,
     23: errors.BranchMisuse,
     24: errors.TryLater,
+    25: errors.TooManyOpenFiles,
 }
 _BY_CLASS = {cls: number for number, cls in _NUMBERS.items()}
 _PLAIN = (str, int, float, bool, type(None))

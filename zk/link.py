@@ -37,6 +37,8 @@ from kazoo.protocol.serialization import Connect
 from kazoo.protocol.states import KazooState, KeeperState
 from kazoo.retry import KazooRetry
 
+from metamq.errors import TooManyThreads
+from metamq.threads import start
 from metamq.zk.attempts import Attempts
 
 log = logging.getLogger("metamq.zk")
@@ -191,8 +193,11 @@ class Link:
         self._client = client
 
     def start(self) -> None:
-        """Begin to connect, in kazoo's thread."""
-        self._client.start_async()
+        """Begin to connect, in kazoo's thread. Raises TooManyThreads."""
+        try:
+            self._client.start_async()
+        except RuntimeError as error:
+            raise TooManyThreads("kazoo") from error
 
     @property
     def live_session_id(self) -> int | None:
@@ -232,8 +237,13 @@ class Link:
             finally:
                 done()
 
-        self._stopper = threading.Thread(target=stop, name="metamq-zookeeper-close", daemon=True)
-        self._stopper.start()
+        stopper = threading.Thread(target=stop, name="metamq-zookeeper-close", daemon=True)
+        try:
+            start(stopper)
+            self._stopper = stopper
+        except TooManyThreads:  # in this one: the session ends by its time-out, since an answer is not waited for
+            self.interrupt()
+            stop()
 
     def join(self) -> None:
         """After `stop` called `done`: until its thread, which does nothing more then, is gone too."""

@@ -28,7 +28,6 @@ from metamq.broker.flusher import Flusher
 from metamq.broker.ha.attempts import Attempts, HAState
 from metamq.broker.ha.handshake import level_at_slave
 from metamq.broker.ha.to_acknowledge import ToAcknowledge
-from metamq.broker.log.derived import remove_leftovers
 from metamq.broker.log.replicated import CopyDamaged
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
@@ -132,7 +131,7 @@ class HAClient:
                 except MetamqError as never_began:
                     error = never_began
                     self.attempts.failed(error)
-                if isinstance(error, StorageError) and not isinstance(error, DiskFull):
+                if isinstance(error, StorageError) and not error.retriable:
                     self._failed(error)
                     return
                 self._trouble.lasts(f"no link to the master at {master.address}", error)
@@ -321,14 +320,15 @@ class _Link:
             self.end(ConnectError("the master", "a log lacks what it had: this replica joins as another one"))
             return
         told = []
-        for partition in partitions:
-            if partition.closed_by is not None:
-                continue
+        for partition in (one for one in partitions if one.closed_by is None):
             try:
                 epochs: list[tuple[int, int, int]] = list(partition.log.epochs().entries)
             except CorruptData as error:
                 self._topics.is_damaged(partition, error)
                 continue
+            except MetamqError as error:
+                self.end(error)
+                return
             partition.freeze()  # what is stable, this master says anew
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             self._forget(partition)
@@ -405,8 +405,7 @@ class _Link:
         else:
             if decision is sync.Decision.RESET:
                 self._client.readable.discard(partition)
-                void = partition.reset_to(result.offset, result.position)
-                self.loop.run_in_executor(None, remove_leftovers, void)
+                self._topics.remove_leftovers(partition.reset_to(result.offset, result.position))
             elif result.position < partition.log.end_position:
                 self._cut(partition, result.position)
             partition.flushed_listener = self._flushed
@@ -430,8 +429,11 @@ class _Link:
         """Once every log is what the master says, this replica has followed to the master's generation: not before,
         since what a newer generation takes back is cut only by a replica that has not followed to it."""
         if self._generation and not (self._undecided or self._waiting):
-            self._client.followed(self._generation)
-            self._generation = 0
+            try:
+                self._client.followed(self._generation)
+                self._generation = 0
+            except MetamqError as error:
+                self.end(error)
 
     def _attach_again(self, partition: Partition) -> None:
         if not self._closed and partition.closed_by is None and partition not in self._numbers:

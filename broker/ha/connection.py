@@ -338,6 +338,8 @@ class HAConnection:
             chunk = log_.read_position(position, FRAME_BYTES)
         except MetamqError as error:
             self._service.failed(partition, error)
+            if error.retriable:
+                self._service.leave(self, str(error))
             return
         place.sent_position = position + len(chunk.data)
         end = Mark(chunk.end_offset, place.sent_position)

@@ -32,7 +32,7 @@ from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
-from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeout
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeout, TooManyOpenFiles
 from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
 from metamq.zk.lease import Lease
 from metamq.zk.offers import register_slave_topics, register_topics
@@ -122,7 +122,7 @@ class RoleKeeper:
                 await self._session.connected()
                 await self.settle()
                 trouble.is_over("the role is followed again")
-            except ConnectError as error:
+            except (ConnectError, TooManyOpenFiles) as error:
                 trouble.lasts("the role is not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
@@ -190,6 +190,7 @@ class RoleKeeper:
     async def _begin_term(self, mastership: Mastership, registered: tuple[int, int]) -> None:
         """`registered`: as what, or as what before that: then it is to be registered anew."""
         self._end_term("a new term begins")
+        self._registered = -1, -1  # until all of it is done
         await self._stop_following()
         self._folder.know_term(mastership.epoch, mastership.version)  # before anything is written under it
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
@@ -349,7 +350,11 @@ class RoleKeeper:
             if isinstance(mastership, Refused):
                 raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
             log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
-            await self._begin_term(mastership, registered)
+            try:
+                await self._begin_term(mastership, registered)
+            except TooManyOpenFiles:
+                self.look_again()  # this replica is the master, and begins another term
+                raise
             return mastership
 
     async def _is_handed_over(self, state: BrokerState) -> bool:
@@ -430,6 +435,8 @@ class RoleKeeper:
     def _log_failed(self, partition: Partition, error: MetamqError) -> None:
         if isinstance(error, CorruptData):
             self._topics.is_damaged(partition, error)
+        elif isinstance(error, TooManyOpenFiles):  # whoever asked asks again
+            log.warning("%s", error)
         else:
             self._failed(error)
 

@@ -22,23 +22,26 @@ could share the news.
 *The first failed write or fsync ends the log's life as a writer.* What is on the disk is unknown then and asking
 again does not tell (a second fsync succeeds without having written anything). So every later append raises what the
 first one raised, reads go on below the stable mark, and the next start recovers.
+
+*Without a descriptor left nothing has failed.* TooManyOpenFiles ends no log: it is raised with nothing changed, and
+what cannot be stored now is stored with the next flush or checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.files import FileCache, storage_error
-from metamq.broker.log.flush import FlushTicket
+from metamq.broker.log.files import FileCache, disk_error, storage_error
+from metamq.broker.log.flush import FILES_MAX, FlushTicket
 from metamq.broker.log.flushed import FlushPoint
 from metamq.broker.log.recovery import Recovered
 from metamq.broker.log.segments import Segment
 from metamq.broker.log.store import SegmentStore
-from metamq.errors import ClosedError, MetamqError, StorageError
+from metamq.errors import ClosedError, MetamqError, StorageError, TooManyOpenFiles
 
 T = TypeVar("T")
 UNBOUND = 1 << 63
@@ -146,7 +149,7 @@ class DurableLog:
         return self._config.flush.due(self.end_offset - self.flushed_offset, since_ms)
 
     def start_flush(self) -> FlushTicket | None:
-        """A ticket for all that is unflushed; None when there is nothing, or while another ticket is out.
+        """A ticket for what is unflushed, as far as one ticket goes; None when there is nothing, or while one is out.
 
         Call its sync() in any thread, then finish_flush() in this one. Raises StorageError, ClosedError.
         """
@@ -154,25 +157,30 @@ class DurableLog:
         settled = self.flushed_position == self.end_position and not self._slot_unsynced and not self._unsynced
         if self._ticket is not None or settled:
             return None
-        paths = [s.path for s in self._store.segments if s.size_bytes and s.end_position > self.flushed_position]
+        dirty = [s for s in self._store.segments if s.size_bytes and s.end_position > self.flushed_position]
+        taken = dirty[:FILES_MAX]
+        end = self.end_offset, self.end_position
+        if len(taken) < len(dirty):
+            end = dirty[FILES_MAX].base_offset, dirty[FILES_MAX].base_position
+        paths = [segment.path for segment in taken]
         if self._slot_unsynced:
             paths.append(self._flush_file.path)
-        others = [path for path in sorted(self._unsynced) if os.path.exists(path)]
+        unsynced = sorted(self._unsynced)[:FILES_MAX]  # the folder first: each of its files has a longer path
+        whole = len(taken) == len(dirty) and len(unsynced) == len(self._unsynced)
+        others = [path for path in unsynced if os.path.exists(path)]
         try:
-            ticket = FlushTicket(
-                self.name, self._files, paths, others, self.end_offset, self.end_position, self._refuse
-            )
+            ticket = FlushTicket(self.name, self._files, paths, others, *end, self._refuse, whole=whole)
         except OSError as error:
             raise self._fail("opening the log for a flush", error) from error
         self._slot_unsynced = False
-        self._unsynced.clear()
+        self._unsynced.difference_update(unsynced)
         self._ticket = ticket
         return ticket
 
     def finish_flush(self, ticket: FlushTicket) -> None:
         """Advances the marks to what the ticket made durable. A ticket that a truncate overtook changes nothing.
 
-        Raises StorageError when its sync() did.
+        Raises StorageError when its sync() did; TooManyOpenFiles, with the marks as they were: then flush again.
         """
         if ticket.error is not None:
             self._refuse(ticket.error)
@@ -181,10 +189,15 @@ class DurableLog:
             return
         assert ticket.done
         self._ticket = None
+        before = self.flushed_offset, self.flushed_position, self.stable_offset, self.stable_position
         if ticket.end_position > self.flushed_position:
             self.flushed_offset, self.flushed_position = ticket.end_offset, ticket.end_position
         self._advance_stable()
-        self._store_point()
+        try:
+            self._store_point()
+        except TooManyOpenFiles:  # nobody has seen the new marks yet
+            self.flushed_offset, self.flushed_position, self.stable_offset, self.stable_position = before
+            raise
 
     def _flush_now(self) -> None:
         """Flushes to the end here and now, waiting for a ticket that is out."""
@@ -203,11 +216,11 @@ class DurableLog:
         point = self._make_point(clean)
         if point == self._point:
             return
-        self._point = point
         try:
             self._flush_file.write(point)
         except OSError as error:
             raise self._fail("storing the flushed point", error) from error
+        self._point = point
 
     def _make_point(self, clean: bool) -> FlushPoint:
         return FlushPoint(
@@ -251,11 +264,32 @@ class DurableLog:
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
 
-    def _fail(self, action: str, error: OSError) -> StorageError:
-        """Ends the log's life as a writer; returns the error to raise."""
-        failure = storage_error(self.name, action, error)
-        self._refuse(failure)
+    def _make_room(self, action: str) -> None:
+        """Before what cannot be tried again from its middle. Raises TooManyOpenFiles."""
+        try:
+            self._files.make_room()
+        except OSError as error:
+            raise storage_error(self.name, action, error) from error
+
+    def _fail(self, action: str, error: OSError, *, half_done: bool = False) -> StorageError:
+        """Ends the log's life as a writer, unless no descriptor is left and nothing is `half_done`; returns the error
+        to raise."""
+        failure = disk_error(self.name, action, error) if half_done else storage_error(self.name, action, error)
+        if not isinstance(failure, TooManyOpenFiles):
+            self._refuse(failure)
         return failure
+
+    @contextlib.contextmanager
+    def _or_later(self, action: str) -> Iterator[None]:
+        """Stores what the log can do without for a while: where no descriptor is left it is stored another time.
+
+        Raises StorageError.
+        """
+        with contextlib.suppress(TooManyOpenFiles):
+            try:
+                yield
+            except OSError as error:
+                raise self._fail(action, error) from error
 
     def _refuse(self, failure: MetamqError) -> None:
         """From now on every append raises. Also called by a ticket's thread: two assignments, in this order."""

@@ -4,6 +4,10 @@ A broker with thousands of partitions has more segments than a process may have 
 they are needed and the least recently used is closed again. A flush works on duplicates, which no eviction can close
 under its thread.
 
+The cache leaves the last descriptors of the process to what is opened elsewhere, and gives its own back for that. Where
+none is left all the same, that is no failure of the disk: `storage_error` makes TooManyOpenFiles of it, and the same is
+tried again later. So whatever opens a file does it before it changes anything, or changes what may be changed again.
+
 Closing a file whose bytes are not flushed yet loses no write error: Linux keeps an error that nobody was told of with
 the inode and gives it to the first fsync after the next open.
 """
@@ -12,12 +16,14 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
 from metamq.broker.log.index import IndexCache
 from metamq.broker.log.times_cache import TimesCache
-from metamq.errors import StorageError
+from metamq.errors import StorageError, TooManyOpenFiles
 from metamq.wire.rooms import SMALL_BYTES, Rooms
 
 Buffer = bytes | bytearray | memoryview
@@ -28,16 +34,20 @@ KEPT_BYTES = 16 * 1024 * 1024
 """Memory of large reads that is used again."""
 TIMES_BYTES = 32 * 1024 * 1024
 """Memory of timestamps that were looked up by; the largest batch has a quarter of it."""
+DESCRIPTORS_LEFT = 16
+"""What the cache leaves of the process's limit, for files and folders that are opened outside of it."""
+ROOM = 4
+"""Descriptors that a change of a log in several steps needs at most at once."""
 
 
 class FileCache:
     """Descriptors of the files of many partition logs, at most `limit` open at once (duplicates aside).
 
-    One thread only, except for sync() and sync_folder(). `write` and `sync` are os.pwrite and os.fsync, or a test's
-    faulty disk.
+    One thread only, that which makes it, except for sync() and sync_folder(). `write` and `sync` are os.pwrite and
+    os.fsync, or a test's faulty disk.
     """
 
-    __slots__ = ("_open", "_rooms", "_write", "indexes", "limit", "sync", "times")
+    __slots__ = ("_open", "_rooms", "_thread", "_write", "indexes", "limit", "sync", "times")
 
     def __init__(
         self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
@@ -49,6 +59,7 @@ class FileCache:
         self._write = write
         self._open: OrderedDict[str, int] = OrderedDict()
         self._rooms = Rooms(KEPT_BYTES)
+        self._thread = threading.get_ident()
 
     @property
     def open_count(self) -> int:
@@ -82,14 +93,29 @@ class FileCache:
 
         Raises OSError.
         """
-        for _ in range(len(self._open)):
+        evictable = len(self._open)
+        while True:
             try:
-                return open_it()
+                fd = open_it()
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not (evictable and self._open):
                     raise
+                evictable -= 1
                 self._evict()
-        return open_it()
+            else:
+                if self._open and fd >= descriptors_max() - DESCRIPTORS_LEFT:  # the lowest that is free
+                    self._evict()
+                return fd
+
+    def make_room(self) -> None:
+        """Before a change of several steps: there are descriptors for them. Raises OSError."""
+        free: list[int] = []
+        try:
+            while len(free) < ROOM:
+                free.append(self.opened(lambda: os.open(os.devnull, os.O_RDONLY)))
+        finally:
+            for fd in free:
+                os.close(fd)
 
     def duplicate(self, path: str) -> int:
         """A descriptor of the caller's own, to be closed by it, in any thread."""
@@ -121,7 +147,9 @@ class FileCache:
 
     def sync_folder(self, path: str) -> None:
         """Makes the names in a folder durable. Raises OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        flags = os.O_RDONLY | os.O_DIRECTORY
+        own = threading.get_ident() == self._thread
+        fd = self.opened(lambda: os.open(path, flags)) if own else os.open(path, flags)
         try:
             self.sync(fd)
         finally:
@@ -160,8 +188,25 @@ class ReadOnlyFiles(FileCache):
         return super()._add(path, os.O_RDONLY)
 
 
+def descriptors_max() -> int:
+    """How many descriptors this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def no_descriptor(what: str, error: OSError) -> TooManyOpenFiles | None:
+    """The error to raise where an OSError says that no descriptor is left; None where it says something else."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return TooManyOpenFiles(what, descriptors_max() if error.errno == errno.EMFILE else None)
+
+
 def storage_error(name: str, action: str, error: OSError) -> StorageError:
-    """The error to raise for an OSError of the disk."""
+    """The error to raise for an OSError; TooManyOpenFiles where it is not the disk's: nothing has been done then."""
+    return no_descriptor(f"{name}: {action}", error) or disk_error(name, action, error)
+
+
+def disk_error(name: str, action: str, error: OSError) -> StorageError:
+    """The error to raise for an OSError of the disk, or in the middle of a change."""
     reason = error.strerror or str(error)
     where = f" ({error.filename})" if error.filename else ""
     return StorageError(

@@ -10,15 +10,29 @@ from functools import partial
 from metamq.broker.log.files import FileCache, Sync, storage_error
 from metamq.errors import StorageError
 
+FILES_MAX = 8
+"""Of a log, in one ticket: the descriptors of a process are few, and there may be tickets of several logs at once."""
+
 
 class FlushTicket:
-    """The files that hold a log's unflushed bytes, as of `end_position`. Made by `PartitionLog.start_flush()`.
+    """Files that hold a log's unflushed bytes, up to `end_position`. Made by `PartitionLog.start_flush()`.
 
     It owns duplicates of their descriptors, so that nothing the log does meanwhile can close them. They are closed
     by sync(), which is to be called once the ticket exists.
     """
 
-    __slots__ = ("_descriptors", "_done", "_failed", "_lock", "_name", "_sync", "end_offset", "end_position", "error")
+    __slots__ = (
+        "_descriptors",
+        "_done",
+        "_failed",
+        "_lock",
+        "_name",
+        "_sync",
+        "end_offset",
+        "end_position",
+        "error",
+        "whole",
+    )
 
     def __init__(
         self,
@@ -29,11 +43,15 @@ class FlushTicket:
         end_offset: int,
         end_position: int,
         failed: Callable[[StorageError], None],
+        *,
+        whole: bool,
     ) -> None:
-        """`paths` are files of the cache, `others` files or folders outside of it.
+        """`paths` are files of the cache, `others` files or folders outside of it. `whole`: that is all there is.
 
         `failed` is called in the syncing thread, so that no append comes after the failure of an fsync. Raises OSError.
         """
+        self.whole = whole
+        """False: more is to be flushed than one ticket has descriptors for; the next one takes that."""
         self.end_offset = end_offset
         self.end_position = end_position
         self.error: StorageError | None = None

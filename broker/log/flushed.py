@@ -89,8 +89,9 @@ class FlushFile:
 
     def write(self, point: FlushPoint) -> None:
         """Stores the point in the older slot, without fsync. Raises OSError."""
-        self._generation += 1
-        self._files.write(self.path, _pack(self._generation, point), self._generation % 2 * SLOT_BYTES)
+        generation = self._generation + 1
+        self._files.write(self.path, _pack(generation, point), generation % 2 * SLOT_BYTES)
+        self._generation = generation  # not before: the next one would go to the newest slot
 
     def write_both(self, point: FlushPoint) -> None:
         """Stores the point in both slots and fsyncs: no slot says more any longer. Raises OSError."""

@@ -246,7 +246,8 @@ class PartitionLog(DurableLog):
         own_from = self._own_from if self._own_from <= self._own_to == epochs.last else epoch
         if (own_from, epoch) != (self._own_from, self._own_to):
             self._own_from, self._own_to = own_from, epoch
-            self._store_point()
+            with self._or_later("storing the flushed point"):
+                self._store_point()
             self._slot_unsynced = True
         self._change_epochs(epochs.add(epoch, offset, position))
         self._epoch = epoch
@@ -255,8 +256,8 @@ class PartitionLog(DurableLog):
         """Seals the active segment and starts the next."""
         assert self._producers is not None
         try:
+            self._save_producers(self._producers)  # first: where no descriptor is left, nothing has been changed
             segment = self._store.roll(self.end_offset, self.end_position)
-            self._save_producers(self._producers)
         except OSError as error:
             raise self._fail("starting a segment", error) from error
         self._slot_unsynced = True
@@ -326,11 +327,8 @@ class PartitionLog(DurableLog):
         if epochs == self._epochs:
             return
         self._epochs = epochs
-        try:
-            path = self._store.save_epochs(epochs)
-        except OSError as error:
-            raise self._fail("saving the epochs", error) from error
-        self._unsynced.update((path, self._folder))
+        with self._or_later("saving the epochs"):
+            self._unsynced.update((self._store.save_epochs(epochs), self._folder))
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -514,6 +512,7 @@ class PartitionLog(DurableLog):
             )
         if self._ticket is not None:
             self._finish_now(self._ticket)
+        self._make_room("cutting the log")
         try:
             segment, index = self._store.boundary_before(position)
             self._take_marks_back(index.end_offset, index.end_position)
@@ -522,7 +521,7 @@ class PartitionLog(DurableLog):
             if self._epochs is not None:
                 self._change_epochs(self._epochs.cut(self.end_position))
         except OSError as error:
-            raise self._fail("cutting the log", error) from error
+            raise self._fail("cutting the log", error, half_done=True) from error
         except CorruptData as error:
             self._refuse(error)
             raise
@@ -536,6 +535,7 @@ class PartitionLog(DurableLog):
         self._check_writable()
         if self._ticket is not None:
             self._finish_now(self._ticket)
+        self._make_room("emptying the log")
         point = fresh.empty_point(offset, position)
         if point == self._make_point(clean=True) and self.end_position == position:  # it is a new one
             self._take_point(self._point)
@@ -546,7 +546,7 @@ class PartitionLog(DurableLog):
             self._store.close()
             segment, void = fresh.empty(self._folder, self._files, self._flush_file, point)
         except OSError as error:
-            raise self._fail("emptying the log", error) from error
+            raise self._fail("emptying the log", error, half_done=True) from error
         self._store = SegmentStore(self._folder, self._files, [segment], [], self._config.index_interval_bytes)
         self._take_point(point)
         self._producers, self._epochs, self._epoch = ProducerStates(), EpochList(), -1

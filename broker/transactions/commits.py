@@ -23,7 +23,8 @@ from metamq.broker.log import PartitionLog
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.broker.transactions.journal import Appender, JournalStore
-from metamq.errors import CorruptData, MetamqError, TopicNotFound
+from metamq.errors import CorruptData, MetamqError, TooManyOpenFiles, TopicNotFound
+from metamq.tx.store.branch import Body
 from metamq.tx.store.fold import Committed, JournalState
 from metamq.tx.store.records import Place
 from metamq.wire.batch import read_header, walk
@@ -81,18 +82,30 @@ class Commits:
             elif present is not None and partition not in present:
                 waiting[number] = f"{partition.name} came back only now"
             elif present is None or batch_id not in present[partition]:
-                batch = memoryview(self._journal.body(body))
-                try:
-                    self._appender.append(partition, batch, read_header(batch), batch_id)
-                    brought += 1
-                except CorruptData as error:
-                    self._topics.is_damaged(partition, error)
-                    waiting[number] = error
+                problem = self._append(partition, body, batch_id)
+                brought += problem is None
+                if problem is not None:
+                    waiting[number] = problem
         for topic, messages in gone.items():
             what = count(messages, "message")
             log.warning("%s of %s dropped: topic %r is gone", what, committed.branch.xid, topic)
         self._note(committed, waiting)
         return brought
+
+    def _append(self, partition: Partition, body: Body, batch_id: int) -> MetamqError | None:
+        """Appends a batch, or tells why it has to wait. Raises StorageError, and CorruptData of the journal."""
+        try:
+            batch = memoryview(self._journal.body(body))
+        except TooManyOpenFiles as error:
+            return error
+        try:
+            self._appender.append(partition, batch, read_header(batch), batch_id)
+        except TooManyOpenFiles as error:
+            return error
+        except CorruptData as error:
+            self._topics.is_damaged(partition, error)
+            return error
+        return None
 
     def redo(self, state: JournalState) -> Iterator[int]:
         """Brings what a former master had committed and did not bring; yields how many batches that was, after each

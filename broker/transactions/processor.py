@@ -109,6 +109,11 @@ def check_ids(header: Tx) -> None:
         raise ProtocolError("a TX with a number below zero, or a time-out of ages")
 
 
+def _is_of_the_disk(error: MetamqError) -> bool:
+    """Whether the broker has to end with it: the disk failed, and was not only full, or without a descriptor left."""
+    return isinstance(error, StorageError) and not error.retriable
+
+
 class TransactionalCommandProcessor:
     """Used by the broker's loop only."""
 
@@ -262,7 +267,7 @@ class TransactionalCommandProcessor:
                 self._refused(work, error)
                 break
             except MetamqError as error:
-                if isinstance(error, StorageError) and not error.retriable:
+                if _is_of_the_disk(error):
                     self._failed(error)
                 self._refused(work, error)
                 break
@@ -356,7 +361,7 @@ class TransactionalCommandProcessor:
         try:
             return term.journal.append([record], [])
         except MetamqError as error:
-            if held and not isinstance(error, StorageError):  # after that one nobody knows what the disk has
+            if held and not _is_of_the_disk(error):  # after that one nobody knows what the disk has
                 self._not_stored(term, work)
             raise
 
@@ -366,7 +371,7 @@ class TransactionalCommandProcessor:
             term.journal.append_held()
         except MetamqError as error:
             self._not_stored(term, work)
-            if isinstance(error, StorageError):
+            if _is_of_the_disk(error):
                 self._failed(error)
 
     def _fault(self, term: Term, work: TxRequest, error: Exception) -> None:
@@ -503,9 +508,9 @@ class TransactionalCommandProcessor:
                 if term.store.journal.unmarked:
                     await self.upkeep.mark(term)
                 await self.upkeep.shorten(term)
-            except StorageError:
-                raise
             except MetamqError as error:  # the term ended meanwhile, or replicas are missing: later
+                if _is_of_the_disk(error):
+                    raise
                 log.info("the transaction journal is not cut at present: %s", error)
 
     async def kept(self, partition: Partition, generation: int) -> tuple[int | None, int | None]:

@@ -43,6 +43,8 @@ SAMPLES: list[MetamqError] = [
     errors.CorruptData("flights/0-0", "checksum", position=77, hint="Restore it."),
     errors.StorageError("fsync failed"),
     errors.DiskFull("data", 1, 2),
+    errors.TooManyOpenFiles("flights/0-0: writing", 1024),
+    errors.TooManyThreads("metamq"),
     errors.OwnershipLost("flights", "0-0", "claimed by c2"),
     errors.TransactionError("1_Zw==_", -3, "no such branch"),
     errors.RolledBack("1_Zw==_", 106, "its time is over"),
@@ -60,6 +62,7 @@ NOT_ON_THE_WIRE = {
     errors.BufferFull,
     errors.DeliveryTimeout,
     errors.OwnershipLost,
+    errors.TooManyThreads,
     MetamqError,
 }
 """Classes that only a client raises: a broker that raised one would be answering with its root."""
@@ -143,6 +146,7 @@ def test_numbers_are_never_used_twice() -> None:
         22: "HeuristicOutcome",
         23: "BranchMisuse",
         24: "TryLater",
+        25: "TooManyOpenFiles",
     }
     assert (status.OK, status.UNKNOWN) == (0, 1)
 

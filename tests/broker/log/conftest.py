@@ -102,7 +102,8 @@ class Shelf:
             result = error = None
             if step == FLUSH:
                 with contextlib.suppress(StorageError):  # the log remembers
-                    self.flush(log)
+                    while self.flush(log):  # a ticket takes so many files
+                        pass
                 continue
             try:
                 result = step()
