@@ -491,7 +491,12 @@ class RoleKeeper:
             return self.reason
         if self.client is not None and not self.client.linked:
             return "not linked to its master"
-        return ""
+        over_s = self._lease.over_s()
+        if over_s is None:
+            return ""
+        refuses = self.role is Role.MASTER and not self._may_believe()
+        means = "writes are refused" if refuses else "whether this replica is registered is not known"
+        return f"ZooKeeper does not answer, and the lease ended {over_s:.0f} s ago: {means}"
 
     def say_goodbye(self) -> None:
         """The broker is going to end."""
