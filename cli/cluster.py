@@ -15,7 +15,19 @@ from metamq.broker.folder_report import FolderReport, inspect_folder
 from metamq.broker.restore import Choices, Restore, plan_restore
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.output import TABLE_OR_JSON, YES, confirm, count, listed, output_option, print_json, print_table, say
+from metamq.cli.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    listed,
+    output_option,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
 from metamq.client.first_contact import open_session
 from metamq.errors import ConfigError
 from metamq.zk.cluster_nodes import ClusterExport, Standing, compare, restore_cluster
@@ -231,3 +243,26 @@ def _document(plan: Restore, standing: Standing) -> dict[str, Any]:
         "nodes": {path: data.decode(errors="replace") for path, data in sorted(plan.nodes.items())},
         "writes": [f"{type(one).__name__.lower()} {one.path}" for one in standing.operations],
     }
+
+
+@cluster.command("remove-broker")
+@click.argument("broker_id", metavar="ID", type=int)
+@ACCEPT_LOSS
+@YES
+@TEXT_OR_JSON
+def remove_broker(broker_id: int, accept_loss: bool, yes: bool, output: str) -> None:
+    """Remove a broker id that is gone for good, with its partitions and what groups committed in them.
+
+    What was in its partitions is lost; a topic that has no others is deleted. One that runs is refused. A single
+    replica is removed by `metamq ha remove`.
+
+    \b
+    metamq cluster remove-broker 3
+    metamq cluster remove-broker 3 --accept-loss --yes
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = admin.plan_removal(broker_id)
+        confirm(removal_lines(plan, accept_loss), yes=yes)
+        admin.remove_broker(broker_id, accept_loss=accept_loss)
+    tell_removed(plan, output)

@@ -1,4 +1,4 @@
-"""`metamq ha`: status, wait, promote."""
+"""`metamq ha`: status, wait, promote, remove."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from metamq.cli.output import (
     print_table,
     say,
 )
+from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
 from metamq.cli.replica_view import amiss, damage, in_sync_and_down
 from metamq.cli.units import DURATION, show_bytes
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
@@ -44,6 +45,7 @@ def ha() -> None:
     metamq ha status
     metamq ha wait --in-sync 2
     metamq ha promote --broker 0 --slave 1
+    metamq ha remove --broker 0 --replica 2
     """
 
 
@@ -218,6 +220,29 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
         print_json({"broker_id": broker_id, "master": replica, "epoch": epoch})
         return
     say(f"Replica {replica} is the master of broker {broker_id}, epoch {epoch}.")
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--replica", type=int, required=True, help="The number of the slave that is gone for good.")
+@ACCEPT_LOSS
+@YES
+@TEXT_OR_JSON
+def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
+    """Remove a slave that is gone for good: from the in-sync set, and as the last slave that its broker id had.
+
+    A replica that runs is refused, and so is the master: promote another one first. A whole broker id is removed by
+    `metamq cluster remove-broker`.
+
+    \b
+    metamq ha remove --broker 0 --replica 1
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = admin.plan_removal(broker_id, replica)
+        confirm(removal_lines(plan, accept_loss), yes=yes)
+        admin.remove_replica(broker_id, replica, accept_loss=accept_loss)
+    tell_removed(plan, output)
 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:

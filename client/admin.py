@@ -18,6 +18,7 @@ from metamq.client.admin_model import (
     OffsetReset,
     OpenBranches,
     PromotionPlan,
+    RemovalPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
@@ -190,6 +191,26 @@ class Admin:
         slave, ConnectError, Timeout.
         """
         return self._run(self._core.promote(broker_id, replica, accept_loss))
+
+    def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
+        """What remove_broker(), or remove_replica() with a replica, would do and lose. Raises as these do."""
+        return self._run(self._core.plan_removal(broker_id, replica))
+
+    def remove_broker(self, broker_id: int, *, accept_loss: bool = False) -> RemovalPlan:
+        """Removes a broker id that is gone for good: its state, its partitions, and what groups committed in these.
+
+        What was in its partitions is lost. Raises ConfigError when there is no such broker, when one of its replicas is
+        registered, and when it has partitions, unless `accept_loss`. It may be repeated.
+        """
+        return self._run(self._core.remove(broker_id, None, accept_loss))
+
+    def remove_replica(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> RemovalPlan:
+        """Removes a slave that is gone for good: from the in-sync set, and as the last slave that its broker id had.
+
+        Raises ConfigError when it is registered, the master, or not known; and when it is the only one that has all
+        that was acknowledged, unless `accept_loss`.
+        """
+        return self._run(self._core.remove(broker_id, replica, accept_loss))
 
     def export_cluster(self) -> dict[str, Any]:
         """Everything that ZooKeeper holds of the cluster, for `metamq cluster restore`: to be written as JSON.

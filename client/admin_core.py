@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from metamq.client import admin_brokers, admin_groups, admin_replicas, admin_topics, admin_transactions
+from metamq.client import admin_brokers, admin_groups, admin_removal, admin_replicas, admin_topics, admin_transactions
 from metamq.client.admin_model import (
     BrokerDescription,
     BrokerReplicas,
@@ -19,6 +19,7 @@ from metamq.client.admin_model import (
     OffsetReset,
     OpenBranches,
     PromotionPlan,
+    RemovalPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
@@ -135,6 +136,12 @@ class AdminCore:
 
     async def promote(self, broker_id: int, replica: int, accept_loss: bool) -> int:
         return await admin_replicas.promote(await self._cluster(), broker_id, replica, accept_loss)
+
+    async def plan_removal(self, broker_id: int, replica: int | None) -> RemovalPlan:
+        return await admin_removal.plan_removal(await self._cluster(), broker_id, replica)
+
+    async def remove(self, broker_id: int, replica: int | None, accept_loss: bool) -> RemovalPlan:
+        return await admin_removal.remove(await self._cluster(), broker_id, replica, accept_loss)
 
     async def export_cluster(self) -> dict[str, Any]:
         return (await export_cluster((await self._cluster()).session)).to_json()

@@ -279,6 +279,31 @@ class PromotionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RemovalPlan:
+    """What the removal of a replica, or of a whole broker id (`replica` is None), would do.
+
+    `in_sync`: the replica is taken out of the in-sync set. `forgets_slaves`: the broker id has no slaves any more.
+    `partitions`: topic -> how many of its partitions go with the broker id; `emptied`: topics that have no other, and
+    go, too. `offsets`: committed offsets of groups that are removed. `loss` says what is lost; empty: nothing.
+    """
+
+    broker_id: int
+    replica: int | None
+    in_sync: bool
+    forgets_slaves: bool
+    partitions: Mapping[str, int]
+    emptied: tuple[str, ...]
+    offsets: int
+    loss: str
+
+    @property
+    def who(self) -> str:
+        """What is removed, for people."""
+        broker = f"broker {self.broker_id}"
+        return broker if self.replica is None else f"replica {self.replica} of {broker}"
+
+
+@dataclass(frozen=True, slots=True)
 class PartitionStatistics:
     """One partition of a broker. `last_append_us`: microseconds since 1970, 0 when nothing was ever appended."""
 

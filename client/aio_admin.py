@@ -18,6 +18,7 @@ from metamq.client.admin_model import (
     OffsetReset,
     OpenBranches,
     PromotionPlan,
+    RemovalPlan,
     ResetTo,
     TopicDescription,
     TopicSettings,
@@ -129,6 +130,18 @@ class Admin:
     async def promote(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> int:
         """See metamq.Admin.promote."""
         return await self._core.promote(broker_id, replica, accept_loss)
+
+    async def plan_removal(self, broker_id: int, replica: int | None = None) -> RemovalPlan:
+        """See metamq.Admin.plan_removal."""
+        return await self._core.plan_removal(broker_id, replica)
+
+    async def remove_broker(self, broker_id: int, *, accept_loss: bool = False) -> RemovalPlan:
+        """See metamq.Admin.remove_broker."""
+        return await self._core.remove(broker_id, None, accept_loss)
+
+    async def remove_replica(self, broker_id: int, replica: int, *, accept_loss: bool = False) -> RemovalPlan:
+        """See metamq.Admin.remove_replica."""
+        return await self._core.remove(broker_id, replica, accept_loss)
 
     async def export_cluster(self) -> dict[str, Any]:
         """See metamq.Admin.export_cluster."""
