@@ -1,12 +1,16 @@
-"""What the end of a run says: figures that tests report, and which tests are a run of their own."""
+"""What the end of a run says: figures that tests report, and which tests are a run of their own; no module of tests
+leaves anything behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests import leftovers
 
 settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
 settings.load_profile("untimed")
@@ -14,6 +18,26 @@ settings.load_profile("untimed")
 FIGURES = "figures"
 LEFT_OUT = "not containers"
 """In the -m that ./dev gives."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    """What a fixture of the whole session makes is left to it."""
+    if fixturedef.scope != "session":
+        return (yield)
+    before = leftovers.alive()
+    try:
+        return (yield)
+    finally:
+        leftovers.keep(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Looks when the other fixtures of the module are gone."""
+    before = leftovers.alive()
+    yield
+    leftovers.check(before)
 
 
 @pytest.fixture

@@ -1,0 +1,52 @@
+"""What a module of tests leaves behind fails that module, not a later test that meets it.
+
+Looked at once the fixtures of the module are gone: unclosed sockets, clients, event loops and processes that nobody
+refers to any more warn as they are collected, and warnings are errors; threads and child processes that still run are
+compared with those before. What a fixture of the whole session makes is its own until the end of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+
+import psutil
+
+LIMIT_S = 60.0
+"""So long threads and processes that are ending may take, on a slow machine."""
+POOLS = ("asyncio_", "metamq", "ThreadPoolExecutor-")
+"""Names of threads that stay for later use: of the background loop, of asyncio.to_thread(), of pools."""
+
+_of_the_session: set[threading.Thread | int] = set()
+
+
+def alive() -> set[threading.Thread | int]:
+    """Threads, but for those of pools, and the ids of child processes."""
+    threads = {thread for thread in threading.enumerate() if not thread.name.startswith(POOLS)}
+    return {*threads, *(child.pid for child in psutil.Process().children())}
+
+
+def keep(before: set[threading.Thread | int]) -> None:
+    """What has come since is a session's fixture's."""
+    _of_the_session.update(alive() - before)
+
+
+def check(before: set[threading.Thread | int]) -> None:
+    """Fails where anything is left that was not there before."""
+    gc.collect()
+    deadline = time.monotonic() + LIMIT_S
+    while left := alive() - before - _of_the_session:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"this module's tests have left behind: {', '.join(map(_name, left))}")
+        time.sleep(0.01)
+    gc.collect()
+
+
+def _name(one: threading.Thread | int) -> str:
+    if isinstance(one, threading.Thread):
+        return f"thread {one.name} ({getattr(one, '_target', None)})"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return f"process {one}: {' '.join(psutil.Process(one).cmdline())}"
+    return f"process {one}"
