@@ -40,6 +40,7 @@ class Producer(OpenedLater, ProducerFace[T]):
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
         self._encode = encode
+        self._has_transactions = False
         self._closed = False
 
     async def open(self) -> Self:

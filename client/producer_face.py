@@ -40,6 +40,9 @@ class ProducerFace(Generic[T]):
 
     _core: ProducerCore
     _encode: Callable[[T], bytes] | None
+    _has_transactions: bool
+    """Whether any thread or task works in a transaction of this producer, see metamq.tx.app.transactional. `send` asks
+    this one attribute, and is never replaced: wrappers and subclasses see every message."""
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self)
@@ -67,6 +70,10 @@ class ProducerFace(Generic[T]):
         Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. A topic
         that does not exist fails the Delivery with TopicNotFound.
         """
+        if self._has_transactions:
+            sent: Delivery | None = self._send_in(topic, value, key, headers, partition, timestamp)
+            if sent is not None:
+                return sent
         plain: Any = value if self._encode is None else self._encode(value)
         if type(plain) is not bytes:
             plain = as_bytes(plain, "value")
@@ -89,6 +96,10 @@ class ProducerFace(Generic[T]):
         """
         if isinstance(values, bytes | str) or not isinstance(values, Iterable):
             raise wrong_type("`values`", "a list of values", values)
+        if self._has_transactions:
+            sent: ManyDelivery | None = self._send_many_in(topic, values, keys)
+            if sent is not None:
+                return sent
         plain: list[Any] = list(values) if self._encode is None else [self._encode(value) for value in values]
         if set(map(type, plain)) - {bytes}:
             plain = [as_bytes(value, "value") for value in plain]
@@ -99,6 +110,22 @@ class ProducerFace(Generic[T]):
             problem = f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}"
             raise ConfigError(problem, hint="Give one for each; None is no key.")
         return self._core.accumulator.send_many(topic, plain, packed)
+
+    def _send_in(
+        self,
+        topic: str,
+        value: T,
+        key: Key,
+        headers: Mapping[str, bytes] | None,
+        partition: str | None,
+        timestamp: datetime | int | None,
+    ) -> Delivery | None:
+        """Sends with the caller's transaction; None where it works in none."""
+        return None
+
+    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
+        """The same, of many."""
+        return None
 
 
 def as_bytes(value: Any, what: str) -> bytes:

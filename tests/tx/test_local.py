@@ -169,8 +169,55 @@ def test_what_other_threads_send_is_not_part_of_it(shop: Shop, producer: Produce
         thread.join()
         assert shop.seen(topic) == [b"plain", b"theirs"]
     assert shop.seen(topic) == [b"mine", b"plain", b"theirs"]
-    assert "send" not in producer.__dict__  # without transactions nothing is looked at
+    assert not producer._has_transactions, "without transactions nothing is looked at"
     producer.send(topic, b"after").result(60)
+
+
+def test_a_wrapper_of_send_sees_every_message_and_stays(
+    shop: Shop, producer: Producer[bytes], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tracing libraries wrap it, on the instance; they keep the `send` that was there before."""
+    seen: list[bytes] = []
+    before, many_before = producer.send, producer.send_many
+
+    def traced(topic: str, value: bytes, *args: Any, **kwargs: Any) -> Any:
+        seen.append(value)
+        return before(topic, value, *args, **kwargs)
+
+    def traced_many(topic: str, values: list[bytes], *args: Any, **kwargs: Any) -> Any:
+        seen.extend(values)
+        return many_before(topic, values, *args, **kwargs)
+
+    monkeypatch.setattr(producer, "send", traced)
+    monkeypatch.setattr(producer, "send_many", traced_many)
+    producer.send(topic, b"0").result(60)
+    with pytest.raises(KeyError), producer.transaction():  # noqa: PT012
+        producer.send(topic, b"1")
+        producer.send_many(topic, [b"2"])
+        raise KeyError
+    with producer.transaction():
+        producer.send(topic, b"3", key="k")
+        producer.send_many(topic, [b"4"], ["k"])
+        before(topic, b"5")
+    assert vars(producer)["send"] is traced
+    producer.send(topic, b"6").result(60)
+    assert seen == [b"0", b"1", b"2", b"3", b"4", b"6"]
+    assert shop.seen(topic) == [b"0", b"3", b"4", b"5", b"6"]
+
+
+def test_the_send_of_a_subclass_sees_every_message(shop: Shop, topic: str) -> None:
+    seen: list[bytes] = []
+
+    class Counting(Producer[bytes]):
+        def send(self, topic: str, value: bytes, *args: Any, **kwargs: Any) -> Any:
+            seen.append(value)
+            return super().send(topic, value, *args, **kwargs)
+
+    with Counting(shop.cluster.zookeeper) as producer:
+        producer.send(topic, b"0").result(60)
+        with producer.transaction():
+            producer.send(topic, b"1", partition="0-0")
+    assert seen == shop.seen(topic) == [b"0", b"1"]
 
 
 def test_threads_that_begin_their_first_transactions_at_once(

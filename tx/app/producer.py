@@ -31,28 +31,25 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         self,
         topic: str,
         value: T,
-        key: Key = None,
-        headers: Mapping[str, bytes] | None = None,
-        *,
-        partition: str | None = None,
-        timestamp: datetime | int | None = None,
-    ) -> Delivery:
-        """`send`, while any thread works in a transaction."""
+        key: Key,
+        headers: Mapping[str, bytes] | None,
+        partition: str | None,
+        timestamp: datetime | int | None,
+    ) -> Delivery | None:
         self._check_beside()
         one = self._transactions.of(self._owner())
         if one is None:
-            return type(self).send(self, topic, value, key, headers, partition=partition, timestamp=timestamp)
+            return None
         self._check_usable()
         message = self._message(value, key, headers, partition, timestamp)
         self._wait_for_room(one)
         return one.outbox.add(topic, message)
 
-    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
-        """`send_many`, while any thread works in a transaction."""
+    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
         self._check_beside()
         one = self._transactions.of(self._owner())
         if one is None:
-            return type(self).send_many(self, topic, values, keys)
+            return None
         self._check_usable()
         messages = self._messages(values, keys)
         self._wait_for_room(one)

@@ -38,7 +38,7 @@ class Block(Protocol):
 class TransactionalFace(ProducerFace[T]):
     """While any thread or task works in a transaction, `send` and `send_many` of this producer look whose it is.
 
-    They are put in the place of the class's own only for so long: a producer without transactions pays nothing.
+    Only for so long `_has_transactions` is set: a producer without transactions pays for a look at that.
     """
 
     Error = MetamqError
@@ -63,7 +63,7 @@ class TransactionalFace(ProducerFace[T]):
         self._check_beside(xid)
         with transactions.lock:
             one = transactions.begin(self._owner(), xid, timeout_s, is_tpc=is_tpc)
-            self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
+            self._has_transactions = True
         return one
 
     def _abandon(self) -> None:
@@ -77,13 +77,7 @@ class TransactionalFace(ProducerFace[T]):
         transactions = self._transactions
         with transactions.lock:
             transactions.leave(one)
-            self._switch_back()
-
-    def _switch_back(self) -> None:
-        """With the lock."""
-        if not self._transactions.any:
-            self.__dict__.pop("send", None)
-            self.__dict__.pop("send_many", None)
+            self._has_transactions = transactions.any
 
     def _enter_block(self, block: Block) -> None:
         """Until _leave_block() this producer's own sends are refused in this context: what is sent so would go out at
@@ -91,7 +85,7 @@ class TransactionalFace(ProducerFace[T]):
         transactions = self._transactions
         with transactions.lock:
             transactions.blocks.add(block)
-            self.__dict__.update(send=self._send_in, send_many=self._send_many_in)
+            self._has_transactions = True
         left = (each for each in _working_in.get() if (known := each()) is not None and known.is_active)
         _working_in.set((*left, weakref.ref(block)))
 
@@ -99,7 +93,7 @@ class TransactionalFace(ProducerFace[T]):
         transactions = self._transactions
         with transactions.lock:
             transactions.blocks.discard(block)
-            self._switch_back()
+            self._has_transactions = transactions.any
 
     def _check_beside(self, xid: object = "(none)") -> None:
         """Raises BranchMisuse in a block."""
@@ -120,7 +114,7 @@ class TransactionalFace(ProducerFace[T]):
         transactions = self._transactions
         with transactions.lock:
             found = transactions.leave_all()
-            self._switch_back()
+            self._has_transactions = transactions.any
         return found
 
     def _ends_with_the_producer(self, one: Open) -> bool:
@@ -130,21 +124,6 @@ class TransactionalFace(ProducerFace[T]):
         elif one.prepared is None:
             log.warning("transaction %s was not committed, and is rolled back with its producer", one.xid)
         return not one.prepared
-
-    def _send_in(
-        self,
-        topic: str,
-        value: T,
-        key: Key = None,
-        headers: Mapping[str, bytes] | None = None,
-        *,
-        partition: str | None = None,
-        timestamp: datetime | int | None = None,
-    ) -> Any:
-        raise AssertionError("a face sends")
-
-    def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> Any:
-        raise AssertionError("a face sends")
 
     def _message(
         self,
