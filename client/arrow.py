@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import pyarrow as pa
 
@@ -84,8 +83,8 @@ def _binary(column: BinaryColumn) -> pa.Array:
 
 
 def _headers(column: BinaryColumn) -> pa.Array:
-    maps: list[dict[str, Any]] = [columns.unpack_headers(packed) for packed in column.tolist()]
+    maps = [columns.unpack_header_pairs(packed) for packed in column.tolist()]
     offsets = pa.array(accumulate(map(len, maps), initial=0), pa.int32())
-    names = pa.array([name for entry in maps for name in entry], pa.string())
-    texts = pa.array([text for entry in maps for text in entry.values()], pa.binary())
+    names = pa.array([name for entries in maps for name, _text in entries], pa.string())
+    texts = pa.array([text for entries in maps for _name, text in entries], pa.binary())
     return pa.MapArray.from_arrays(offsets, names, texts)

@@ -20,6 +20,8 @@ Key = bytes | str | None
 
 TIMESTAMP_US_MIN = 978_307_200_000_000
 """The begin of 2001; seconds and milliseconds of our days are numbers far below."""
+TIMESTAMP_US_MAX = 253_402_300_799_999_999
+"""The end of the year 9999, the last that a datetime has; nanoseconds of our days are far above."""
 
 
 class ProducerSettings(TypedDict, total=False):
@@ -169,7 +171,12 @@ def timestamp_us(timestamp: datetime | int | None) -> int | None:
         if timestamp < TIMESTAMP_US_MIN:
             raise ConfigError(
                 f"`timestamp` {timestamp} would be before 2001: a number is microseconds since 1970",
-                hint="Multiply seconds by 1,000,000, or give an aware datetime, which may be any.",
+                hint="Multiply seconds by 1,000,000, or give an aware datetime, which may be any from 1970 on.",
+            )
+        if timestamp > TIMESTAMP_US_MAX:
+            raise ConfigError(
+                f"`timestamp` {timestamp} would be after the year 9999: a number is microseconds since 1970",
+                hint="Divide nanoseconds by 1,000, or give an aware datetime.",
             )
         return timestamp
     if not isinstance(timestamp, datetime):
@@ -178,4 +185,7 @@ def timestamp_us(timestamp: datetime | int | None) -> int | None:
         raise ConfigError(
             f"`timestamp` {timestamp} has no time zone", hint="Give an aware datetime, as datetime.now(timezone.utc)."
         )
+    if timestamp < EPOCH:
+        hint = "A message's time is from 1970 to 9999. Put an earlier one into the value, or a header."
+        raise ConfigError(f"`timestamp` {timestamp} is before 1970", hint=hint)
     return (timestamp - EPOCH) // timedelta(microseconds=1)

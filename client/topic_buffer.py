@@ -14,7 +14,7 @@ from itertools import accumulate, repeat
 from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
 from metamq.client.partitioner import Partitioner
 from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
-from metamq.wire.limits import BATCH_COUNT_MAX
+from metamq.wire.limits import BATCH_COUNT_MAX, MESSAGE_BYTES_MAX
 from metamq.words import count
 from metamq.zk.names import parse_partition
 from metamq.zk.topics import TopicConfig
@@ -160,7 +160,9 @@ def too_large(buffer: TopicBuffer, size: int) -> MessageTooLarge:
     """The error, to be raised."""
     topic = buffer.topic
     hint = f"Send less at once, or raise the limit: `metamq topic alter {topic} --max-message-bytes 4MiB` (the most)."
-    if buffer.config is None or buffer.limit_bytes < buffer.config.max_message_bytes:
+    if size > MESSAGE_BYTES_MAX:
+        hint = ""  # that of the error: no limit can be raised so far
+    elif buffer.config is None or buffer.limit_bytes < buffer.config.max_message_bytes:
         hint = "Send less at once, or raise the producer's `max_message_bytes`, to 4 MiB at most."
     return MessageTooLarge(f"a message for topic {topic!r}", size, buffer.limit_bytes, hint=hint)
 

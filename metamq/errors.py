@@ -172,15 +172,22 @@ class TopicExists(MetamqError):
         self.topic = topic
 
 
+MESSAGE_BYTES_MOST = 4 * 1024 * 1024
+"""What a topic's limit can be raised to."""
+_RAISE_THE_LIMIT = (
+    "Send less at once, or raise the topic's limit, to 4 MiB at most: `metamq topic alter TOPIC "
+    "--max-message-bytes 4MiB`."
+)
+_NO_TOPIC_TAKES_IT = "No topic takes a message of more than 4 MiB: split it, or store it elsewhere and send its place."
+
+
 class MessageTooLarge(MetamqError):
     """A message, or the batch it is in, has `size` bytes where `limit` are allowed."""
 
     def __init__(self, what: str, size: int, limit: int, *, hint: str | None = None) -> None:
         super().__init__(
             f"{what} has {size:,} bytes, the limit is {limit:,}",
-            hint=hint
-            or "Send less at once, or raise the topic's limit, to 4 MiB at most: `metamq topic alter TOPIC "
-            "--max-message-bytes 4MiB`.",
+            hint=hint or (_NO_TOPIC_TAKES_IT if size > MESSAGE_BYTES_MOST else _RAISE_THE_LIMIT),
         )
         self.size = size
         self.limit = limit

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from metamq.errors import ConfigError, MetamqError
@@ -14,9 +14,12 @@ from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.partitions import TopicPartition, partition_order
 
 _EXAMPLE = '{"flights": {"0-0": 23, "0-1": -2}}'
+_MARKS = {"earliest": EARLIEST, "latest": LATEST}
 _NAMED_MAX = 5
 _TIME_MAX_MS = 253_402_300_799_999
 """The end of the year 9999. Beyond is likely to be in microseconds."""
+_FOR_EVER_MS = 2**63 - 1
+"""Java's Long.MaxValue: after each message, as Spark's Kafka source takes it."""
 _LIKELY_SECONDS = range(10**9, 10**10)
 """The years 2001 to 2286 in seconds. In milliseconds it is 1970 still, for which few have messages."""
 
@@ -31,6 +34,8 @@ class Boundary:
     each: Mapping[TopicPartition, int] | None = None
     """Offsets or marks, or times, by partition."""
     is_time: bool = False
+    topics: Mapping[str, int] = field(default_factory=dict)
+    """Marks, or times, for all partitions of a topic; with `each`, which outranks it."""
 
     def questions(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         """For each partition its offset or mark, or its time.
@@ -40,26 +45,32 @@ class Boundary:
         if self.each is None:
             assert self.everywhere is not None
             return dict.fromkeys(partitions, self.everywhere)
-        missing, beyond = set(partitions) - set(self.each), set(self.each) - set(partitions)
+        found = {tp: wanted for tp in partitions if (wanted := self.wanted(tp)) is not None}
+        missing, beyond = set(partitions) - set(found), set(self.each) - set(partitions)
         if missing:
             hint = "Name every partition of the topics that are read; -2 is the earliest offset, -1 the latest."
             raise ConfigError(f"option {self.option!r} lacks {_named(missing)}", hint=hint)
         if beyond:
             hint = f"There are: {_named(partitions)}."
             raise ConfigError(f"option {self.option!r} names {_named(beyond)}, which is not read", hint=hint)
-        return dict(self.each)
+        unread = set(self.topics) - {tp.topic for tp in partitions}
+        if unread:
+            hint = f"There are: {', '.join(sorted({tp.topic for tp in partitions}))}."
+            raise ConfigError(f"option {self.option!r} names topic {min(unread)!r}, which is not read", hint=hint)
+        return found
 
     def wanted(self, tp: TopicPartition | None) -> int | None:
         """For one partition, as far as the option says; None: for one that it does not name."""
         if self.each is None:
             return self.everywhere
-        return self.each.get(tp) if tp is not None else None
+        return self.each.get(tp, self.topics.get(tp.topic)) if tp is not None else None
 
     def doubt(self) -> str | None:
         """What to warn of: a time that is not wrong, but hardly meant."""
         if not self.is_time:
             return None
-        times = [self.everywhere] if self.everywhere is not None else (self.each or {}).values()
+        times = [*([] if self.everywhere is None else [self.everywhere]), *(self.each or {}).values()]
+        times += self.topics.values()
         time_ms = next((us // 1000 for us in times if us // 1000 in _LIKELY_SECONDS), None)
         if time_ms is None:
             return None
@@ -70,10 +81,12 @@ def check_order(starting: Boundary, ending: Boundary) -> None:
     """Raises ConfigError where a query is to end before it begins. What only the logs can tell passes."""
     if starting.is_time != ending.is_time:
         return
-    for tp in (*(starting.each or ()), *(ending.each or ()), None):
+    named: list[TopicPartition | None] = [*(starting.each or ()), *(ending.each or ()), None]
+    named += [TopicPartition(topic, "") for topic in (*starting.topics, *ending.topics)]
+    for tp in named:
         start, end = starting.wanted(tp), ending.wanted(tp)
         if start is not None and end is not None and 0 <= end < start:
-            where = "" if tp is None else f" for {tp}"
+            where = "" if tp is None else f" for {tp if tp.partition else tp.topic}"
             problem = f"option {ending.option!r} ends{where} before {starting.option!r} begins"
             raise ConfigError(problem, hint="Give a later end, or an earlier start.")
 
@@ -86,45 +99,69 @@ def _named(partitions: Collection[TopicPartition]) -> str:
 
 def offsets_boundary(option: str, text: str, *, refused: int | None = None) -> Boundary:
     """The value of `startingOffsets` or `endingOffsets`. `refused` is the mark that makes no sense there."""
-    marks = {"earliest": EARLIEST, "latest": LATEST}
-    allowed = [name for name, mark in marks.items() if mark != refused]
-    mark = marks.get(text.strip().lower())
+    allowed = [name for name, mark in _MARKS.items() if mark != refused]
+    mark = _MARKS.get(text.strip().lower())
     if mark is not None:
         if mark == refused:
             raise ConfigError(f"option {option!r} is {text!r}", hint=f"Choose {allowed[0]!r}, or offsets: {_EXAMPLE}.")
         return Boundary(option, mark)
-    each = per_partition(option, text)
+    topics, each = _topics_and_partitions(option, text)
+    for name, wanted in topics.items():
+        offset = _MARKS.get(wanted.strip().lower()) if isinstance(wanted, str) else wanted
+        if offset not in _MARKS.values() or offset == refused:
+            choices = " or ".join(f'{{"{name}": "{one}"}}' for one in allowed)
+            problem = f"option {option!r} has {wanted!r} for topic {name!r}"
+            raise ConfigError(problem, hint=f"For a whole topic: {choices}; for its partitions, offsets: {_EXAMPLE}.")
+        topics[name] = offset
     for tp, offset in each.items():
         if offset < EARLIEST or offset == refused:
             name = allowed[0] if len(allowed) == 1 else "earliest or latest"
-            hint = f"An offset is 0 or more; {' and '.join(str(marks[one]) for one in allowed)}: {name}."
+            hint = f"An offset is 0 or more; {' and '.join(str(_MARKS[one]) for one in allowed)}: {name}."
             raise ConfigError(f"option {option!r} has the offset {offset} for {tp}", hint=hint)
-    return Boundary(option, None, each)
+    return Boundary(option, None, each, topics=topics)
 
 
 def time_boundary(option: str, text: str) -> Boundary:
     """The value of `startingTimestamp` or `endingTimestamp`: one time for all partitions."""
-    if not text.strip().isdecimal() or int(text) > _TIME_MAX_MS:
+    if not text.strip().isdecimal() or (time_us := _time_us(int(text))) is None:
         hint = "Give the milliseconds since 1970, UTC, as in 1735689600000."
         raise ConfigError(f"option {option!r} is {text!r}, not a time", hint=hint)
-    return Boundary(option, int(text) * 1000, is_time=True)
+    return Boundary(option, time_us, is_time=True)
 
 
 def times_boundary(option: str, text: str) -> Boundary:
-    """The value of `…OffsetsByTimestamp`: a time for each partition."""
-    each = per_partition(option, text)
-    for tp, time_ms in each.items():
-        if not 0 <= time_ms <= _TIME_MAX_MS:
-            hint = "Give the milliseconds since 1970, UTC."
-            raise ConfigError(f"option {option!r} has the time {time_ms} for {tp}", hint=hint)
-    return Boundary(option, None, {tp: time_ms * 1000 for tp, time_ms in each.items()}, is_time=True)
+    """The value of `…OffsetsByTimestamp`: a time for each partition, or for all of a topic."""
+    topics, each = _topics_and_partitions(option, text)
+    of_topics = {name: _checked_time(option, f"topic {name!r}", time_ms) for name, time_ms in topics.items()}
+    of_partitions = {tp: _checked_time(option, str(tp), time_ms) for tp, time_ms in each.items()}
+    return Boundary(option, None, of_partitions, is_time=True, topics=of_topics)
 
 
-def per_partition(option: str, text: str) -> dict[TopicPartition, int]:
-    """A whole number for each partition, from JSON. Raises ConfigError."""
+def _checked_time(option: str, where: str, time_ms: object) -> int:
+    time_us = _time_us(time_ms) if type(time_ms) is int else None
+    if time_us is None:
+        hint = "Give the milliseconds since 1970, UTC."
+        raise ConfigError(f"option {option!r} has the time {time_ms!r} for {where}", hint=hint)
+    return time_us
+
+
+def _time_us(time_ms: int) -> int | None:
+    """Microseconds, None for what is no time of a message."""
+    if time_ms == _FOR_EVER_MS:
+        return _FOR_EVER_MS
+    return time_ms * 1000 if 0 <= time_ms <= _TIME_MAX_MS else None
+
+
+def _topics_and_partitions(option: str, text: str) -> tuple[dict[str, Any], dict[TopicPartition, int]]:
+    """From JSON what stands for whole topics, unchecked, and a whole number for each partition. Raises ConfigError."""
     document = json_map(option, text, _EXAMPLE)
+    topics: dict[str, Any] = {}
     found: dict[TopicPartition, int] = {}
     for topic, partitions in document.items():
+        if type(partitions) in (str, int):
+            _check(option, check_topic, topic)
+            topics[topic] = partitions
+            continue
         if not isinstance(partitions, dict):
             raise ConfigError(f"option {option!r}: {topic!r} has no map of partitions", hint=f"As in {_EXAMPLE}.")
         for partition, number in partitions.items():
@@ -132,7 +169,7 @@ def per_partition(option: str, text: str) -> dict[TopicPartition, int]:
                 problem = f"option {option!r} has {number!r} for {topic}/{partition}, not a whole number"
                 raise ConfigError(problem, hint=f"As in {_EXAMPLE}.")
             found[checked_partition(option, topic, partition)] = number
-    return found
+    return topics, found
 
 
 def json_map(option: str, text: str, example: str) -> dict[str, Any]:
@@ -148,9 +185,13 @@ def json_map(option: str, text: str, example: str) -> dict[str, Any]:
 
 def checked_partition(option: str, topic: str, partition: object) -> TopicPartition:
     """The partition, if both names can be ones. Raises ConfigError that names the option."""
+    _check(option, check_topic, topic)
+    _check(option, parse_partition, partition)  # it says so itself when it is no string
+    return TopicPartition(topic, str(partition))
+
+
+def _check(option: str, check: Callable[[Any], object], name: object) -> None:
     try:
-        check_topic(topic)
-        parse_partition(partition)  # type: ignore[arg-type]  # it says so itself when it is no string
+        check(name)
     except MetamqError as error:
         raise ConfigError(f"option {option!r}: {error.problem}", hint=error.hint) from None
-    return TopicPartition(topic, str(partition))

@@ -18,14 +18,16 @@ from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES
 from metamq.client.partitioner import by_key_hash
 from metamq.client.topic_buffer import HEADERS_OVERHEAD_BYTES
 from metamq.errors import ConfigError, MessageTooLarge, PartitionNotFound
-from metamq.spark_consumers.packed_headers import packed_headers
+from metamq.spark_consumers.packed_headers import check_headers, packed_headers
 from metamq.wire.columns import ReadyColumn, ReadyColumns
-from metamq.wire.limits import BATCH_COUNT_MAX, BATCH_TARGET_BYTES
+from metamq.wire.limits import BATCH_COUNT_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.zk.names import parse_partition
 from metamq.zk.topics import TopicConfig
 
 Topics = Callable[[str], TopicConfig]
 
+COLUMNS = ("value", "key", "headers", "topic", "partition")
+"""What a message is made of; a query may have others."""
 OPEN_BYTES_MAX = 32 * 1024 * 1024
 """Of all pieces that wait for others: with thousands of partitions each would wait for its megabyte."""
 
@@ -66,10 +68,12 @@ class Gatherer:
         self._places: dict[str, tuple[TopicConfig, list[tuple[int, int]]]] = {}
 
     def add(self, rows: pa.RecordBatch) -> Iterator[Gathered]:
-        """Takes rows; gives what is enough for a batch. Raises ConfigError, TopicNotFound, PartitionNotFound,
-        MessageTooLarge."""
+        """Takes rows; gives what is enough for a batch. Raises TopicNotFound, PartitionNotFound, MessageTooLarge;
+        ConfigError for a null, before it has taken any of these rows."""
         if not rows.num_rows:
             return
+        rows = rows.select([name for name in rows.schema.names if name in COLUMNS])
+        self._check_rows(rows)
         for topic, some in self._by_topic(rows):
             for place, group in self._by_place(topic, some):
                 target = Target(topic, place)
@@ -86,6 +90,22 @@ class Gatherer:
         for target in list(self._open):
             yield from self._taken(target)
 
+    def _check_rows(self, rows: pa.RecordBatch) -> None:
+        values = rows.column("value")
+        if values.null_count:
+            raise ConfigError(
+                f"the column 'value' is null in {values.null_count:,} rows",
+                hint="A message has a value: leave these rows out, or mark them by a header and coalesce(value, ''). "
+                "Other rows may be stored already; with delivery=exactly_once none of them is seen.",
+            )
+        if self._topic is None and (nulls := rows.column("topic").null_count):
+            raise ConfigError(
+                f"the column 'topic' is null in {nulls:,} rows",
+                hint="Give each row a topic, or all of them one by the option 'topic'.",
+            )
+        if "headers" in rows.schema.names:
+            check_headers(rows.column("headers"))
+
     # -- where rows go ------------------------------------------------------------------------------------------------
 
     def _by_topic(self, rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
@@ -93,11 +113,6 @@ class Gatherer:
             yield self._topic, rows
             return
         column = rows.column("topic")
-        if column.null_count:
-            raise ConfigError(
-                f"the column 'topic' is null in {column.null_count:,} rows",
-                hint="Give each row a topic, or all of them one by the option 'topic'.",
-            )
         encoded = column.dictionary_encode()
         names = encoded.dictionary.to_pylist()
         if len(names) == 1:
@@ -146,11 +161,6 @@ class Gatherer:
 
     def _piece(self, rows: pa.RecordBatch) -> _Piece:
         values = _binary(rows.column("value"))
-        if values.null_count:
-            raise ConfigError(
-                f"the column 'value' is null in {values.null_count:,} rows",
-                hint="A message has a value: leave these rows out, or give them one, as with coalesce(value, '').",
-            )
         keys = _binary(rows.column("key")) if "key" in rows.schema.names else None
         if keys is not None and keys.null_count == len(keys):
             keys = None
@@ -186,10 +196,9 @@ class Gatherer:
                 sizes = pc.add(sizes, pc.fill_null(pc.binary_length(one.slice(first, end - first)), 0))
         largest = pc.max(sizes).as_py() + MESSAGE_OVERHEAD_BYTES
         if largest > config.max_message_bytes:
-            hint = f"Raise the limit: `metamq topic alter {config.topic} --max-message-bytes 4MiB` (the most)."
-            raise MessageTooLarge(
-                f"a row for topic {config.topic!r}", largest, config.max_message_bytes, hint=f"Write less. {hint}"
-            )
+            command = f"`metamq topic alter {config.topic} --max-message-bytes 4MiB` (the most)"
+            hint = "" if largest > MESSAGE_BYTES_MAX else f"Write less. Raise the limit: {command}."
+            raise MessageTooLarge(f"a row for topic {config.topic!r}", largest, config.max_message_bytes, hint=hint)
 
 
 def _grouped(rows: pa.RecordBatch, numbers: pa.Array) -> Iterator[tuple[int | None, pa.RecordBatch]]:

@@ -258,6 +258,8 @@ def _subscription(texts: Texts) -> Subscription:
                 raise ConfigError(f"option 'subscribe': {error.problem}", hint=error.hint) from None
         return Subscription(topics=topics)
     if name == "subscribePattern":
+        if not text.strip():
+            raise ConfigError("option 'subscribePattern' is empty: it matches no topic", hint="As in 'flights-.*'.")
         try:
             re.compile(text)
         except re.error as error:

@@ -14,20 +14,30 @@ import pyarrow.compute as pc
 from metamq.errors import ConfigError
 
 
-def packed_headers(column: pa.Array) -> pa.Array | None:
-    """A binary array, empty where a row has no headers; None when no row has any. Raises ConfigError."""
-    if column.null_count == len(column):
-        return None
-    entries = column.flatten()
-    if not len(entries):
-        return None
-    names, values = pc.struct_field(entries, [0]), pc.struct_field(entries, [1])
+def check_headers(column: pa.Array) -> None:
+    """Raises ConfigError for an entry that is no header."""
+    names, values = _names_and_values(column)
     for what, array in (("key", names), ("value", values)):
         if array.null_count:
             raise ConfigError(
                 f"the column 'headers' has {array.null_count:,} entries whose {what!r} is null",
                 hint="Leave them out, or give them one: a header is a name and bytes.",
             )
+
+
+def _names_and_values(column: pa.Array) -> tuple[pa.Array, pa.Array]:
+    entries = column.flatten()
+    return pc.struct_field(entries, [0]), pc.struct_field(entries, [1])
+
+
+def packed_headers(column: pa.Array) -> pa.Array | None:
+    """A binary array, empty where a row has no headers; None when no row has any.
+
+    A name may come more than once in a row: all of its entries are there, in their order.
+    """
+    names, values = _names_and_values(column)
+    if not len(names):
+        return None
     names, values = names.cast(pa.binary()), values.cast(pa.binary())
     joined = pc.binary_join_element_wise(
         _before(pc.binary_length(names), _before_text), names, _before(pc.binary_length(values), _before_bytes), values,

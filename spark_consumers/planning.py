@@ -13,7 +13,7 @@ from metamq.spark_consumers.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.fetch import FetchTask
 from metamq.spark_consumers.options import SourceOptions
 from metamq.spark_consumers.ranges import OffsetRange, split
-from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
+from metamq.spark_consumers.resolving import check_direction, ending_offset, question, starting_offset
 from metamq.wire.commands import OffsetsResult
 from metamq.zk.partitions import TopicPartition
 
@@ -32,6 +32,7 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
     for tp, topic_id in partitions.items():
         end = ending_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
         start, _epoch = starts[tp]
+        check_direction(options.starting, options.ending, wanted[tp], tp, start, end)
         ranges.append(OffsetRange(tp, topic_id, start, max(end, start)))
     return ranges
 

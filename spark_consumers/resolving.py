@@ -46,6 +46,21 @@ def ending_offset(
     return _explicit(boundary, wanted, tp, answer, fail_on_data_loss)
 
 
+def check_direction(
+    starting: Boundary, ending: Boundary, wanted: int, tp: TopicPartition, start: int, end: int
+) -> None:
+    """Raises ConfigError where a query is to end before it begins. `wanted`: what the end is for this partition.
+
+    That the end of the log is before the beginning is no fault of the user's: a new master does not show all of it yet.
+    """
+    if end < start and (ending.is_time or wanted != LATEST):
+        raise ConfigError(
+            f"{tp} is to be read from offset {start} on, by option {starting.option!r}, and up to {end}, by option "
+            f"{ending.option!r}",
+            hint="Give a later end, or an earlier start.",
+        )
+
+
 def _explicit(
     boundary: Boundary, wanted: int, tp: TopicPartition, answer: OffsetsResult, fail_on_data_loss: bool
 ) -> int:

@@ -3,11 +3,15 @@
 It lives as long as the query. What it raises ends the query, so it raises only what no waiting helps against: wrong
 options, lost messages with failOnDataLoss, and what cannot be asked at all at the query's start. A broker that is away
 has nothing new meanwhile, unless "nothing new" would end the query.
+
+Where nothing is new at all, Spark takes the query to have read everything: processAllAvailable() returns. So that is
+said when each broker has said it; one that does not answer is waited for, for as long as it was not warned of.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +53,8 @@ class StreamPlanner:
         """What brokers said when the target was fixed; it stands in for those that are away later."""
         self._target: dict[TopicPartition, StreamPlace] | None = None
         self._ends: dict[TopicPartition, int] = {}
-        self._last_batch_s = time.monotonic()
+        self._last_batch_s = -math.inf
+        """When the last batch was planned; the first trigger waits for no further messages."""
         self._unanswered = Unanswered(options.poll_timeout_s)
         self._told: set[str] = set()
 
@@ -79,6 +84,15 @@ class StreamPlanner:
         is_first = before is None
         done: Places = self._first_places(view) if before is None else before.reached
         none = to_json(StreamOffset(done, done)) if is_first else start
+        while (offset := self._planned(view, done, is_only_batch)) is None:
+            has_said_all = is_only_batch or self._target is not None
+            if has_said_all or not self._unanswered.may_pass(time.monotonic()):
+                return none
+            time.sleep(planning.ASK_AGAIN_S)
+        return to_json(offset)
+
+    def _planned(self, view: ClusterView, done: Places, is_only_batch: bool) -> StreamOffset | None:
+        """The next batch, as far as brokers answer; None: there is none to be run now."""
         try:
             present = view.partitions(self._options.subscription, missing_ok=True)
             answers = self._answers(view, done, present, is_only_batch)
@@ -86,16 +100,16 @@ class StreamPlanner:
             if not error.retriable or is_only_batch or self._target is not None:
                 raise
             log.info("what is new is not known at present: %s", error)
-            return none
+            self._unanswered.note(dict.fromkeys(done, error), time.monotonic())
+            return None
         self._lost(progress.lost_partitions(done, present))
         begun = progress.begin(done, present, answers)
         step = progress.step(done, begun, answers, self._limits(is_only_batch))
         self._lost(step.losses)
         self._publish(done, is_end=step.offset is None and self._target is not None)
-        if step.offset is None:
-            return none
-        self._last_batch_s = time.monotonic()
-        return to_json(step.offset)
+        if step.offset is not None or self._last_batch_s == -math.inf:
+            self._last_batch_s = time.monotonic()
+        return step.offset
 
     def _first_places(self, view: ClusterView) -> dict[TopicPartition, StreamPlace]:
         """Where the query begins, by its options."""

@@ -25,9 +25,16 @@ class Unanswered:
         self._since: dict[TopicPartition, float] = {}
         self._told: set[TopicPartition] = set()
 
+    def may_pass(self, now_s: float) -> bool:
+        """Whether a partition is silent, and not for so long that it was warned of."""
+        return any(now_s - since_s < WARN_AFTER_S for since_s in self._since.values())
+
     def note(self, answers: Mapping[TopicPartition, Found], now_s: float) -> None:
         """Raises what no waiting helps against; warns once of what does not pass."""
         silent: dict[str, list[TopicPartition]] = defaultdict(list)
+        for tp in [tp for tp in self._since if tp not in answers]:
+            del self._since[tp]
+            self._told.discard(tp)
         for tp, answer in answers.items():
             if isinstance(answer, OffsetsResult | OffsetDiverged):
                 self._since.pop(tp, None)

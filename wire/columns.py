@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import reprlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate
 from operator import sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -30,6 +30,7 @@ from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_COUNT_MAX
 
 Buffer = bytes | bytearray | memoryview
 Headers = Mapping[str, bytes]
+T = TypeVar("T")
 _EMPTY_HEADER = bytes(layout.HEADER_BYTES)
 _PADS = tuple(bytes(n) for n in range(layout.ALIGNMENT))
 
@@ -270,17 +271,41 @@ class _Reader:
         return BinaryColumn(self._count, offsets, self.take(offsets[-1]), validity)
 
 
+class _Pairs(list[tuple[Any, Any]]):
+    """A map's entries."""
+
+
 def unpack_headers(packed: bytes) -> dict[str, bytes]:
-    """One message's headers. Raises CorruptData when they are not a map of str to bytes."""
+    """One message's headers; of a name that comes twice, the last. Raises CorruptData when they are not a map of str to
+    bytes."""
     if not packed:
         return {}
+    headers = _unpacked(packed, dict)
+    _check_headers(headers.items())
+    return headers
+
+
+def unpack_header_pairs(packed: bytes) -> list[tuple[str, bytes]]:
+    """One message's headers, all of them, in their order. Raises CorruptData as unpack_headers()."""
+    if not packed:
+        return []
+    pairs = _unpacked(packed, _Pairs)
+    _check_headers(pairs)
+    return list(pairs)
+
+
+def _unpacked(packed: bytes, kind: type[T]) -> T:
+    hook = None if kind is dict else kind
     try:
-        headers: Any = msgpack.unpackb(packed, max_array_len=0)  # arrays announce more than they have
+        headers: Any = msgpack.unpackb(packed, max_array_len=0, object_pairs_hook=hook)  # arrays announce too much
     except Exception as error:  # msgpack has no common base class for what it raises
         raise CorruptData("message headers", str(error) or type(error).__name__) from error
-    if not isinstance(headers, dict):
+    if not isinstance(headers, kind):
         raise CorruptData("message headers", f"they are a {type(headers).__name__}, not a map")
-    for name, text in headers.items():
+    return headers
+
+
+def _check_headers(entries: Iterable[tuple[Any, Any]]) -> None:
+    for name, text in entries:
         if type(name) is not str or type(text) is not bytes:
             raise CorruptData("message headers", f"{reprlib.repr(name)} is {reprlib.repr(text)}, not a str and bytes")
-    return headers

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from metamq.errors import MESSAGE_BYTES_MOST
+
 
 class AtMost(NamedTuple):
     """How many entries a list has at most; a header declares it with the list's field."""
@@ -50,7 +52,7 @@ ATTACH_EPOCHS_TARGET = 10_000
 ERROR_TEXT_CHARS_MAX = 1000
 """Of each text in an error's fields; the rest is cut."""
 
-MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+MESSAGE_BYTES_MAX = MESSAGE_BYTES_MOST
 """Value, key and headers of one message together."""
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -139,7 +139,9 @@ def test_a_time_limit_of_a_wrong_type_is_named_whether_it_is_needed_or_not(shop:
         (lambda p: p.send("t", b"x", timestamp=1_700_000_000_000), ConfigError, "is microseconds since 1970"),
         (lambda p: p.send("t", b"x", timestamp=-1), ConfigError, "is microseconds since 1970"),
         (lambda p: pickle.dumps(p), ConfigError, "Producer cannot be pickled.*Make it in the process"),
-        (lambda p: p.send("t", b"x", timestamp=1 << 63), ConfigError, "is not microseconds since 1970"),
+        (lambda p: p.send("t", b"x", timestamp=1 << 63), ConfigError, "after the year 9999.*Divide nanoseconds"),
+        (lambda p: p.send("t", b"x", timestamp=253_402_300_800_000_000), ConfigError, "after the year 9999"),
+        (lambda p: p.send("t", b"x", timestamp=datetime(1969, 12, 31, tzinfo=UTC)), ConfigError, "is before 1970"),
         (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ConfigError, "got 2 keys for 1 value"),
         (lambda p: p.send("t", b"x" * (4 << 20)), MessageTooLarge, "the limit is 4,194,304"),
         (lambda p: p.flush(float("inf")), ConfigError, "`timeout` must be .*, or None to wait for ever, not inf"),

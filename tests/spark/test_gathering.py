@@ -15,7 +15,7 @@ from metamq.spark_consumers.gathering import Gathered, Gatherer
 from metamq.spark_consumers.packed_headers import packed_headers
 from metamq.wire import batch as layout
 from metamq.wire import columns
-from metamq.wire.columns import unpack_headers
+from metamq.wire.columns import unpack_header_pairs, unpack_headers
 from metamq.zk.topics import TopicConfig
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -135,7 +135,16 @@ def test_headers_are_packed_as_msgpack_does() -> None:
         ({"value": [b"a", None]}, ConfigError, "the column 'value' is null in 1 rows"),
         ({"value": [b"a", b"b"], "partition": ["0-0", "9-9"]}, PartitionNotFound, "9-9"),
         ({"value": [b"a", b"b"], "partition": ["0-0", "x"]}, ConfigError, "'x'"),
-        ({"value": [b"a", b"x" * 2000]}, MessageTooLarge, r"a row for topic 't'.*2,008"),
+        (
+            {"value": [b"a", b"x" * 2000]},
+            MessageTooLarge,
+            r"a row for topic 't'.*2,008.*topic alter t --max-message-bytes",
+        ),
+        (
+            {"value": [b"x" * 4_500_000]},
+            MessageTooLarge,
+            "4,500,008.* No topic takes a message of more than 4 MiB: split it",
+        ),
         (
             {"value": [b"a"], "headers": pa.array([[{"key": None, "value": b""}]], HEADERS)},
             ConfigError,
@@ -146,6 +155,43 @@ def test_headers_are_packed_as_msgpack_does() -> None:
 def test_what_is_wrong_with_a_row_is_named(columns_given: dict[str, Any], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         gather([pa.record_batch(columns_given)], topics("t", max_message_bytes=1024))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"value": [b"a", None], "topic": ["t", "u"], "headers": pa.array([None, None], HEADERS)},
+        {"value": [b"a", b"b"], "topic": ["t", None], "headers": pa.array([None, None], HEADERS)},
+        {
+            "value": [b"a", b"b"],
+            "topic": ["t", "u"],
+            "headers": pa.array([None, [{"key": "k", "value": None}]], HEADERS),
+        },
+    ],
+)
+def test_where_a_row_is_wrong_no_row_that_came_with_it_is_taken(wrong: dict[str, Any]) -> None:
+    """Each row alone makes a batch here."""
+    known = {"t": topics("t")["t"], "u": topics("u")["u"]}
+    gatherer = Gatherer(None, lambda name: known[name], batch_bytes=1)
+    with pytest.raises(ConfigError, match="null"):
+        next(gatherer.add(pa.record_batch(wrong)))
+    assert list(gatherer.rest()) == []
+
+
+def test_columns_that_no_message_has_are_left_out() -> None:
+    rows = pa.record_batch({"offset": [7, 8], "value": [b"a", b"b"], "timestampType": [0, 0]})
+    found, _made = gather([rows], topics("t"))
+    assert [value for messages in found.values() for value, _key, _headers in messages] == [b"a", b"b"]
+
+
+def test_a_header_that_comes_twice_is_kept_twice_in_its_order() -> None:
+    pairs = [("a", b"1"), ("b", b"2"), ("a", b"3"), ("a", b"1")]
+    column = pa.array([[{"key": k, "value": v} for k, v in pairs], None], HEADERS)
+    packed = packed_headers(column)
+    assert packed is not None
+    first, second = packed.to_pylist()
+    assert (unpack_header_pairs(first), unpack_header_pairs(second)) == (pairs, [])
+    assert unpack_headers(first) == {"a": b"1", "b": b"2"}, "where there is one of a name, the last"
 
 
 def test_a_row_without_a_topic_is_named() -> None:

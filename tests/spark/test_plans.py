@@ -14,7 +14,7 @@ from metamq.spark_consumers.boundaries import Boundary
 from metamq.spark_consumers.columns import check_columns, full_schema
 from metamq.spark_consumers.options import SourceOptions, Subscription, check_options, parse_options
 from metamq.spark_consumers.ranges import OffsetRange, split
-from metamq.spark_consumers.resolving import ending_offset, question, starting_offset
+from metamq.spark_consumers.resolving import check_direction, ending_offset, question, starting_offset
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
 from metamq.zk.partitions import TopicPartition
 
@@ -146,6 +146,9 @@ def test_a_time_that_is_likely_in_seconds_is_doubted(given: dict[str, str], is_d
             False,
             "'endingOffsetsByTimestamp' ends for a/0-1 before 'startingTimestamp' begins",
         ),
+        ({"endingOffsets": '{"a": "earliest"}'}, False, r"has 'earliest' for topic 'a'. For a whole topic: .*latest"),
+        ({"startingOffsets": '{"a": 5}'}, False, "'startingOffsets' has 5 for topic 'a'"),
+        ({"startingOffsetsByTimestamp": '{"a": "earliest"}'}, False, "has the time 'earliest' for topic 'a'"),
         ({"startingTimestamp": "yesterday"}, False, "'startingTimestamp' is 'yesterday', not a time"),
         ({"startingTimestamp": "1735689600000000"}, False, "not a time. Give the milliseconds"),
         ({"startingTimestamp": "9" * 30}, False, "not a time. Give the milliseconds"),
@@ -178,7 +181,9 @@ def test_a_wrong_option_is_named_with_the_next_step(given: dict[str, str], strea
     assert failure.value.hint
 
 
-@pytest.mark.parametrize("given", [{"subscribePattern": "("}, {"assign": "[]"}, {"assign": '{"a": "0-0"}'}, {}])
+@pytest.mark.parametrize(
+    "given", [{"subscribePattern": "("}, {"subscribePattern": " "}, {"assign": "[]"}, {"assign": '{"a": "0-0"}'}, {}]
+)
 def test_a_wrong_subscription_is_named(given: dict[str, str]) -> None:
     name = next(iter(given), "subscribe")
     with pytest.raises(ConfigError, match=name):
@@ -196,6 +201,45 @@ def test_offsets_have_to_name_each_partition_that_is_read_and_no_other() -> None
 
 def answer(offset: int, timestamp_us: int = -1) -> OffsetsResult:
     return OffsetsResult(0, offset, timestamp_us, 10, 20, 1, None, [])
+
+
+def test_a_word_or_a_time_stands_for_all_partitions_of_a_topic() -> None:
+    starting = parsed(startingOffsets='{"a": "earliest", "b": {"0-0": 5}}').starting
+    assert starting.questions([A0, A1, B0]) == {A0: EARLIEST, A1: EARLIEST, B0: 5}
+    assert parsed(endingOffsets='{"a": "Latest"}').ending.questions([A0, A1]) == {A0: LATEST, A1: LATEST}
+    assert parsed(True, startingOffsets='{"a": -1}').starting.questions([A1]) == {A1: LATEST}
+    times = parsed(startingOffsetsByTimestamp='{"a": 1735689600000}').starting
+    assert times.questions([A0]) == {A0: 1735689600000000}
+    with pytest.raises(ConfigError, match="'startingOffsets' lacks b/0-0"):
+        parsed(startingOffsets='{"a": "earliest"}').starting.questions([A0, B0])
+    with pytest.raises(ConfigError, match="'startingOffsets' names topic 'b', which is not read"):
+        parsed(startingOffsets='{"a": "earliest", "b": "earliest"}').starting.questions([A0])
+
+
+def test_javas_largest_number_is_after_every_message() -> None:
+    far = 2**63 - 1
+    assert parsed(endingOffsetsByTimestamp=f'{{"a": {{"0-0": {far}}}}}').ending.questions([A0]) == {A0: far}
+    assert parsed(endingTimestamp=str(far)).ending.questions([A0]) == {A0: far}
+
+
+@pytest.mark.parametrize(
+    ("ending", "wanted", "end", "is_refused"),
+    [
+        (Boundary("endingTimestamp", 5, is_time=True), 5, 9, True),
+        (Boundary("endingOffsets", None, {A0: 9}), 9, 9, True),
+        (Boundary("endingOffsets", LATEST), LATEST, 9, False),  # a new master, which does not show all of it yet
+        (Boundary("endingTimestamp", 5, is_time=True), 5, 10, False),
+    ],
+)
+def test_a_query_that_would_begin_behind_its_end_is_refused(
+    ending: Boundary, wanted: int, end: int, is_refused: bool
+) -> None:
+    starting = Boundary("startingOffsets", None, {A0: 10})
+    if not is_refused:
+        check_direction(starting, ending, wanted, A0, 10, end)
+        return
+    with pytest.raises(ConfigError, match=f"a/0-0 .* offset 10 on, .*'startingOffsets', .* 9, .*'{ending.option}'"):
+        check_direction(starting, ending, wanted, A0, 10, end)
 
 
 def started(boundary: Boundary, wanted: int, found: OffsetsResult, **how: Any) -> int:

@@ -36,7 +36,7 @@ def test_a_wrong_option(given: dict[str, str], said: str) -> None:
         ([("value", "bigint")], "t", r"'value' is of type bigint. .*cast\(value as string\)"),
         ([("value", "string"), ("partition", "int")], "t", "'partition' is of type int. .*'0-3'"),
         ([("value", "string"), ("headers", "map<string,binary>")], "t", "'headers' is of type map"),
-        ([("value", "string"), ("offset", "bigint")], "t", "a column 'offset'"),
+        ([("value", "string"), ("Key", "string")], "t", "a column 'Key'. Call it 'key'"),
         ([("value", "string"), ("value", "string")], "t", "the column 'value' twice"),
         ([("value", "string")], None, "nothing says to which topic"),
     ],
@@ -50,6 +50,9 @@ def test_right_ones() -> None:
     check_sink_columns([("value", "string")], "t")
     every = [("key", "binary"), ("value", "binary"), ("topic", "string"), ("partition", "string"), ("headers", HEADERS)]
     check_sink_columns(every, None)
+    check_sink_columns(
+        [*every, ("offset", "bigint"), ("timestamp", "timestamp_ntz"), ("id", "int"), ("id", "int")], None
+    )
     sparks = {"checkpointlocation": "x", "path": "file:/warehouse/t", "queryname": "z"}  # of writeStream.queryName("z")
     options = parse_sink_options({"Topic": "t", **sparks}, streaming=True)
     assert (options.topic, options.delivery) == ("t", "at_least_once")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.errors import ConnectError, OffsetDiverged
+from metamq.errors import ConfigError, ConnectError, OffsetDiverged
 from metamq.spark_consumers.cluster_view import ClusterView
 from metamq.spark_consumers.fetch import FetchTask, fetch
 from metamq.spark_consumers.options import parse_options
@@ -174,6 +174,40 @@ def test_available_now_does_not_end_before_what_there_is_of_a_broker_that_is_awa
     assert {one.partition: one.committed for one in found} == {"0-0": 100, "1-0": 100}, "published by its end"
 
 
+@pytest.mark.parametrize("fault", ["killed", "frozen"])
+def test_nothing_new_is_said_once_each_broker_has_said_it(two_brokers: Cluster, fault: str) -> None:
+    """Spark takes it for the end of what there is, and what was acknowledged was left out."""
+    query = Query(two_brokers)
+    assert query.batch()
+    assert not query.batch()
+    with two_brokers.producer() as producer:
+        producer.send("t", b"acknowledged", partition="1-0").result()
+    broker = two_brokers.brokers[1]
+    (broker.kill if fault == "killed" else broker.freeze)()
+    back = threading.Timer(1.0, broker.start if fault == "killed" else broker.thaw)
+    back.start()
+    try:
+        assert query.batch()
+    finally:
+        back.join()
+    assert query.batches[-1] == [b"acknowledged"]
+
+
+def test_a_broker_that_was_warned_of_is_not_waited_for(
+    two_brokers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metamq.spark_consumers.unanswered.WARN_AFTER_S", 0.5)
+    query = Query(two_brokers)
+    assert query.batch()
+    two_brokers.brokers[1].kill()
+    assert not query.batch()
+    assert "what is new in t/1-0 has not been known for" in caplog.text
+    with two_brokers.producer() as producer:
+        producer.send("t", b"of the other broker", partition="0-0").result()
+    assert query.batch()
+    assert query.batches[-1] == [b"of the other broker"]
+
+
 def test_a_single_batch_waits_for_a_broker_that_is_away_or_says_so(two_brokers: Cluster) -> None:
     query = Query(two_brokers)
     assert query.batch()
@@ -190,6 +224,40 @@ def test_a_single_batch_waits_for_a_broker_that_is_away_or_says_so(two_brokers: 
     finally:
         back.join()
     assert query.seen() == EVERYTHING + EVERYTHING
+
+
+def test_the_first_trigger_waits_for_no_further_messages(two_brokers: Cluster) -> None:
+    query = Query(two_brokers, minOffsetsPerTrigger="1000", maxTriggerDelay="1h")
+    assert query.batch()
+    assert query.seen() == EVERYTHING
+    send_to_all(two_brokers)
+    assert not query.batch(), "the next one does"
+    query.opened(minOffsetsPerTrigger="1000", maxTriggerDelay="1h")
+    assert query.batch(), "after a restart it is the first one again"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"startingOffsets": '{"t": {"0-0": 50, "1-0": 0}}', "endingTimestamp": "978307200000"},
+            "t/0-0 is to be read from",
+        ),
+        ({"startingOffsets": '{"t": {"0-0": 0, "1-0": 0}}', "endingTimestamp": "978307200000"}, None),
+        ({"startingOffsets": '{"t": "earliest"}', "endingOffsetsByTimestamp": '{"t": 9223372036854775807}'}, None),
+    ],
+)
+def test_a_batch_that_begins_behind_its_end_is_an_error(
+    two_brokers: Cluster, options: dict[str, str], words: str | None
+) -> None:
+    parsed = parse_options({"zookeeper": two_brokers.zookeeper, "subscribe": "t", **options}, streaming=False)
+    with ClusterView(two_brokers.zookeeper, "/meta") as view:
+        if words is not None:
+            with pytest.raises(ConfigError, match=words):
+                batch_ranges(view, parsed)
+            return
+        sizes = {one.size for one in batch_ranges(view, parsed)}
+    assert sizes == ({100} if "endingOffsetsByTimestamp" in options else {0})
 
 
 def send_to_all(running: Cluster) -> None:
