@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 
 from metamq.broker.log.files import descriptors_max
+from metamq.client.transport import keep_alive
 
 log = logging.getLogger("metamq.broker")
 
@@ -58,6 +59,7 @@ class Acceptor:
                 return
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(client)
             task: asyncio.Task[object] = self._loop.create_task(self._open(client))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)

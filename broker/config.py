@@ -57,7 +57,16 @@ class BrokerConfig:
     transactions_min_insync: int = 1
     """Replicas that must be in sync for transactions to be prepared and committed."""
     connections_max: int = 10_000
-    """Further connections are closed at once; also bounded by what the process's limit on open files leaves."""
+    """Further ones are turned away, but for slaves and administrators; also bounded by what the process's limit on open
+    files leaves."""
+    connections_per_address_max: int = 0
+    """Of one IP address; 0 is no limit."""
+    idle_timeout_s: float = 600.0
+    """A connection that has never asked for anything is closed after so long; 0 keeps it."""
+    unread_timeout_s: float = 300.0
+    """A connection that does not read its answers is closed after so long, much earlier where their memory is short."""
+    answer_memory_bytes: int = 256 * MEBIBYTE
+    """Answers that are not read, of all connections; where it is used up, readers get one batch at a time."""
     request_memory_bytes: int = 256 * MEBIBYTE
     """Requests under way, of all connections; what is more waits unread until some are answered."""
     open_files_max: int = 0
@@ -82,8 +91,13 @@ class BrokerConfig:
             "branch_grace_ms": (100, 600_000),
             "open_files_max": (0, 1 << 20),
             "connections_max": (1, 1 << 20),
+            "connections_per_address_max": (0, 1 << 20),
+            "idle_timeout_s": (0, 86_400),
+            "unread_timeout_s": (1, 86_400),
+            "answer_memory_bytes": (MEBIBYTE, 1 << 50),
             "request_memory_bytes": (FRAME_BYTES_MAX, 1 << 50),
         }
-        check_ranges("broker", self, limits, real="retention_check_s scrub_every_s drain_timeout_s")
+        real = "retention_check_s scrub_every_s drain_timeout_s idle_timeout_s unread_timeout_s"
+        check_ranges("broker", self, limits, real=real)
         if not self.data:
             raise ConfigError("the broker's `data` folder is empty", hint="Give it with --data.")

@@ -140,15 +140,23 @@ class _Place:
 
 
 class FetchSession:
-    """Serves the GETs of one connection. `answer` sends a response; `writable` tells whether one may be sent now."""
+    """Serves the GETs of one connection. `answer` sends a response; `writable` tells whether one may be sent now,
+    `room` how much of the bytes it wants there is memory for."""
 
     def __init__(
-        self, find: Find, role: Role, answer: Answer, writable: Callable[[], bool], loop: asyncio.AbstractEventLoop
+        self,
+        find: Find,
+        role: Role,
+        answer: Answer,
+        writable: Callable[[], bool],
+        loop: asyncio.AbstractEventLoop,
+        room: Callable[[int], int] = lambda wanted: wanted,
     ) -> None:
         self.role = role
         self._find = find
         self._answer = answer
         self._writable = writable
+        self._room = room
         self._loop = loop
         self._places: dict[int, _Place] = {}
         self._ready: dict[_Place, None] = {}
@@ -282,7 +290,7 @@ class FetchSession:
     def _respond(self, request: Request, poll: Get, *, is_over: bool = False) -> None:
         results: list[GetResult] = []
         bodies: list[Buffer] = []
-        room = poll.bytes_max
+        room = self._room(poll.bytes_max)
         while self._ready and room > 0 and len(results) < FETCH_RESULTS_MAX:
             place = next(iter(self._ready))
             del self._ready[place]

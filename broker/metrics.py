@@ -23,6 +23,7 @@ _GAUGES = {
     "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
     "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
     "requests_held_back": ("metamq_broker_requests_held_back", "Requests that wait unread for memory"),
+    "answer_bytes": ("metamq_broker_answer_bytes", "Memory of answers that are not read"),
 }
 _PER_TOPIC = {
     "messages_in": ("metamq_broker_messages_in", "Messages stored"),
@@ -89,6 +90,8 @@ class BrokerCollector(Collector):
         yield GaugeMetricFamily("metamq_log_damaged_partitions", _DAMAGED, value=statistics["damaged_count"])
         flushes = statistics["flushes"]
         yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
+        text = "Connections that were closed since they did not go on, did not read, or asked for nothing"
+        yield CounterMetricFamily("metamq_broker_stalled_connections", text, value=statistics["stalled_connections"])
         yield self._fsyncs()
         for name, (metric, text) in _PER_TOPIC.items():
             family = CounterMetricFamily(metric, text, labels=["topic"])

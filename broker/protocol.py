@@ -6,8 +6,10 @@ while more than INFLIGHT_BYTES_MAX of its requests are unanswered, or memory for
 mark, no request of its is begun, no long poll answered, and nothing read.
 
 A client that holds memory owes progress: half a frame has to go on, and answers have to be read where a request waits
-for that. The broker looks at all connections now and then, sweep(), and closes one that did neither since the last
-look but one: no timer a frame, and a connection that owes nothing may be silent for as long as it likes.
+for that, or the memory of all answers is used up (metamq.broker.answer_memory). The broker looks at all connections now
+and then, sweep(), and closes one that did neither since the last look but one: no timer a frame. Other answers may lie
+unread for longer, as those of a task that works on the one before. A connection that owes nothing may be silent for as
+long as it likes, once it has asked for something.
 
 A client that breaks the protocol is told so and gets the end of the stream. What it still sends is thrown away for a
 moment: a socket closed over unread bytes resets the connection, and the client would not learn why.
@@ -17,9 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from metamq.broker.admission import Admission, Place
+from metamq.broker.answer_memory import AnswerMemory
 from metamq.broker.fetch_session import FetchSession
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.service import HAService
@@ -29,13 +34,14 @@ from metamq.broker.request_memory import RequestMemory
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
-from metamq.wire.commands import GetResult
-from metamq.wire.connection import PUSHED, Greeted, Request, ServerConnection, State
+from metamq.wire.commands import Command, GetResult
+from metamq.wire.connection import AT_WORK, PUSHED, Greeted, Request, ServerConnection, State
 from metamq.wire.frames import Buffer
-from metamq.words import count
 
 log = logging.getLogger("metamq.broker")
 
+FOR_OPERATORS = frozenset({Command.SYNC, Command.PROMOTE, Command.STATS, Command.BRANCHES})
+"""What the places are kept for that clients do not get: see metamq.broker.admission."""
 HELLO_TIMEOUT_S = 10.0
 GOODBYE_TIMEOUT_S = 5.0
 STALL_BYTES = 64 * 1024
@@ -44,6 +50,15 @@ WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 INFLIGHT_BYTES_MAX = 64 * 1024 * 1024
 SLICED_MAX = 4
 """Requests of a connection that are answered in slices; behind so many none is begun, nor read."""
+
+
+class Timeouts(NamedTuple):
+    """How long connections may do nothing: seconds."""
+
+    unread_s: float
+    """Over bytes that they do not read."""
+    idle_s: float
+    """From their HELLO on, if they never ask for anything. 0 is for ever."""
 
 
 class BrokerProtocol(asyncio.BufferedProtocol):
@@ -55,10 +70,13 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         memory: RequestMemory,
         connections: set[BrokerProtocol],
         loop: asyncio.AbstractEventLoop,
-        *,
-        connections_max: int,
+        admission: Admission,
+        answers: AnswerMemory,
+        timeouts: Timeouts,
     ) -> None:
-        self._connections_max = connections_max
+        self._admission = admission
+        self._answers = answers
+        self._timeouts = timeouts
         self._processors = processors
         self._memory = memory
         self._connections = connections
@@ -71,8 +89,18 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._granted = True
         """Whether there is memory for it."""
         self._received_bytes = 0
-        self._unsent_bytes = 0
-        """Both as of the last sweep."""
+        """Since the last sweep."""
+        self._written_bytes = 0
+        self._sent_bytes = 0
+        """As of the last sweep."""
+        self._sent_at = loop.time()
+        """When that was less, or nothing was left to be sent."""
+        self._counted_bytes = 0
+        """What the memory of answers counts of this connection."""
+        self._greeted_at = math.inf
+        """When it was greeted; endless once it has asked for something."""
+        self._place = Place.SERVED
+        self._address = ""
         self._suspect = False
         self._waiting: deque[Request] = deque()
         """Requests that came in while the client did not read."""
@@ -82,7 +110,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._link: tuple[HAConnection, HAService] | None = None
         """Set once the peer is a slave: the connection is a stream then, and its acknowledgements wait for nothing."""
-        self.fetches = FetchSession(processors.find, processors, self._answer_get, lambda: self._writable, loop)
+        self.fetches = FetchSession(
+            processors.find, processors, self._answer_get, lambda: self._writable, loop, answers.room
+        )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
@@ -94,15 +124,26 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._connection = ServerConnection(self.peer, self._processors.greeting(), self._memory.rooms.take)
         self._connections.add(self)
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
-        if len(self._connections) > self._connections_max:
-            log.warning(
-                "%s is turned away: no more than %s may be open, by connections_max and the limit on open files (%d)",
-                self.peer, count(self._connections_max, "connection"), descriptors_max(),
-            )  # fmt: skip
+        self._address = str(peer[0]) if isinstance(peer, tuple) else ""
+        self._place = self._admission.enter(self._address)
+        if self._place is Place.CLOSED:
             self.abort()
+        elif self._place is Place.TOLD:
+            self._turn_away()
+
+    def _turn_away(self) -> None:
+        """Says why, and closes once the client has read it."""
+        refusal = self._admission.refusal(self._address)
+        log.warning("%s is turned away: %s The limit on open files is %d.", self.peer, refusal, descriptors_max())
+        self._write(self._connection.refusal(refusal))
+        self._connection.close()
+        self._say_goodbye()
 
     def _hello_missing(self) -> None:
-        log.info("%s sent no HELLO within %g s: closed", self.peer, HELLO_TIMEOUT_S)
+        if self._place is Place.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
+            return  # it has asked for what its place is kept for
+        wanted = "HELLO" if self._place is not Place.KEPT else "request that the last places are kept for"
+        log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)
         self.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -114,6 +155,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
             for event in self._connection.received(count):
                 if isinstance(event, Request):
                     self._suspect = False
+                    self._greeted_at = math.inf
+                    if self._place is Place.KEPT and event.command not in FOR_OPERATORS:
+                        raise self._admission.refusal(self._address)
                     if self._link is not None and event.opaque == PUSHED:
                         self._link_received(event)
                         continue
@@ -144,7 +188,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._regulate()
 
     def _greeted(self, greeted: Greeted) -> None:
-        self._deadline.cancel()
+        if self._place is not Place.KEPT:
+            self._deadline.cancel()
+        self._greeted_at = self._loop.time()
         self._write(greeted.buffers)
         if not greeted.accepted:
             log.info("%s speaks no version of the protocol that is spoken here", self.peer)
@@ -266,40 +312,66 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _write(self, buffers: list[Buffer]) -> None:
         if self._transport is not None and not self._ended and not self._transport.is_closing():
+            self._written_bytes += sum(map(len, buffers))
             self._transport.writelines(buffers)
+            if not self._writable:
+                self._count_unsent()
+
+    def _count_unsent(self) -> int:
+        """Tells the memory of answers how much this client has not read; returns it."""
+        unsent_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        self._answers.changed(self._counted_bytes, unsent_bytes)
+        self._counted_bytes = unsent_bytes
+        return unsent_bytes
 
     def pause_writing(self) -> None:
         self._writable = False
+        self._count_unsent()
         self._regulate()
 
     def resume_writing(self) -> None:
         self._writable = True
+        self._count_unsent()
         if self._link is not None:
             self._link[0].pump()
         self.fetches.serve()
         self._work()
 
     def sweep(self) -> None:
-        """Closes a connection that holds memory and makes no progress. Called every now and then."""
+        """Closes a connection that holds memory, or a place, and makes no progress. Called every now and then."""
         if self._transport is None or self._ended or self._connection.state is not State.OPEN:
             return
-        unsent_bytes = self._transport.get_write_buffer_size()
+        now = self._loop.time()
+        unsent_bytes = self._count_unsent()
+        sent_bytes = self._written_bytes - unsent_bytes
+        reads = sent_bytes > self._sent_bytes or not unsent_bytes
+        if reads:
+            self._sent_at = now
         if not self._writable:
-            holds = self._large_bytes > 0 or any(request.body for request in self._waiting)
-            stalled = holds and unsent_bytes >= self._unsent_bytes
+            stalled = not reads and (self._large_bytes > 0 or bool(self._waiting) or self._answers.is_scarce)
         else:
             stalled = self._connection.in_frame and not self._reading_paused and self._received_bytes < STALL_BYTES
-        self._received_bytes, self._unsent_bytes = 0, unsent_bytes
+        self._received_bytes, self._sent_bytes = 0, sent_bytes
         if stalled and self._suspect:
-            log.warning("%s has left a request half done and does not go on: closed", self.peer)
-            self.abort()
+            self._let_go("has left a request half done, or an answer unread, and does not go on")
+        elif now - self._sent_at > self._timeouts.unread_s:
+            self._let_go(f"has left {unsent_bytes:,} bytes unread for {now - self._sent_at:.0f} s")
+        elif self._timeouts.idle_s and now - self._greeted_at > self._timeouts.idle_s:
+            self._let_go(f"has asked for nothing in {now - self._greeted_at:.0f} s")
         self._suspect = stalled
+
+    def _let_go(self, reason: str) -> None:
+        log.warning("%s %s: closed", self.peer, reason)
+        self._answers.stalled += 1
+        self.abort()
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._count_unsent()
+        self._admission.leave(self._address)
         self._deadline.cancel()
         self._reserve(0)
         while self._waiting:

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import metamq
 from metamq.broker.acceptor import Acceptor
+from metamq.broker.admission import LINGERING_MAX, SLOTS_KEPT, Admission
+from metamq.broker.answer_memory import AnswerMemory
 from metamq.broker.config import BrokerConfig
 from metamq.broker.counters import Counters
 from metamq.broker.data_folder import LOST_ZOOKEEPER, RIGHT_ZOOKEEPER, DataFolder
@@ -36,7 +38,7 @@ from metamq.broker.http import StatusServer
 from metamq.broker.log import FileCache
 from metamq.broker.partition import BatchIds
 from metamq.broker.processors import Processors
-from metamq.broker.protocol import BrokerProtocol
+from metamq.broker.protocol import BrokerProtocol, Timeouts
 from metamq.broker.request_memory import RequestMemory
 from metamq.broker.scrubber import Scrubber
 from metamq.broker.sync_times import Histogram, SyncTimes
@@ -98,8 +100,9 @@ class Broker:
             self.port = self._listener.getsockname()[1]
             limit = _raised_open_files_limit()
             open_files, connections = shares(limit, config.open_files_max)
-            connections_max = min(config.connections_max, connections)
+            connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
             self._memory = RequestMemory(config.request_memory_bytes)
+            self._answers = AnswerMemory(config.answer_memory_bytes)
             self._sync_times = SyncTimes()
             self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
             self._session = await Session.open(
@@ -187,10 +190,12 @@ class Broker:
         )
         self._scrubber = Scrubber(self._topics, config, self._processors.found_damage)
         self._processors.scrubber = self._scrubber
+        admission = Admission(connections_max, config.connections_per_address_max)
+        timeouts = Timeouts(config.unread_timeout_s, config.idle_timeout_s)
         self._acceptor = Acceptor(
             self._listener,
             lambda: BrokerProtocol(
-                self._processors, self._memory, self._connections, loop, connections_max=connections_max
+                self._processors, self._memory, self._connections, loop, admission, self._answers, timeouts
             ),
         )
 
@@ -469,6 +474,8 @@ class Broker:
             "open_log_files": self._files.open_count,
             "request_bytes": self._memory.used_bytes,
             "requests_held_back": self._memory.waiting,
+            "answer_bytes": self._answers.used_bytes,
+            "stalled_connections": self._answers.stalled,
         }
 
     def fsyncs(self) -> Histogram:

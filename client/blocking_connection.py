@@ -19,6 +19,7 @@ from metamq.client.transport import (
     WAKE_BYTES,
     client_name,
     hosts_in_turn,
+    keep_alive,
     make_room,
     none_answered,
     reason_of,
@@ -78,6 +79,7 @@ class BlockingConnection:
             undo.callback(connection.abort)
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(sock)
                 make_room(sock, ROOM_BYTES)
                 connection.is_near = are_near(sock.getpeername(), sock.getsockname())
                 connection._write(connection._connection.hello())

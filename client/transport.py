@@ -77,6 +77,14 @@ def reason_of(error: OSError) -> str:
     return os.strerror(number) if number > 0 else error.strerror or str(error)
 
 
+def keep_alive(sock: Any) -> None:
+    """Finds out within two minutes that the other end's machine is gone, where nobody says anything."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not everywhere
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def client_name() -> str:
     """How this process introduces itself to brokers."""
     return f"metamq {metamq.__version__} python {platform.python_version()} {socket.gethostname()}:{os.getpid()}"
@@ -148,6 +156,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
         self._transport = transport
+        keep_alive(transport.get_extra_info("socket"))
         transport.writelines(self._connection.hello())
 
     def get_buffer(self, sizehint: int) -> memoryview:

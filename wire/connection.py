@@ -74,7 +74,8 @@ class Request(NamedTuple):
     body: memoryview
 
 
-_AT_WORK = (State.OPEN, State.STREAMING)
+AT_WORK = (State.OPEN, State.STREAMING)
+"""Requests are taken."""
 
 
 class Greeted(NamedTuple):
@@ -136,7 +137,7 @@ class ClientConnection:
 
     def _encode(self, command: int, opaque: int, header: Any, bodies: list[Buffer] | None) -> list[Buffer]:
         greeting = self.greeting
-        if self.state not in _AT_WORK or greeting is None:
+        if self.state not in AT_WORK or greeting is None:
             raise ClosedError(f"connection to {self.address}")
         limit = greeting.frame_bytes_max
         return encode_frame(greeting.version, command, 0, opaque, header, bodies, frame_bytes_max=limit)
@@ -152,7 +153,7 @@ class ClientConnection:
             return
         try:
             for frame in self._reader.received(count):
-                if self.state in _AT_WORK:
+                if self.state in AT_WORK:
                     yield self._response(frame)
                 elif self.state is State.GREETING:
                     self._greeted(frame)
@@ -230,7 +231,7 @@ class ServerConnection:
             return
         try:
             for frame in self._reader.received(count):
-                if self.state in _AT_WORK:
+                if self.state in AT_WORK:
                     yield self._request(frame)
                 elif self.state is State.GREETING:
                     yield self._greet(frame)

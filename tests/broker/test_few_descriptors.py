@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Producer
+from metamq.broker.admission import SLOTS_KEPT
 from metamq.broker.server import OPEN_FILES_LEAST, shares
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import BrokerProcess, Cluster, cluster
@@ -142,7 +143,8 @@ def test_a_broker_below_the_least_says_so_and_what_to_do(parts: Cluster, tmp_pat
 def test_who_is_turned_away_is_told_apart_by_the_limit(parts: Cluster, tmp_path: Path) -> None:
     settings = {"open_files_max": 63}
     with started(parts, tmp_path / "b", 23, OPEN_FILES_LEAST, **settings) as broker, contextlib.ExitStack() as stack:
-        for _ in range(4):
+        for _ in range(1 + SLOTS_KEPT + 1):
             stack.enter_context(socket.create_connection(("127.0.0.1", broker.port)))
-        said = "no more than 1 connection may be open, by connections_max and the limit on open files (128)"
+        said = "busy: the broker has 1 connection already, its limit"
         wait_until(lambda: said in broker.log_path.read_text())
+        assert "The limit on open files is 128." in broker.log_path.read_text()
