@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from metamq import Admin, Consumer, Producer
-from metamq.testing import EmbeddedZooKeeper
+from metamq.testing import BrokerProcess
+from metamq.zk.embedded import EmbeddedZooKeeper
 from metamq.zk.ports import free_port
 from tests.parts import read_to_end, wait_until
 
@@ -32,10 +33,11 @@ IS_UP = " is up at "
 class Pair:
     """Broker 0 and its replicas, as the commands of the runbook start and stop them."""
 
-    def __init__(self, zookeeper: str, folder: Path) -> None:
-        self.zookeeper = zookeeper
+    def __init__(self, server: EmbeddedZooKeeper, folder: Path) -> None:
+        self.server = server
+        self.zookeeper = server.address
         self.folder = folder
-        self.admin = Admin(zookeeper)
+        self.admin = Admin(self.zookeeper)
         self.sent: list[bytes] = []
 
     def settings(self, number: int) -> str:
@@ -102,6 +104,14 @@ class Pair:
             file.seek(0)
             file.write(bytes([first[0] ^ 0xFF]))
 
+    def lose_zookeeper(self) -> None:
+        """Another one, with nothing in it, has the address."""
+        self.server.stop()
+        self.server = EmbeddedZooKeeper(self.folder / "empty-zookeeper", self.server.port).start()
+
+    def wait_gone(self, number: int) -> None:
+        wait_until(lambda: number not in self.roles(), what=f"the end of replica {number}'s session")
+
     def another_boot(self, number: int) -> None:
         meta = self.folder / f"replica-{number}" / "meta.json"
         meta.write_text(re.sub(r'"boot_id": "[^"]*"', '"boot_id": "another"', meta.read_text()))
@@ -146,8 +156,8 @@ class Pair:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("runbook")
-    with EmbeddedZooKeeper() as zookeeper:
-        pair = Pair(zookeeper.address, folder)
+    with EmbeddedZooKeeper(folder / "zookeeper") as server:
+        pair = Pair(server, folder)
         try:
             for number in (0, 1):
                 (folder / f"replica-{number}.toml").write_text(pair.settings(number))
@@ -157,6 +167,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         finally:
             pair.admin.close()
             pair.end()
+            pair.server.stop()
 
 
 @pytest.fixture
@@ -217,6 +228,25 @@ def all_machines_go_down(pair: Pair) -> None:
         pair.another_boot(number)
 
 
+def a_slave_is_gone(pair: Pair) -> None:
+    pair.lose_disk(1)
+    pair.wait_gone(1)
+
+
+def a_broker_is_gone(pair: Pair) -> None:
+    broker = BrokerProcess(pair.zookeeper, pair.folder / "broker-3", 3, session_timeout_ms=2000)
+    broker.start()
+    pair.admin.create_topic("elsewhere", partitions=1, brokers=[3])
+    broker.kill()
+    wait_until(lambda: not pair.admin.brokers()[3].live, what="the end of its session")
+
+
+def zookeeper_is_lost(pair: Pair) -> None:
+    pair.run("metamq cluster export cluster.json")
+    pair.send()
+    pair.lose_zookeeper()
+
+
 WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "Runbook": nothing,
     "A planned promotion": nothing,
@@ -229,6 +259,9 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "A log of the master is damaged": the_masters_log_is_damaged,
     "Only a slave that is not in sync is left": the_slave_was_away_before_the_master_went,
     "All machines went down at once": all_machines_go_down,
+    "A replica is gone for good": a_slave_is_gone,
+    "A broker id is gone for good": a_broker_is_gone,
+    "ZooKeeper is lost": zookeeper_is_lost,
 }
 
 
