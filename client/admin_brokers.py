@@ -10,7 +10,7 @@ from typing import Any
 
 from metamq.client import in_pieces
 from metamq.client.admin_model import BrokerDescription, BrokerStatistics, PartitionStatistics
-from metamq.client.cluster import Cluster
+from metamq.client.cluster import MASTER, Cluster
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire import status
 from metamq.wire.commands import OffsetsEntry, OffsetsResult
@@ -64,18 +64,45 @@ async def ask_offsets(
     return {tp: found for answer in answers for tp, found in answer.items()}
 
 
+async def ask_slaves(
+    cluster: Cluster, asked: Mapping[TopicPartition, tuple[str, int]]
+) -> dict[TopicPartition, OffsetsResult]:
+    """As ask_offsets(), of brokers that have no master: by the slave that shows the most of each partition.
+
+    Partitions that no slave tells of are left out. A slave shows what its master has said to be stable: what was
+    acknowledged last may be missing. Raises ConnectError where nothing is known of the brokers yet.
+    """
+    masters = await cluster.refresh_brokers()
+    for topic in {tp.topic for tp in asked}:
+        await cluster.know_slaves(topic)
+    by_slave: dict[tuple[int, int], list[TopicPartition]] = defaultdict(list)
+    for tp in asked:
+        broker_id, _index = parse_partition(tp.partition)
+        for replica in [] if broker_id in masters else cluster.slaves_with(broker_id, tp.topic):
+            by_slave[broker_id, replica].append(tp)
+    answers = await asyncio.gather(
+        *(_ask_one(cluster, slave[0], {tp: asked[tp] for tp in tps}, {}, slave[1]) for slave, tps in by_slave.items())
+    )
+    best: dict[TopicPartition, OffsetsResult] = {}
+    for tp, found in (item for answer in answers for item in answer.items()):
+        if isinstance(found, OffsetsResult) and (tp not in best or found.stable_offset > best[tp].stable_offset):
+            best[tp] = found
+    return best
+
+
 async def _ask_one(
     cluster: Cluster,
     broker_id: int,
     asked: Mapping[TopicPartition, tuple[str, int]],
     come_to: Mapping[TopicPartition, tuple[int, int]],
+    replica: int = MASTER,
 ) -> dict[TopicPartition, Found]:
     entries = [
         OffsetsEntry(tp.topic, topic_id, parse_partition(tp.partition)[1], timestamp_us, *come_to.get(tp, (-1, -1)))
         for tp, (topic_id, timestamp_us) in asked.items()
     ]
     try:
-        results = await in_pieces.ask_offsets(await cluster.connection(broker_id), entries)
+        results = await in_pieces.ask_offsets(await cluster.connection(broker_id, replica), entries)
     except MetamqError as error:
         return dict.fromkeys(asked, error)
     return {

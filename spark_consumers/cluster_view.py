@@ -13,7 +13,7 @@ from collections.abc import Collection, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from metamq.client.admin_brokers import Found, ask_offsets
+from metamq.client.admin_brokers import Found, ask_offsets, ask_slaves
 from metamq.client.admin_groups import check_empty
 from metamq.client.background import background
 from metamq.client.cluster import Cluster
@@ -22,6 +22,7 @@ from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.options import Subscription
 from metamq.spark_consumers.replicas import Replica, replicas_of
 from metamq.spark_consumers.stream_offsets import Places, StreamPlace
+from metamq.wire.commands import OffsetsResult
 from metamq.zk.names import parse_partition
 from metamq.zk.ownership import Committed, reset_offset
 from metamq.zk.partitions import TopicPartition
@@ -109,6 +110,10 @@ class ClusterView:
         `come_to`: up to where partitions were read, and the epoch of the message before that. Others are at the start.
         """
         return self._run(ask_offsets(self._cluster, asked, {**dict.fromkeys(asked, (0, -1)), **(come_to or {})}))
+
+    def offsets_of_slaves(self, asked: Mapping[TopicPartition, tuple[str, int]]) -> dict[TopicPartition, OffsetsResult]:
+        """Of partitions whose broker has no master at present, what slaves say; as far as there are any that do."""
+        return self._run(ask_slaves(self._cluster, asked))
 
     def replicas(
         self, partitions: Collection[TopicPartition], *, with_slaves: bool

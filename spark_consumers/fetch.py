@@ -105,6 +105,8 @@ class Fetching:
         self._data = ""
         """The data folder of that replica; empty where it is not known."""
         self._preferred: int | None = None
+        self._short: set[int] = set()
+        """Slaves whose logs end before the range: others are asked first."""
         self._may_have_moved = False
         """Whether ZooKeeper is to be asked where the replicas are now."""
         self._delay_s = 0.0
@@ -138,6 +140,7 @@ class Fetching:
         self._delay_s = 0.0
         self._may_have_moved = False
         self._damaged = self._refused = 0
+        self._short.clear()
         self._ended_early_s = None
 
     def _next_chunk(self) -> Chunk:
@@ -263,7 +266,7 @@ class Fetching:
             return self.lane
         if self._may_have_moved or not self._replicas:
             self._look_up()
-        order = sorted(self._replicas, key=lambda replica: replica.number != self._preferred)
+        order = sorted(self._replicas, key=lambda one: (one.number != self._preferred, one.number in self._short))
         error: MetamqError = ConnectError(
             self._broker(),
             "it is not registered in ZooKeeper",
@@ -328,6 +331,7 @@ class Fetching:
         master when the range was planned may be a slave by now: so ZooKeeper is asked before, too.
         """
         if self._number != MASTER:
+            self._short.add(self._number)
             if self._preferred != MASTER:
                 self._change_to(MASTER)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from metamq.errors import ConfigError, OffsetOutOfRange
@@ -13,6 +14,19 @@ from metamq.zk.partitions import TopicPartition
 def question(boundary: Boundary, wanted: int) -> int:
     """What to ask a broker for one partition: EARLIEST, LATEST or a time."""
     return wanted if boundary.is_time or wanted == EARLIEST else LATEST
+
+
+def at_a_slave(
+    boundary: Boundary, wanted: Mapping[TopicPartition, int], *, is_end: bool
+) -> Callable[[TopicPartition, OffsetsResult], bool]:
+    """Whether what a slave says of a partition tells where to begin, or to end: it may have less than its master."""
+
+    def will_do(tp: TopicPartition, answer: OffsetsResult) -> bool:
+        if boundary.is_time:
+            return is_end or answer.timestamp_us >= 0
+        return wanted[tp] in (EARLIEST, LATEST) or answer.start_offset <= wanted[tp] <= answer.stable_offset
+
+    return will_do
 
 
 def starting_offset(

@@ -185,6 +185,48 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
     assert table(planned(own, "t"))["offset"].to_pylist() == list(range(count))
 
 
+def test_a_batch_query_is_planned_from_a_slave_while_its_master_is_dead(
+    own: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    own.add_slave()
+    own.create_topic("t", partitions=1, replication="sync", min_insync=2)
+    wait_until(lambda: in_sync(own), what="a slave in sync")
+    send(own, "t", numbered(100))
+    send(own, "t", numbered(50))  # with which the slave is told that the first are stable
+    wait_until(lambda: len(planned(own, "t")[0].replicas) == 2, what="a first planning that knows the slave")
+    own.broker.kill()
+    found = table(planned(own, "t"))["offset"].to_pylist()
+    assert 100 <= len(found) <= 150
+    assert found == list(range(len(found)))
+    assert "t/0-0 is read as far as a slave shows it: its broker has no master, which may have more" in caplog.text
+    bounded = {"startingOffsets": '{"t": {"0-0": 20}}', "endingOffsets": '{"t": {"0-0": 90}}'}
+    assert table(planned(own, "t", **bounded))["offset"].to_pylist() == list(range(20, 90))
+    with pytest.raises(ConnectError, match="broker 0"):
+        planned(own, "t", readFrom="master", pollTimeoutMs="1000")
+    for beyond in ({"endingOffsets": '{"t": {"0-0": 999}}'}, {"startingTimestamp": "99999999999999"}):
+        with pytest.raises(ConnectError, match="broker 0"):  # the master may have it
+            planned(own, "t", pollTimeoutMs="1000", **beyond)
+
+
+def test_a_slave_that_has_less_is_asked_after_the_others(own: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.create_topic("t", partitions=1)
+    send(own, "t", numbered(10))
+    (task,) = planned(own, "t")
+    place = task.replicas[0]
+    dead = place._replace(port=free_port())
+    short, whole = place._replace(number=1, data="short"), place._replace(number=2, data="whole")
+    asked: list[str] = []
+    taken = Fetching._taken
+
+    def seen(self: Fetching, data: memoryview, last_epoch: int) -> Any:
+        asked.append(self._data)
+        return ([], None) if self._data == "short" else taken(self, data, last_epoch)
+
+    monkeypatch.setattr(Fetching, "_taken", seen)
+    assert table([task._replace(replicas=(dead, short, whole), in_place=False)]).num_rows == 10
+    assert asked == ["short", "whole"]
+
+
 def test_another_broker_at_the_address_does_not_answer_for_the_one_that_was_there(tmp_path: Path) -> None:
     """It has a partition of the same topic and index, with other messages."""
     with cluster(brokers=2, folder=tmp_path) as own:
