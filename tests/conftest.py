@@ -3,9 +3,8 @@ leaves anything behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,24 +19,9 @@ LEFT_OUT = "not containers"
 """In the -m that ./dev gives."""
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-    """What a fixture of the whole session makes is left to it."""
-    if fixturedef.scope != "session":
-        return (yield)
-    before = leftovers.alive()
-    try:
-        return (yield)
-    finally:
-        leftovers.keep(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """Looks when the other fixtures of the module are gone."""
-    before = leftovers.alive()
-    yield
-    leftovers.check(before)
+def pytest_configure(config: pytest.Config) -> None:
+    """A plugin of its own: a conftest is not asked about what belongs to the session."""
+    config.pluginmanager.register(leftovers, "leftovers")
 
 
 @pytest.fixture

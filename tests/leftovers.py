@@ -11,12 +11,15 @@ import contextlib
 import gc
 import threading
 import time
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import psutil
+import pytest
 
 LIMIT_S = 60.0
 """So long threads and processes that are ending may take, on a slow machine."""
-POOLS = ("asyncio_", "metamq", "ThreadPoolExecutor-")
+POOLS = ("asyncio_", "uvloop_", "metamq", "ThreadPoolExecutor-")
 """Names of threads that stay for later use: of the background loop, of asyncio.to_thread(), of pools."""
 
 _of_the_session: set[threading.Thread | int] = set()
@@ -28,9 +31,24 @@ def alive() -> set[threading.Thread | int]:
     return {*threads, *(child.pid for child in psutil.Process().children())}
 
 
-def keep(before: set[threading.Thread | int]) -> None:
-    """What has come since is a session's fixture's."""
-    _of_the_session.update(alive() - before)
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    """What a fixture of the whole session makes is left to it."""
+    if fixturedef.scope != "session":
+        return (yield)
+    before = alive()
+    try:
+        return (yield)
+    finally:
+        _of_the_session.update(alive() - before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Looks when the other fixtures of the module are gone."""
+    before = alive()
+    yield
+    check(before)
 
 
 def check(before: set[threading.Thread | int]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from metamq import Producer
 from metamq.client.branches import Branch, BranchDescription, TxClient, new_session
+from metamq.client.dbapi import at_once, database_of
 from metamq.errors import ConnectError, MetamqError, OutcomeUnknown
 from metamq.testing import BrokerProcess
 from metamq.tx import Recovered, Recoverer, dbtx
@@ -78,7 +79,7 @@ def leave(shop: Shop, producer: Producer[bytes], name: str, *, decided: bool) ->
         assert work is not None
         producer._background.run(work.prepare())
         if decided:
-            tx._outcomes.commit(database, work.gtrid)
+            at_once(tx._outcomes.commit(database_of(database), work.gtrid))
         else:
             database.rollback()
 

@@ -312,6 +312,21 @@ def test_why_a_branch_was_given_up_is_kept_for_an_hour() -> None:
     assert driver.state is State.NONE
 
 
+@pytest.mark.parametrize("times_out_first", [False, True])
+def test_why_a_branch_of_a_lost_session_was_given_up_is_kept_for_a_minute(times_out_first: bool) -> None:
+    driver = Driver()
+    driver.do(Verb.START, timeout_s=5)
+    if times_out_first:
+        driver.store.expire(5.0)
+        driver.store.expire(6.0)
+    driver.store.session_lost("a")
+    driver.store.expire(6.0)
+    driver.store.expire(6.0 + 59)
+    assert driver.state is State.ROLLBACK_ONLY
+    driver.store.expire(6.0 + 60)
+    assert driver.state is State.NONE
+
+
 def test_a_lost_session_ends_its_branches_but_not_the_prepared_ones() -> None:
     driver = Driver()
     driver.bring_to(State.ACTIVE)

@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from metamq import Producer, aio
-from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, ConnectError, MetamqError, RolledBack, WrongType
+from metamq.client.branches import Branch, TxClient
+from metamq.errors import (
+    BranchMisuse,
+    BranchNotKnown,
+    ConfigError,
+    ConnectError,
+    MetamqError,
+    OutcomeUnknown,
+    RolledBack,
+    WrongType,
+)
 from metamq.tx import RecoveredXid, Xid
-from tests.parts import until_answered
+from metamq.wire.xa import Verb, XACode
+from tests.parts import until_answered, wait_until
 from tests.tx.databases import until_committed
 
 if TYPE_CHECKING:
@@ -64,6 +75,80 @@ def test_rollback(shop: Shop, producer: Producer[bytes], topic: str, prepared: b
     producer.tpc_rollback()
     assert shop.seen(topic) == []
     shop.until_ended()
+
+
+async def unreachable(self: TxClient, *_: Any, **__: Any) -> None:
+    raise ConnectError("broker 0", reason="nobody answers")
+
+
+LARGE = [bytes(1000)] * 3000
+"""More than a batch: some of it goes out at once."""
+
+
+def test_a_rollback_that_reaches_nobody_says_what_happens_next(
+    shop: Shop, producer: Producer[bytes], topic: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is prepared, so nothing can ever be committed: no error, and the thread goes on."""
+    xid = new_xid(producer)
+    producer.tpc_begin(xid)
+    producer.send_many(topic, LARGE)
+    wait_until(lambda: any(one.xid == xid for broker in (0, 1) for one in shop.branches(broker)))
+    with monkeypatch.context() as patch:
+        patch.setattr(TxClient, "ask", unreachable)
+        producer.tpc_rollback()
+    assert f"transaction {xid} is rolled back, and a broker could not be told: " in caplog.text
+    assert "after its time-out" in caplog.text
+    producer.send(topic, b"after").result(60)
+    assert shop.seen(topic) == [b"after"]
+
+
+def test_a_rollback_with_asyncio_that_reaches_nobody_says_what_happens_next(
+    shop: Shop, topic: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with aio.Producer[bytes](shop.cluster.zookeeper) as producer:
+            await producer.tpc_begin(producer.xid(1, f"order-{time.monotonic_ns()}", "mq"))
+            producer.send_many(topic, LARGE)
+            one = producer._transactions.of(asyncio.current_task())
+            assert one is not None
+            await asyncio.to_thread(wait_until, lambda: one.work.branches)
+            with monkeypatch.context() as patch:
+                patch.setattr(TxClient, "ask", unreachable)
+                await producer.tpc_rollback()
+            await producer.send(topic, b"after")
+
+    asyncio.run(scenario())
+    assert "is rolled back, and a broker could not be told: " in caplog.text
+    assert shop.seen(topic) == [b"after"]
+
+
+def test_a_rollback_after_a_prepare_that_failed_is_an_error_until_every_broker_is_told(
+    shop: Shop, producer: Producer[bytes], topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them may have prepared its branch, which nobody would end."""
+    xid = begun(producer, topic)
+    proper = TxClient.ask
+
+    def states() -> set[str]:
+        return {one.state for broker in (0, 1) for one in shop.branches(broker) if one.xid == xid}
+
+    async def answer_is_lost(self: TxClient, branch: Branch, verbs: Sequence[Verb], *args: Any, **more: Any) -> Any:
+        await proper(self, branch, verbs, *args, **more)
+        raise OutcomeUnknown(branch.xid, XACode.RMFAIL, "no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TxClient, "ask", answer_is_lost)
+        with pytest.raises(RolledBack):
+            producer.tpc_prepare()
+        patch.setattr(TxClient, "ask", unreachable)
+        for _ in range(2):
+            with pytest.raises(ConnectError, match="nobody answers"):
+                producer.tpc_rollback()
+    assert states() == {"prepared"}
+    producer.tpc_rollback()
+    assert states() == set()
+    producer.send(topic, b"after").result(60)
+    assert shop.seen(topic) == [b"after"]
 
 
 def test_one_phase_without_prepare(shop: Shop, topic: str) -> None:

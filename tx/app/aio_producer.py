@@ -15,7 +15,7 @@ from metamq.client.producer import FLUSH_TIMEOUT_S
 from metamq.client.producer_face import Key
 from metamq.client.typevars import T
 from metamq.tx.app.transactional import TransactionalFace, Unentered, current_task
-from metamq.tx.app.transactions import Open, RecoveredXid, misuse
+from metamq.tx.app.transactions import Open, RecoveredXid, misuse, warn_of_untold
 from metamq.wire.xa import Verb, Xid
 
 log = logging.getLogger("metamq.tx")
@@ -71,8 +71,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
         return _Block(self, timeout_s)
 
     async def _roll_back(self, one: Open) -> None:
-        for failure in await self._transactions.rollback(one):
-            log.info("a branch is rolled back by its broker after its time: %s", failure)
+        warn_of_untold(one, await self._transactions.rollback(one))
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
@@ -102,9 +101,7 @@ class Producer(TransactionalFace[T], aio_producer.Producer[T]):
             await self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK)
             return
         one = self._inside("tpc_rollback()")
-        failures = await self._transactions.rollback(one)
-        if failures and one.prepared:
-            raise failures[0]
+        await self._transactions.tpc_rollback(one)
         self._leave(one)
 
     async def tpc_recover(self) -> list[RecoveredXid]:

@@ -15,7 +15,7 @@ from metamq.client.producer_face import Key
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
 from metamq.tx.app.transactional import TransactionalFace, Unentered
-from metamq.tx.app.transactions import Open, RecoveredXid, misuse
+from metamq.tx.app.transactions import Open, RecoveredXid, misuse, warn_of_untold
 from metamq.wire.xa import Verb, Xid
 
 log = logging.getLogger("metamq.tx")
@@ -79,8 +79,7 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
     def _roll_back(self, one: Open) -> None:
         if isinstance(self._core.accumulator.closed_by, ForkedError):  # a child that leaves its parent's block
             return
-        for failure in self._background.run(self._transactions.rollback(one)):
-            log.info("a branch is rolled back by its broker after its time: %s", failure)
+        warn_of_untold(one, self._background.run(self._transactions.rollback(one)))
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
@@ -116,14 +115,16 @@ class Producer(TransactionalFace[T], producer.Producer[T]):
         self._leave(one)
 
     def tpc_rollback(self, xid: Xid | str | None = None) -> None:
-        """Rolls it back, whatever it is; `xid`: one that tpc_recover() gave. Raises as tpc_commit()."""
+        """Rolls it back, whatever it is; `xid`: one that tpc_recover() gave. Raises as tpc_commit().
+
+        Where a broker cannot be told: after a tpc_prepare() it raises, and is to be called again, since that broker may
+        have prepared it. Before one it warns: the broker rolls it back after its time-out.
+        """
         if xid is not None:
             self._background.run(self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK))
             return
         one = self._inside("tpc_rollback()")
-        failures = self._background.run(self._transactions.rollback(one))
-        if failures and one.prepared:
-            raise failures[0]
+        self._background.run(self._transactions.tpc_rollback(one))
         self._leave(one)
 
     def tpc_recover(self) -> list[RecoveredXid]:

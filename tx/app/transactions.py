@@ -11,7 +11,9 @@ threads of control: what other threads send meanwhile is not part of it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,6 +36,8 @@ from metamq.tx.app.outbox import Outbox
 from metamq.tx.app.staging import Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.xa import Verb, XACode, Xid
+
+log = logging.getLogger("metamq.tx")
 
 Owner = threading.Thread | asyncio.Task[Any]
 
@@ -192,6 +196,14 @@ class Transactions:
         one.outbox.end(reason)
         return failures
 
+    async def tpc_rollback(self, one: Open) -> None:
+        """Rolls it back. Raises where a branch that was not told may be prepared, which nothing would end: then it is
+        to be called again."""
+        failures = await self.rollback(one)
+        if failures and (one.prepared or one.was_tried):
+            raise failures[0]
+        warn_of_untold(one, failures)
+
     # -- transactions that others have left ---------------------------------------------------------------------------
 
     async def _broker_ids(self) -> list[int]:
@@ -240,6 +252,17 @@ class Transactions:
 
 def _is_gone(owner: Owner) -> bool:
     return not owner.is_alive() if isinstance(owner, threading.Thread) else owner.done()
+
+
+def warn_of_untold(one: Open, failures: Sequence[MetamqError]) -> None:
+    """Its rollback did not reach these brokers."""
+    for failure in failures:
+        log.warning(
+            "transaction %s is rolled back, and a broker could not be told: %s. It was not prepared, so it is never "
+            "committed: that broker ends it after its time-out, and refuses the id until then",
+            one.xid,
+            failure,
+        )
 
 
 def misuse(xid: object, reason: str, hint: str | None = None) -> BranchMisuse:

@@ -56,6 +56,8 @@ class BranchState:
     busy: bool = False
     """Whether a record of it is being made durable: nothing else happens to it meanwhile."""
     prepared_us: int = 0
+    session_lost: bool = False
+    """Whether the connection of somebody who worked in it was lost."""
     rolled_back_code: int = 0
     """Why it can be rolled back only (XA_RB*)."""
     rolled_back_reason: str = ""

@@ -36,7 +36,10 @@ from metamq.tx.store.table import FORGETS, TABLE, Ruling, State
 from metamq.wire.xa import Verb, XACode, Xid
 
 ROLLED_BACK_KEPT_S = 3600.0
-"""So long it is kept why a branch was given up, for who began it; shorter where there are too many branches."""
+"""So long it is kept why a branch was given up, for its owner; shorter where there are too many branches."""
+LOST_SESSION_KEPT_S = 60.0
+"""The same, once the connection of its owner is lost, who most likely has ended. One that comes back later is told that
+the branch is not known, as after a restart of the broker: it was not prepared, so it is rolled back either way."""
 
 
 ENDS = (Verb.COMMIT, Verb.ROLLBACK)
@@ -315,8 +318,9 @@ class JournalTransactionStore:
         """Gives up the branches whose time is over, and returns them; forgets those that nobody asked for since."""
         given_up = []
         for branch in list(self.branches.values()):
-            if branch.state is State.ROLLBACK_ONLY and branch.deadline_s is None:
-                branch.deadline_s = now_s + ROLLED_BACK_KEPT_S
+            if branch.state is State.ROLLBACK_ONLY:
+                latest_s = now_s + (LOST_SESSION_KEPT_S if branch.session_lost else ROLLED_BACK_KEPT_S)
+                branch.deadline_s = latest_s if branch.deadline_s is None else min(branch.deadline_s, latest_s)
             if branch.deadline_s is None or branch.deadline_s > now_s or branch.busy:
                 continue
             if branch.state is State.ROLLBACK_ONLY:
@@ -329,13 +333,10 @@ class JournalTransactionStore:
 
     def session_lost(self, session: str) -> list[BranchState]:
         """Nobody is behind a session any more: gives up what it works in, or has begun, and returns that."""
-        given_up = [
-            branch
-            for branch in self.branches.values()
-            if (session in branch.sessions or session == branch.owner)
-            and branch.state in (State.ACTIVE, State.IDLE)
-            and not branch.busy
-        ]
+        lost = [one for one in self.branches.values() if session in one.sessions or session == one.owner]
+        given_up = [one for one in lost if one.state in (State.ACTIVE, State.IDLE) and not one.busy]
+        for branch in lost:
+            branch.session_lost = True
         for branch in given_up:
             branch.becomes_rollback_only(XACode.RBCOMMFAIL, "the connection of who worked in it was lost")
         return given_up
