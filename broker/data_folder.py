@@ -36,6 +36,7 @@ from typing import NamedTuple
 from metamq.broker.folder_lock import FolderLock, mark_of
 from metamq.broker.log.files import no_descriptor
 from metamq.errors import ConfigError, StorageError
+from metamq.private_files import make_folder, opener, too_open
 
 log = logging.getLogger("metamq.broker")
 
@@ -107,7 +108,9 @@ class DataFolder:
         path = Path(path).absolute()
         boot = current_boot() if boot_id is None else boot_id
         try:
-            (path / "topics").mkdir(parents=True, exist_ok=True)
+            make_folder(path / "topics")
+            if (problem := too_open(path)) is not None:
+                log.warning("%s", problem)
             lock = FolderLock.take(path, boot or socket.gethostname())
         except OSError as error:
             raise _failure(path, "opening the data folder", error) from error
@@ -244,7 +247,7 @@ class DataFolder:
         folder = self.path / "topics" / name
         try:
             if folder not in self._synced:  # one that is there may come from a start that was killed before the sync
-                folder.mkdir(exist_ok=True)
+                make_folder(folder)
                 _sync(folder.parent)
                 self._synced.add(folder)
         except OSError as error:
@@ -301,7 +304,7 @@ class DataFolder:
     def _store(self, meta: _Meta) -> None:
         target, temporary = self.path / "meta.json", self.path / "meta.json.tmp"
         try:
-            with open(temporary, "w") as file:
+            with open(temporary, "w", opener=opener) as file:
                 meta = replace(meta, file=mark_of(file.fileno()))
                 json.dump(asdict(meta), file, indent=2)
                 file.write("\n")

@@ -25,6 +25,7 @@ import struct
 from pathlib import Path
 
 from metamq.errors import ConfigError
+from metamq.private_files import FILE_MODE
 
 _EMPTY_PATH = 0x1000
 _BIRTH_TIME = 0x800
@@ -44,7 +45,7 @@ class FolderLock:
     @classmethod
     def take(cls, folder: Path, machine: str) -> FolderLock:
         """Takes the folder's lock. `machine` names the host, and its boot. Raises ConfigError, OSError."""
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""/metrics, /healthz and /readyz, from a thread of their own, so that they answer while the event loop does not.
+"""/metrics, /healthz and /readyz, from threads of their own, so that they answer while the event loop does not.
 
 Standard library and prometheus-client; a broker's port for scrapers needs no web framework.
 """
@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -27,20 +28,54 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.broker")
 
 ACCEPT_PAUSE_S = 0.2
+CONNECTIONS_MAX = 16
+DEADLINE_S = 10.0
+"""For a whole request, and its answer."""
+HEAD_BYTES_MAX = 16 * 1024
+
+
+class _Head:
+    """A request's first lines, which may have HEAD_BYTES_MAX together: after that they are at an end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._left = HEAD_BYTES_MAX
+
+    def readline(self, limit: int = -1) -> bytes:
+        line: bytes = self._file.readline(self._left if limit < 0 else min(limit, self._left))
+        self._left -= len(line)
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class _QuietHandler(WSGIRequestHandler):
     timeout = 10
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast(Any, _Head(self.rfile))
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("http: " + format, *args)
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a request: a client that says nothing holds up neither the others nor the stop."""
+    """A thread a request: a client that says nothing holds up neither the others nor the stop.
+
+    At most CONNECTIONS_MAX are served at a time, each for DEADLINE_S in all, however little comes of it. So this port
+    takes no descriptors and no threads that the broker needs.
+    """
 
     daemon_threads = True
     is_stopping = False
+
+    def __init__(self, *args: Any) -> None:
+        self._began: dict[Any, float] = {}
+        """The sockets that are served, and since when."""
+        self._lock = threading.Lock()
+        super().__init__(*args)
 
     def get_request(self) -> tuple[Any, Any]:
         """Without a descriptor left, the loop of socketserver would try again at once, for ever."""
@@ -50,6 +85,32 @@ class _Server(ThreadingMixIn, WSGIServer):
             if not self.is_stopping:
                 time.sleep(ACCEPT_PAUSE_S)
             raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place; a client without one is told so."""
+        with self._lock:
+            if len(self._began) < CONNECTIONS_MAX:
+                self._began[request] = monotonic()
+                return True
+        log.debug("http: %s is turned away, %d are served", client_address, CONNECTIONS_MAX)
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+        return False
+
+    def service_actions(self) -> None:
+        """Called twice a second: ends what takes too long."""
+        late = monotonic() - DEADLINE_S
+        with self._lock:
+            for request, began in self._began.items():
+                if began < late:
+                    with contextlib.suppress(OSError):  # it is closed already
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # before it is closed: another file may have its number after that
+            self._began.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("http: a request of %s", client_address, exc_info=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.server import Broker, serve
+from metamq.private_files import restrict_process
 from metamq.zk.paths import DEFAULT_ROOT
 
 COLLECTED_AFTER = 20_000
@@ -19,6 +20,7 @@ def run_broker(
     config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None] = lambda _: None
 ) -> int:
     """Blocks until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises what a start can fail with."""
+    restrict_process()
     gc.freeze()  # modules and classes: nothing of these is ever garbage
     gc.set_threshold(COLLECTED_AFTER, *gc.get_threshold()[1:])
     work = serve(config, zookeeper, root=root, ready=ready)

@@ -19,6 +19,7 @@ from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_need
 from metamq.cli.units import DURATION, SIZE, as_written
 from metamq.client.settings import load
 from metamq.errors import ConfigError
+from metamq.private_files import restrict_process
 
 POLL_S = 0.2
 IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "drain_timeout_s"}
@@ -156,6 +157,7 @@ def zookeeper(data: str, host: str, port: int, output: str) -> int:
     """
     from metamq.zk.embedded import EmbeddedZooKeeper
 
+    restrict_process()
     current().log(logging.INFO)
     with StopSignals() as signals, contextlib.suppress(Stopped):
         fetch_what_zookeeper_needs(signals)

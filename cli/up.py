@@ -30,6 +30,7 @@ from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_need
 from metamq.cli.up_replicas import BROKER_ID, Place, Replicas
 from metamq.client.settings import load
 from metamq.errors import ConfigError
+from metamq.private_files import FILE_MODE, make_folder, restrict_process
 from metamq.zk.embedded import EmbeddedZooKeeper
 
 HOST = "127.0.0.1"
@@ -82,6 +83,7 @@ def up(
         raise click.UsageError("--ephemeral keeps nothing, --data says where to keep it: give one of them")
     if current().zookeeper:
         raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
+    restrict_process()
     current().log()
     load(BrokerConfig, "broker", file=current().config, arguments={})  # before anything is started for nothing
     with StopSignals() as signals:
@@ -138,7 +140,7 @@ def _folder(data: str | None, ephemeral: bool) -> Iterator[Path]:
     if not ephemeral:
         folder = Path(data or "./metamq-data")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as error:
             raise ConfigError(
                 f"cannot make the folder {folder}: {error.strerror}", hint="Choose another --data."
@@ -156,7 +158,7 @@ def _folder(data: str | None, ephemeral: bool) -> Iterator[Path]:
 def _locked(folder: Path, signals: StopSignals) -> Iterator[int]:
     """Holds the folder. Raises ConfigError when a living `metamq up` has it."""
     try:
-        lock = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         raise ConfigError(f"cannot use the folder {folder}: {error.strerror}", hint="Choose another --data.") from None
     try:

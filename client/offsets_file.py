@@ -20,6 +20,7 @@ from typing import IO
 from metamq.client.checks import wrong_type
 from metamq.client.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
+from metamq.private_files import make_folder, opener
 from metamq.zk.ownership import Claim, Committed
 from metamq.zk.partitions import TopicPartition
 
@@ -36,7 +37,7 @@ class FileOffsets:
         if not isinstance(path, str | os.PathLike):
             raise wrong_type("`path`", "a path", path)
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         self._lock: IO[str] | None = _lock(self._path)
         self._turn = asyncio.Lock()
         try:
@@ -93,7 +94,7 @@ def _key(claim: Claim) -> _Key:
 
 def _lock(path: Path) -> IO[str]:
     # A file of its own: a lock on the offsets would go with the file that each commit replaces.
-    lock = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115
+    lock = open(path.with_name(path.name + ".lock"), "w", opener=opener)  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -134,7 +135,7 @@ def _write(path: Path, offsets: Mapping[_Key, Committed]) -> None:
     ]
     beside = path.with_name(path.name + ".new")
     try:
-        with beside.open("w") as file:
+        with open(beside, "w", opener=opener) as file:
             json.dump({"offsets": entries}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from metamq.errors import ConfigError, MetamqError, Timeout
+from metamq.private_files import make_folder
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
 from metamq.zk.ports import HeldPort, is_free
@@ -42,7 +43,10 @@ MIN_SESSION_TIMEOUT_MS = 1_000
 MAX_SESSION_TIMEOUT_MS = 60_000
 
 _MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-_WATCHED = 'exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
+CLIENTS_OF_A_HOST_MAX = 4000
+"""Sessions of one address. ZooKeeper's own 60 are few where all programs run on one machine; without a limit one that
+opens sessions for ever takes all descriptors of the server."""
+_WATCHED = 'umask g-w,o=; exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S = 0.01
 # A server that is starting takes connections which it then never answers: better to ask again than to wait.
@@ -191,7 +195,7 @@ class EmbeddedZooKeeper:
             self._data_dir = self._given_dir or Path(tempfile.mkdtemp(prefix="metamq-zookeeper-"))
         folder = self._data_dir
         try:
-            (folder / "data").mkdir(parents=True, exist_ok=True)
+            make_folder(folder / "data")
             if self._lock is None:
                 self._lock = _locked(folder / "lock")
         except OSError as error:
@@ -262,7 +266,7 @@ class EmbeddedZooKeeper:
             "clientPortAddress": self.host or "0.0.0.0",
             "minSessionTimeout": MIN_SESSION_TIMEOUT_MS,
             "maxSessionTimeout": MAX_SESSION_TIMEOUT_MS,
-            "maxClientCnxns": 0,
+            "maxClientCnxns": CLIENTS_OF_A_HOST_MAX,
             "admin.enableServer": "false",
             "autopurge.snapRetainCount": 3,
             "autopurge.purgeInterval": 1,

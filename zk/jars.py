@@ -1,4 +1,4 @@
-"""Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the user's cache, an installed pyspark, Maven Central.
+"""Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the user's cache, Maven Central.
 
 Everything that is downloaded is pinned by SHA-512 here, is checked before it gets its name in the cache, and
 again each time it is used (4 MB hash in a few milliseconds), so a damaged cache heals itself.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import importlib.util
 import os
 import tempfile
 import urllib.error
@@ -102,8 +101,8 @@ LOGGING_JAR = Jar(
 PINNED = (*JARS, LOGGING_JAR)
 
 _WAYS = (
-    "Set METAMQ_ZOOKEEPER_JARS to a folder with the jars of ZooKeeper 3.9 (the `lib` folder of its download), "
-    "or install pyspark, which brings them, or allow the download from Maven Central "
+    "Set METAMQ_ZOOKEEPER_JARS to a folder with the jars of ZooKeeper 3.9 (the `lib` folder of its download, or the "
+    "`jars` folder of an installed pyspark), or allow the download from Maven Central "
     "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are honoured); "
     "or point METAMQ_ZOOKEEPER at a ZooKeeper that runs already."
 )
@@ -119,13 +118,6 @@ def find_jars(progress: Progress | None = None) -> list[Path]:
     if setting:
         return _jars_of_setting(Path(setting))
     cache = cache_folder()
-    if all(_intact(cache / jar.file_name, jar) for jar in PINNED):
-        return [cache / jar.file_name for jar in PINNED]
-    spark = pyspark_folder()
-    if spark is not None:
-        found, missing = jars_in_folder(spark)
-        if not missing:
-            return found
     return [fetched(jar, cache, progress) for jar in PINNED]
 
 
@@ -133,15 +125,6 @@ def cache_folder() -> Path:
     """Where downloaded jars are kept, one folder per ZooKeeper version."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "metamq" / f"zookeeper-{ZOOKEEPER_VERSION}"
-
-
-def pyspark_folder() -> Path | None:
-    """The `jars` folder of an installed pyspark, found without importing it."""
-    spec = importlib.util.find_spec("pyspark")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(next(iter(spec.submodule_search_locations))) / "jars"
-    return folder if folder.is_dir() else None
 
 
 def jars_in_folder(folder: Path) -> tuple[list[Path], list[str]]:

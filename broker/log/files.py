@@ -24,6 +24,7 @@ from collections.abc import Callable
 from metamq.broker.log.index import IndexCache
 from metamq.broker.log.times_cache import TimesCache
 from metamq.errors import StorageError, TooManyOpenFiles
+from metamq.private_files import FILE_MODE
 from metamq.wire.rooms import SMALL_BYTES, Rooms
 
 Buffer = bytes | bytearray | memoryview
@@ -81,7 +82,7 @@ class FileCache:
     def _add(self, path: str, flags: int) -> int:
         while len(self._open) >= self.limit:
             self._evict()
-        fd = self.opened(lambda: os.open(path, flags, 0o644))
+        fd = self.opened(lambda: os.open(path, flags, FILE_MODE))
         self._open[path] = fd
         return fd
 
@@ -161,7 +162,7 @@ class FileCache:
         Raises OSError.
         """
         temporary = path + ".tmp"
-        fd = self.opened(lambda: os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
+        fd = self.opened(lambda: os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, FILE_MODE))
         try:
             written = 0
             while written < len(data):

@@ -24,6 +24,7 @@ from metamq.broker.log.files import FileCache, storage_error
 from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.segments import Segment, file_path, take_inventory
+from metamq.private_files import make_folder, opener
 
 log = logging.getLogger("metamq.broker.log")
 
@@ -41,13 +42,13 @@ def make(folder: str, files: FileCache) -> None:
     leftovers, path = take_inventory(folder).segments, f"{folder}/{flushed.FILE_NAME}"
     if os.path.exists(path) or any(segment.size_bytes for segment in leftovers):
         return
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     for leftover in leftovers:
         os.unlink(leftover.path)
-    with open(file_path(folder, 0, 0, "log"), "xb"):
+    with open(file_path(folder, 0, 0, "log"), "xb", opener=opener):
         pass
     temporary = path + ".tmp"
-    with open(temporary, "wb") as file:
+    with open(temporary, "wb", opener=opener) as file:
         file.write(flushed.new_file(empty_point(0, 0)))
         file.flush()
         files.sync(file.fileno())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.files import FileCache
+from metamq.private_files import make_folder
 
 log = logging.getLogger("metamq.broker.log")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
@@ -68,7 +69,7 @@ def archive(files: FileCache, path: str, archive_dir: Path) -> None:
     """
     source = Path(path)
     folder = archive_dir / source.parent.parent.name / source.parent.name
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     target, temporary = folder / source.name, folder / (source.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:

@@ -111,20 +111,23 @@ def test_without_any_source_the_error_names_all_of_them(
 
 
 @pytest.mark.usefixtures("not_imported")
-def test_an_installed_pyspark_is_used_without_importing_it(
+def test_the_jars_of_an_installed_pyspark_are_not_used_by_themselves(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are of another version, and nobody has looked at them: only the pinned ones run."""
     folder = tmp_path / "site" / "pyspark" / "jars"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("raise AssertionError('imported')")
     for jar in JARS:
         (folder / f"{jar.artifact}-9.9.jar").write_bytes(b"")
-    (folder / "zookeeper-extras.jar").write_bytes(b"")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("METAMQ_ZOOKEEPER_JARS", raising=False)
+    with pytest.raises(ConfigError, match="cannot be fetched"):
+        find_jars()
+    assert repository.asked == [f"/maven2/{JARS[0].location}"]
+    monkeypatch.setenv("METAMQ_ZOOKEEPER_JARS", str(folder))
     assert find_jars() == [folder / f"{jar.artifact}-9.9.jar" for jar in JARS]
-    assert repository.asked == []
 
 
 def test_the_setting_comes_first_and_must_be_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ import msgpack
 from crc32c import crc32c
 
 from metamq.errors import ConfigError, CorruptData, Outcome, StorageError
+from metamq.private_files import FILE_MODE, make_folder
 
 _PREFIX = struct.Struct("<II")
 _RECORD_BYTES_MAX = 1 << 20
@@ -58,8 +59,8 @@ class DecisionLog:
         self._failed: StorageError | None = None
         self._file = self._locked = -1
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._locked = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            make_folder(folder)
+            self._locked = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
             self._take_lock()
             self._read()
             self._write_anew()
@@ -108,7 +109,7 @@ class DecisionLog:
         """The log with what is open only, in the place of the old one. Raises OSError."""
         packed = [_packed(_ID, 0, self.identity), *(_packed(_COMMIT, 0, *one) for one in self.open.items())]
         fresh = self._folder / "decisions.new"
-        file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
         try:
             _write(file, b"".join(packed))
             self._fsync(file)
