@@ -123,6 +123,8 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
         with self._one_loop.begun(asyncio.current_task) as goes_on:
+            if self._hand is not None and self._hand.whole and self._hand.batch.is_rejected:
+                self._finish(done=False)  # the loop before this one was left for it
             while True:
                 goes_on()
                 self._finish()
@@ -139,10 +141,10 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             self._hands.release(hand, in_hand=False)
             raise
 
-    def _finish(self) -> None:
+    def _finish(self, *, done: bool = True) -> None:
         hand, self._hand, self._fields = self._hand, None, None
         if hand is not None:
-            self._hands.release(hand, in_hand=True)
+            self._hands.release(hand, in_hand=done)
 
     async def commit(self, position: Position = None, *, connection: AnyConnection | None = None) -> None:
         """As metamq.Consumer.commit.

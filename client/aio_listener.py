@@ -16,7 +16,7 @@ from metamq.client.hands import TaskHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
-from metamq.errors import TopicExists
+from metamq.errors import DecodeError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 
@@ -123,22 +123,39 @@ class ListenerTasks:
     async def _handle(self, hand: Hand) -> None:
         done = False
         try:
-            for fields in hand.iterate():
-                message = message_of(fields)
-                done = self._filter is not None and not self._filter(message)
-                if not done and not await self._deliver(hand, message):
-                    return
-                done = True
-        except BaseException:
-            done = False  # also when it was `decode=` or the filter that failed
-            raise
+            done = await self._handle_all(hand)
         finally:
             self._hands.release(hand, in_hand=done)
 
-    async def _deliver(self, hand: Hand, message: Message[Any]) -> bool:
+    async def _handle_all(self, hand: Hand) -> bool:
+        """Calls the listener with each message; False when the last one handed out is not done."""
+        while True:
+            try:
+                for fields in hand.iterate():
+                    message = message_of(fields)
+                    is_left_out = self._filter is not None and not self._filter(message)
+                    if not is_left_out and not await self._deliver(hand, message):
+                        return False
+                return True
+            except DecodeError as error:
+                if error is not hand.rejected:  # but of the listener's
+                    raise
+                rejected = error
+            if not await self._deliver(hand, hand.batch.undecoded(rejected.offset), rejected):
+                return False
+            hand.rejected = None
+
+    async def _deliver(self, hand: Hand, message: Message[Any], rejected: DecodeError | None = None) -> bool:
+        """Until it is done or given up. `rejected`: its first attempt ended in `decode=`."""
         failed = 0
         while True:
             try:
+                if rejected is not None:
+                    if not failed:
+                        raise rejected
+                    message, rejected = hand.batch.decoded_message(message.offset), None
+                    if self._filter is not None and not self._filter(message):
+                        return True
                 outcome = self._listener(message)
                 if inspect.isawaitable(outcome):
                     await outcome

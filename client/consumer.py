@@ -45,7 +45,8 @@ class Consumer(ConsumerFace[T]):
     group:       members of a group share its topics' partitions, and the group's offsets are kept. Without a group the
                  consumer reads every partition and keeps nothing.
     start:       where to begin with a partition the group has no offset for: "earliest", "latest", an aware datetime.
-    decode:      makes a value of bytes; without it values are bytes.
+    decode:      makes a value of bytes; without it values are bytes. What it rejects raises DecodeError from the loop,
+                 and is not done: it comes again. run() treats it as it does what its listener rejects.
     filter:      messages for which `filter(message)` is false are skipped when iterating and in run().
     auto_commit: commit what is done every `commit_interval_ms`; with False call commit().
     idle_timeout_s: iteration ends when nothing came for so long, and ZooKeeper and the brokers then say that nothing is
@@ -168,6 +169,8 @@ class Consumer(ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
         with self._one_loop.begun(threading.current_thread) as goes_on:
+            if self._hand is not None and self._hand.whole and self._hand.batch.is_rejected:
+                self._finish(done=False)  # the loop before this one was left for it
             while True:
                 goes_on()
                 self._finish()
@@ -177,11 +180,11 @@ class Consumer(ConsumerFace[T]):
                 self._hand = hand
                 yield hand.batch
 
-    def _finish(self) -> None:
+    def _finish(self, *, done: bool = True) -> None:
         """What is in hand is done: the next is asked for."""
         self._slices = None
         if self._hand is not None:
-            self._hands.release(self._hand, in_hand=True)
+            self._hands.release(self._hand, in_hand=done)
             self._hand = None  # afterwards: a Ctrl-C in release() leaves it to the next call
 
     def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:

@@ -34,13 +34,10 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
-from metamq.client.message_batch import MessageBatch
-from metamq.errors import MetamqError
+from metamq.client.message_batch import SLICE_MESSAGES, VALUES_AT, MessageBatch
+from metamq.errors import DecodeError, MetamqError
 from metamq.zk.ownership import Claim
 from metamq.zk.partitions import TopicPartition
-
-SLICE_MESSAGES = 256
-"""So many are handed out without a look at the lease; a look costs as much as two or three messages."""
 
 
 class PartitionState:
@@ -124,7 +121,7 @@ class PartitionState:
 class Hand:
     """A batch that a handler has: `whole`, or message by message through `iterate()`."""
 
-    __slots__ = ("_gate", "_may_deliver", "_offsets", "batch", "state", "taken_back", "whole")
+    __slots__ = ("_columns", "_gate", "_may_deliver", "_offsets", "batch", "rejected", "state", "taken_back", "whole")
 
     def __init__(
         self, state: PartitionState, batch: MessageBatch[Any], may_deliver: Callable[[], bool], *, whole: bool
@@ -134,6 +131,9 @@ class Hand:
         self.whole = whole
         self._may_deliver = may_deliver
         self._offsets: Iterator[int] | None = None
+        self._columns: tuple[Iterator[Any], ...] = ()
+        self.rejected: DecodeError | None = None
+        """Why `decode=` rejects the message that is in hand."""
         self._gate: list[str] = []
         self.taken_back = False
         """The rest is not to be handed out: it goes to another owner, or comes again."""
@@ -141,24 +141,42 @@ class Hand:
     def iterate(self) -> Iterator[tuple[Any, ...]]:
         """The messages' fields; ends early when the rest is taken back, or at a slice's end when the lease is over.
 
-        Raises what decoding the batch raises.
+        Raises UndecodableBatch; DecodeError for a message that `decode=` rejects, which then is in hand. A further call
+        goes on behind what was handed out.
         """
         return chain.from_iterable(self.slices())
 
     def slices(self) -> Iterator[Iterator[tuple[Any, ...]]]:
         """The same in slices; the next one goes on where this one was left."""
-        offsets = iter(self.batch.offsets)
-        columns = self.batch._after_topic(offsets)
-        self._offsets = offsets
-        return self._slices(columns)
+        if self._offsets is None:
+            offsets = iter(self.batch.offsets)
+            self._columns = self.batch._after_topic(offsets)
+            self._offsets = offsets
+        return self._slices()
 
-    def _slices(self, columns: tuple[Iterator[Any], ...]) -> Iterator[Iterator[tuple[Any, ...]]]:
-        while self.handed_out() < self.batch.end_offset and self._may_deliver():
+    def _slices(self) -> Iterator[Iterator[tuple[Any, ...]]]:
+        batch, columns = self.batch, self._columns
+        while self.handed_out() < batch.end_offset and self._may_deliver():
             self._gate.clear()
-            self._gate = [self.batch.topic] * SLICE_MESSAGES
+            if batch.decodes:
+                values = self._decoded()
+                columns = (*columns[:VALUES_AT], iter(values), *columns[VALUES_AT + 1 :])
+                self._gate = [batch.topic] * len(values)
+            else:
+                self._gate = [batch.topic] * SLICE_MESSAGES
             if self.taken_back:  # perhaps before this gate was there to be emptied
                 return
             yield zip(self._gate, *columns)  # noqa: B905, the gate may be shorter by then
+
+    def _decoded(self) -> list[Any]:
+        """The next slice's values. Where the first is rejected, its message is handed out by the DecodeError."""
+        try:
+            return self.batch._decoded(self.handed_out(), SLICE_MESSAGES)
+        except DecodeError as error:
+            self.rejected = error
+            for column in self._columns:
+                next(column)
+            raise
 
     def take_back(self) -> None:
         """No further message of this batch is handed out."""
@@ -175,8 +193,8 @@ class Hand:
         return self.batch.end_offset - left
 
     def done_offset(self, *, in_hand: bool) -> int:
-        """The offset after the last message that is done."""
-        if in_hand:
+        """The offset after the last message that is done; one that `decode=` rejects is not, whoever says so."""
+        if in_hand and self.rejected is None:
             return self.handed_out()
         if self.whole:
             return self.batch.offset

@@ -19,7 +19,7 @@ from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.model import Message, message_of
 from metamq.client.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
-from metamq.errors import TopicExists
+from metamq.errors import DecodeError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 
@@ -149,20 +149,36 @@ class ListenerPool:
 
     def _handle(self, hand: Hand) -> bool:
         """Calls the listener with each message; False when the last one handed out is not done."""
-        for fields in hand.iterate():
-            message: Message[Any] = message_of(fields)
-            if self._filter is not None and not self._filter(message):
-                continue
-            if not self._deliver(hand, message):
+        while True:
+            try:
+                for fields in hand.iterate():
+                    message: Message[Any] = message_of(fields)
+                    if self._filter is not None and not self._filter(message):
+                        continue
+                    if not self._deliver(hand, message):
+                        return False
+                    if self._stop.is_set():
+                        break  # the rest of the batch comes again, to whoever asks next
+                return True
+            except DecodeError as error:
+                if error is not hand.rejected:  # but of the listener's
+                    raise
+                rejected = error
+            if not self._deliver(hand, hand.batch.undecoded(rejected.offset), rejected):
                 return False
-            if self._stop.is_set():
-                break  # the rest of the batch comes again, to whoever asks next
-        return True
+            hand.rejected = None
 
-    def _deliver(self, hand: Hand, message: Message[Any]) -> bool:
+    def _deliver(self, hand: Hand, message: Message[Any], rejected: DecodeError | None = None) -> bool:
+        """Until it is done or given up. `rejected`: its first attempt ended in `decode=`."""
         failed = 0
         while True:
             try:
+                if rejected is not None:
+                    if not failed:
+                        raise rejected
+                    message, rejected = hand.batch.decoded_message(message.offset), None
+                    if self._filter is not None and not self._filter(message):
+                        return True
                 outcome = self._listener(message)
             except Exception as error:
                 failed += not isinstance(error, Rollback)

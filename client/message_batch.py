@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Generic
 
 from metamq.client.model import Message, TopicPartition, message_of
 from metamq.client.typevars import T
-from metamq.errors import ConfigError, CorruptData, UndecodableBatch
+from metamq.errors import ConfigError, CorruptData, DecodeError, UndecodableBatch
 from metamq.wire import columns
 from metamq.wire.batch import BatchHeader
 from metamq.wire.columns import Columns
 
 _NO_HEADERS: Mapping[str, bytes] = {}
+
+SLICE_MESSAGES = 256
+"""Decoded, and handed out, without a look at the lease; a look costs as much as two or three messages."""
+VALUES_AT = 3
+"""The place of the values among the columns after the topic."""
 
 
 def own_part(data: memoryview) -> memoryview:
@@ -50,6 +55,13 @@ class MessageBatch(Generic[T]):
         self._data = data
         self._skip = self.offset - header.base_offset
         self._decode = decode
+        self.is_rejected: bool = False
+        """`decode=` has rejected a message of it."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether values are made by `decode=`."""
+        return self._decode is not None
 
     def __len__(self) -> int:
         return self._header.count - self._skip
@@ -95,8 +107,39 @@ class MessageBatch(Generic[T]):
 
     @cached_property
     def values(self) -> Sequence[T]:
-        """The values, as bytes or as `decode=` makes them."""
-        return self._plain if self._decode is None else list(map(self._decode, self._plain))
+        """The values, as bytes or as `decode=` makes them. Raises DecodeError for the first one that it rejects."""
+        values = self._decoded(self.offset, len(self))
+        if len(values) < len(self):
+            self._decoded(self.offset + len(values), 1)  # raises
+        return values
+
+    def _decoded(self, offset: int, count: int) -> list[T]:
+        """The values from an offset on, up to the first that `decode=` rejects. Raises DecodeError if that is none."""
+        at = offset - self.offset
+        plain = self._plain[at : at + count]
+        values: list[Any] = []
+        cause: Exception = RuntimeError("it raised StopIteration")  # which ends a map() in silence
+        try:
+            values.extend(map(self._decode, plain) if self._decode is not None else plain)
+        except Exception as error:
+            cause = error  # of the first one that is missing
+        if not values:
+            self.is_rejected = True
+            rejected = self.undecoded(offset)
+            raise DecodeError(*rejected[:3], rejected.key, rejected.value, cause) from cause
+        return values
+
+    def undecoded(self, offset: int) -> Message[bytes]:
+        """One message with its value as it is stored."""
+        at = offset - self.offset
+        return Message(
+            self.topic, self.partition, offset, self.keys[at], self._plain[at], self.headers[at], self.timestamps[at]
+        )
+
+    def decoded_message(self, offset: int) -> Message[T]:
+        """One message. Raises DecodeError."""
+        topic, partition, _, key, _, headers, timestamp = self.undecoded(offset)
+        return Message(topic, partition, offset, key, self._decoded(offset, 1)[0], headers, timestamp)
 
     def plain_value(self, offset: int) -> bytes:
         """One message's value as it is stored."""
@@ -133,8 +176,8 @@ class MessageBatch(Generic[T]):
         """Message's fields after the topic, a column each, to be zipped at C speed.
 
         What comes first in the zip bounds it, and may be emptied from whatever thread: `offsets` does not move then, so
-        it always tells how many messages were handed out. An error of `decode=` comes at its message, which counts as
-        handed out.
+        it always tells how many messages were handed out. With `decode=` the values, at VALUES_AT, are still as stored:
+        `_decoded` gives them for a slice.
         """
         has_keys = self._columns.keys is not None
         has_headers = self._columns.headers is not None
@@ -143,14 +186,23 @@ class MessageBatch(Generic[T]):
             repeat(self.partition),
             offsets,
             iter(self.keys) if has_keys else repeat(None),
-            iter(self._plain) if self._decode is None else map(self._decode, self._plain),
+            iter(self._plain),
             iter(self.headers) if has_headers else repeat(_NO_HEADERS),
             iter(self.timestamps) if has_timestamps else repeat(self._header.base_timestamp_us),
         )
 
     def __iter__(self) -> Iterator[Message[T]]:
-        columns = self._after_topic(iter(self.offsets))
+        columns = list(self._after_topic(iter(self.offsets)))
+        if self._decode is not None:
+            columns[VALUES_AT] = chain.from_iterable(self._decoded_parts())
         return map(message_of, zip(repeat(self.topic, len(self)), *columns))  # noqa: B905, endless ones among them
+
+    def _decoded_parts(self) -> Iterator[list[T]]:
+        offset = self.offset
+        while offset < self.end_offset:
+            part = self._decoded(offset, SLICE_MESSAGES)
+            offset += len(part)
+            yield part
 
     def to_arrow(self) -> Any:
         """A pyarrow.RecordBatch: offset, key, value, timestamp, headers; topic and partition in the schema's metadata.

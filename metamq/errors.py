@@ -20,6 +20,7 @@
     ├── OffsetOutOfRange          the offset is not, or no longer, in the log
     ├── CorruptData               a checksum or a length on disk or on the wire is wrong
     │   └── UndecodableBatch      a stored batch has right checksums, and its messages cannot be read
+    ├── DecodeError               a consumer's `decode` rejects a message             (also ValueError)
     ├── StorageError              the broker's disk failed
     │   ├── DiskFull              too little disk is left to accept writes
     │   └── TooManyOpenFiles      the process, or the system, has no descriptor left
@@ -333,6 +334,24 @@ class UndecodableBatch(CorruptData):
         self.partition = partition
         self.offset = offset
         self.end_offset = end_offset
+
+
+class DecodeError(MetamqError, ValueError):
+    """A consumer's `decode` rejects a message; what it raised is the cause. `value` is as stored."""
+
+    def __init__(
+        self, topic: str, partition: str, offset: int, key: bytes | None, value: bytes, reason: BaseException
+    ) -> None:
+        super().__init__(
+            f"`decode` rejects offset {offset} of {topic}/{partition}: {type(reason).__name__}: {reason}",
+            hint=f"It comes again. `consumer.seek(({topic!r}, {partition!r}), {offset + 1})` passes it; `run()` sends "
+            "it to the dead-letter topic.",
+        )
+        self.topic = topic
+        self.partition = partition
+        self.offset = offset
+        self.key = key
+        self.value = value
 
 
 class StorageError(MetamqError):

@@ -147,8 +147,10 @@ def test_a_decode_that_raises_stops_at_its_message_and_may_be_passed(shop: Shop,
     assert values(got) == [0, 1]
     assert shop.committed(group)[tp(topic)] == 2, "it is not done"
     with shop.consumer(topic, group, decode=int) as consumer:
-        with pytest.raises(ValueError):
-            first(consumer, 1)
+        for _ in range(2):  # it comes again
+            with pytest.raises(ValueError):
+                first(consumer, 1)
+        consumer.seek(tp(topic), 3)
         assert [message.value for message in first(consumer, 1)] == [3]
     assert shop.committed(group)[tp(topic)] == 4
 
