@@ -17,6 +17,8 @@ A folder may also take the place of another one that was the same replica: an em
 than what that one held last. It begins with an incarnation that is drawn, not counted: the other folder may come back,
 and count on from where it was. `lock` stays the same file for as long as the folder is in use; what was copied *over*
 a folder leaves it alone, but brings a meta.json that names another file than it is: each version of it is a new one.
+Such a folder is *replaced* while it may lack what the other one had: alone, its replica waits for a person. Only a copy
+that was made after a clean stop, with the last epoch there was, is known to lack nothing.
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ class _Meta:
     """The highest epoch that this replica has served or followed; 0: none, or an older release did not write it."""
     state_version: int = -1
     """The version of the state node that the master of that epoch saw last; -1 at a slave."""
+    is_replaced: bool = False
+    """Whether the folder is in the place of one that had more, as far as anybody knows."""
 
 
 class TopicFolder(NamedTuple):
@@ -95,6 +99,8 @@ class DataFolder:
         self._lock = lock
         self._is_known = True
         """Whether others may have been told this incarnation."""
+        self.asks_logs_for_epoch = False
+        """Whether meta.json may tell too low an epoch: it is older, or of an older release. The logs tell the rest."""
         self._synced: set[Path] = set()
         """Topics' folders whose names are durable."""
 
@@ -119,6 +125,7 @@ class DataFolder:
             meta = _started(path, former, broker_id, replica, boot, lock.mark)
             folder = cls(path, meta, lock)
             folder._store(meta)
+            folder.asks_logs_for_epoch = former is not None and (former.epoch == 0 or folder.is_copy)
             if former is not None and former.incarnation != meta.incarnation:
                 folder._raised("the host went down without a clean stop of the broker")
             folder._finish_removals()
@@ -209,12 +216,27 @@ class DataFolder:
             self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
             self._raised(reason)
 
-    def begin_after(self, incarnation: int, reason: str) -> None:
+    def begin_after(self, incarnation: int, reason: str, *, is_older: bool) -> None:
         """A new incarnation, durably, above that of a folder that this one is in the place of, and one that nobody
-        comes to by counting. Raises StorageError."""
+        comes to by counting. `is_older`: what that one had is not known to be here. Raises StorageError."""
         drawn = max(incarnation, self.incarnation) + 1 + secrets.randbelow(1 << 31)
-        self._store(replace(self._meta, incarnation=drawn, lock=self._lock.mark))
+        self._store(replace(self._meta, incarnation=drawn, lock=self._lock.mark, clean=False, is_replaced=is_older))
         self._raised(f"the data folder {self.path} {reason}")
+
+    @property
+    def was_clean(self) -> bool:
+        """Of a copy: whether it is one of a folder after a clean stop."""
+        return self._meta.clean
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether it is in the place of one that had more, as far as anybody knows; until has_caught_up()."""
+        return self._meta.is_replaced
+
+    def has_caught_up(self) -> None:
+        """It has what the other one had, or somebody accepted that it has not. Raises StorageError."""
+        if self._meta.is_replaced:
+            self._store(replace(self._meta, is_replaced=False))
 
     def _raised(self, reason: str) -> None:
         self._is_known = False
@@ -367,7 +389,14 @@ def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_
             hint=f"Start it with --replica {meta.replica}, or give replica {replica} a data folder of its own.",
         )
     lost = not meta.clean and (not boot_id or boot_id != meta.boot_id)
-    return replace(meta, boot_id=boot_id, clean=False, incarnation=meta.incarnation + lost, lock=meta.lock or lock)
+    is_copy = meta.lock not in ("", lock)
+    return replace(
+        meta,
+        boot_id=boot_id,
+        clean=meta.clean and is_copy,  # nothing is done with a copy before begin_after()
+        incarnation=meta.incarnation + lost,
+        lock=meta.lock or lock,
+    )
 
 
 def current_boot() -> str:

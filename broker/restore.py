@@ -177,7 +177,7 @@ def _broker(
     if master not in able or any(_lacks(master, able).values()):
         generation += 1
     members = tuple((view.report.replica, view.report.incarnation) for view in views if view.in_sync)
-    state = BrokerState(max(epochs) + EPOCHS_AHEAD, master.replica, members, max(generation, 1))
+    state = BrokerState(max(epochs) + EPOCHS_AHEAD, master.replica, members, max(generation, 1), is_restored=True)
     return BrokerView(broker_id, state, views, had_slaves)
 
 

@@ -245,6 +245,10 @@ class Broker:
             version=metamq.__version__,
             learner=self.config.learner,
             data=os.path.abspath(self.config.data),
+            epoch=self._folder.epoch,
+            state_version=self._folder.state_version,
+            generation=self._folder.generation,
+            is_replaced=self._folder.is_replaced and bool(self._topics.counts()),
         )
 
     @property
@@ -276,19 +280,27 @@ class Broker:
         """A new folder in the place of one that is lost is no member of the in-sync set, whatever stands there."""
         former = await self._incarnations_before()
         if former:
-            self._folder.begin_after(max(former), "is new, and what the replica had in another one is gone")
+            reason = "is new, and what the replica had in another one is gone"
+            self._folder.begin_after(max(former), reason, is_older=True)
 
     async def _check_not_copied(self) -> None:
         """Nor is a copy of the folder, or an original in whose place a copy has been since: the replica went on with
         the other one. Who runs with that is left alone: as long as it may live, nothing is changed here."""
+        is_older = True
         if self._folder.is_copy:
             reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
+            is_older = not await self._is_complete_copy()
         elif max(await self._incarnations_told(), default=0) > self._folder.incarnation:  # in a folder, it only rises
             reason = "is not the one that the replica used last: it lacks what was stored in that one"
         else:
             return
         former = await self._incarnations_before()
-        self._folder.begin_after(max(former, default=0), reason)
+        self._folder.begin_after(max(former, default=0), reason, is_older=is_older)
+
+    async def _is_complete_copy(self) -> bool:
+        """Whether it was copied after a clean stop, and no term has begun since."""
+        stored = await read_state(self._session, self.config.id)
+        return self._folder.was_clean and stored is not None and stored[0].epoch == self._folder.epoch
 
     async def _incarnations_before(self) -> list[int]:
         """Those of a time when this replica had another folder. Raises ConfigError when another process is this

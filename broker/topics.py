@@ -230,6 +230,8 @@ class Topics:
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
                 opened = await self._open_log(str(folder), name, settings)
+                if self._folder.asks_logs_for_epoch:
+                    self._folder.know_term(opened.epochs().last)
             except CorruptData as error:
                 log.critical("%s is not served: %s", name, error)
                 self._broken[topic, index] = error

@@ -20,7 +20,10 @@ class Amiss(NamedTuple):
 
 def amiss(broker: BrokerReplicas) -> list[Amiss]:
     """All that is to be done about a broker id, its master first."""
-    return [*_of_master(broker), *(found for one in broker.replicas for found in _of_slave(broker, one))]
+    refused = [
+        Amiss("warning", f"broker {broker.broker_id}", each, "") for one in broker.replicas for each in one.refused
+    ]
+    return [*_of_master(broker), *(found for one in broker.replicas for found in _of_slave(broker, one)), *refused]
 
 
 def damage(broker: BrokerReplicas) -> list[Amiss]:
@@ -54,7 +57,9 @@ def _sound_again(broker: BrokerReplicas, damaged: ReplicaDescription) -> str:
 def _of_master(broker: BrokerReplicas) -> Iterator[Amiss]:
     what = f"broker {broker.broker_id}"
     master = next(one for one in broker.replicas if one.role != "slave")
-    if master.role == "waiting":
+    if broker.taken_back:
+        yield Amiss("problem", what, broker.taken_back, _next_master(broker))
+    elif master.role == "waiting":
         yield Amiss("problem", what, f"replica {master.replica} {master.problem}", _next_master(broker))
     elif master.address is None:
         seen = f"not registered, last seen in epoch {broker.epoch}: replica {master.replica}, its master, is down"
@@ -67,7 +72,7 @@ def _of_master(broker: BrokerReplicas) -> Iterator[Amiss]:
 def _next_master(broker: BrokerReplicas) -> str:
     """What gives a broker id a master again, the way without loss first."""
     master = next(one for one in broker.replicas if one.role != "slave")
-    is_waiting = master.role == "waiting"
+    is_waiting = master.role == "waiting" or bool(broker.taken_back)
     promote = f"metamq ha promote --broker {broker.broker_id} --slave"
     slaves = [one for one in broker.replicas if one is not master and not one.learner]
     ready = [one.replica for one in slaves if one.in_sync and one.address is not None and not one.problem]

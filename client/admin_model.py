@@ -220,6 +220,7 @@ class ReplicaDescription:
     without a link to it; so is `copying`, how many of its partitions are not yet up to what the master appends.
     `problem`: why it does not answer, waits, or stores nothing. A `learner` is a slave that is never in sync.
     `damaged_count`, of a master: its partitions whose logs are damaged; `damaged` describes the first of them.
+    `refused`: at the master, logs of slaves that are not replicated, since they have what its own lack.
     """
 
     broker_id: int
@@ -237,6 +238,7 @@ class ReplicaDescription:
     learner: bool
     damaged_count: int = 0
     damaged: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     @property
     def holds_all(self) -> bool:
@@ -252,12 +254,17 @@ class ReplicaDescription:
 
 @dataclass(frozen=True, slots=True)
 class BrokerReplicas:
-    """A broker id and its replicas. `generation` rises when messages that readers saw may have been given up."""
+    """A broker id and its replicas. `generation` rises when messages that readers saw may have been given up.
+
+    `taken_back`: why ZooKeeper's state is older than what its replicas know; empty when it is not. Nobody counts as in
+    sync then.
+    """
 
     broker_id: int
     epoch: int
     generation: int
     replicas: tuple[ReplicaDescription, ...]
+    taken_back: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,13 @@ from metamq.client.cluster import Cluster
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
-from metamq.zk.brokers import BrokerAddress, BrokerState, master_of, read_state
+from metamq.zk.brokers import BrokerAddress, BrokerState, StateAt, known, master_of, read_state
+from metamq.zk.epochs import taken_back
 from metamq.zk.replicas import slaves_of
 from metamq.zk.session import Session
 
 PROMOTE_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 3.0
-WAITS = "waits: it came back after its host went down, or with an empty folder, and others may hold what it lost"
 
 
 async def describe_replicas(cluster: Cluster) -> dict[int, BrokerReplicas]:
@@ -36,38 +36,52 @@ async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | 
     stored = await read_state(cluster.session, broker_id)
     if stored is None:
         return None
-    state = stored[0]
+    state, was_taken_back = await _state_to_go_by(cluster.session, broker_id, stored)
     master = await master_of(cluster.session, broker_id)
     slaves = {slave.replica: slave for slave in await slaves_of(cluster.session, broker_id)}
     links: dict[int, dict[str, Any]] = {}
     problems: dict[int, str] = {}
     damaged: dict[int, tuple[int, tuple[str, ...]]] = {}
+    told: dict[int, dict[str, Any]] = {}
     if master is not None:
         try:
             answer = await _ask_briefly(cluster, master)
+            told[state.master] = answer["replication"]
             links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
             damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
         except MetamqError as error:
             problems[state.master] = error.problem
         except (KeyError, TypeError, AttributeError) as error:
             problems[state.master] = f"its statistics make no sense: {error!r}"
-    elif state.master in slaves:
-        problems[state.master] = WAITS
     # Of those that have a link, or had one a moment ago, the master tells.
     untold = [
         slave
         for number, slave in slaves.items()
-        if number not in links and number != state.master and (problems or not _in_sync(state, number, slave))
+        if number not in links and (problems or master is None or not _in_sync(state, number, slave))
     ]
-    for slave, reason in zip(untold, await asyncio.gather(*(_why_apart(cluster, s) for s in untold)), strict=True):
-        problems[slave.replica] = reason
+    answers = await asyncio.gather(*(_why_apart(cluster, slave) for slave in untold))
+    for slave, (reason, its) in zip(untold, answers, strict=True):
+        problems[slave.replica], told[slave.replica] = reason, its
     addresses = slaves if master is None else {**slaves, master.replica: master}
     numbers = sorted({state.master, *(replica for replica, _ in state.insync), *slaves, *links})
-    replicas = [_replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, "")) for n in numbers]
+    replicas = [
+        _replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, ""), told.get(n, {}))
+        for n in numbers
+    ]
     for place, one in enumerate(replicas):
         damaged_count, reasons = damaged.get(one.replica, (0, ()))
         replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
-    return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas))
+    return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back)
+
+
+async def _state_to_go_by(session: Session, broker_id: int, stored: StateAt) -> tuple[BrokerState, str]:
+    """The state, without its in-sync set where ZooKeeper was taken back, and why it is known that it was."""
+    claims = [slave.claim for slave in await slaves_of(session, broker_id)]
+    if not taken_back(known(stored), claims):
+        return stored[0], ""
+    stored = await read_state(session, broker_id) or stored  # the slaves may have seen a newer one
+    reason = taken_back(known(stored), claims)
+    return replace(stored[0], insync=()) if reason else stored[0], reason
 
 
 def _replica(
@@ -77,6 +91,7 @@ def _replica(
     address: BrokerAddress | None,
     link: dict[str, Any],
     problem: str,
+    told: dict[str, Any],
 ) -> ReplicaDescription:
     is_waiting = address is not None and address.role == "slave"
     return ReplicaDescription(
@@ -93,6 +108,7 @@ def _replica(
         lag_ms=link.get("lag_ms"),
         problem=problem,
         learner=address.learner if address is not None else bool(link.get("learner")),
+        refused=tuple(map(str, told.get("refused", ()))),
     )
 
 
@@ -107,12 +123,17 @@ async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, An
         raise ConnectError(address.address, f"no answer within {ASK_TIMEOUT_S:g} s") from None
 
 
-async def _why_apart(cluster: Cluster, slave: BrokerAddress) -> str:
-    """Why a slave has no link to its master, as far as it says; empty when it does not."""
+async def _why_apart(cluster: Cluster, slave: BrokerAddress) -> tuple[str, dict[str, Any]]:
+    """Why a replica has no link to its master, or waits, as far as it says; and what it says of its replication."""
     try:
-        return str((await _ask_briefly(cluster, slave)).get("writes_refused") or "")
+        answer = await _ask_briefly(cluster, slave)
     except MetamqError as error:
-        return error.problem
+        return error.problem, {}
+    its = answer.get("replication")
+    its = its if isinstance(its, dict) else {}
+    if its.get("role") == "waiting":
+        return f"waits: {its.get('reason')}", its
+    return str(answer.get("writes_refused") or ""), its
 
 
 def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) -> bool:
@@ -124,7 +145,8 @@ def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) ->
 
 async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> PromotionPlan:
     """What a promotion would do. Raises ConfigError when there is no such slave."""
-    state, slave, master = await _find(cluster.session, broker_id, replica)
+    stored, slave, master = await _find(cluster.session, broker_id, replica)
+    state, _reason = await _state_to_go_by(cluster.session, broker_id, stored)
     in_sync = _in_sync(state, replica, slave)
     others = [master] if master is not None else []
     others += [one for one in await slaves_of(cluster.session, broker_id) if one.replica != replica]
@@ -146,7 +168,7 @@ async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> Prom
             missing[topic] += max(end - mine.get((topic, index), 0), 0)
         lost = {topic: count for topic, count in sorted(missing.items()) if count} if answered else None
     running = {one.replica for one in others}
-    down = tuple(number for number, _ in state.insync if number != replica and number not in running)
+    down = tuple(number for number, _ in stored[0].insync if number != replica and number not in running)
     lives = await _lives(cluster, master)
     return PromotionPlan(broker_id, replica, state.master, lives, in_sync, lost, slave.learner, down)
 
@@ -164,15 +186,13 @@ async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
 
 async def promote(cluster: Cluster, broker_id: int, replica: int, accept_loss: bool) -> int:
     """Makes a slave the master; returns the new epoch. Raises ConfigError, Fenced, ConnectError, Timeout."""
-    _state, slave, _master = await _find(cluster.session, broker_id, replica)
+    _stored, slave, _master = await _find(cluster.session, broker_id, replica)
     connection = await _connected(cluster, slave)
     answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=PROMOTE_TIMEOUT_S)
     return unpack(Promoted, answer).epoch
 
 
-async def _find(
-    session: Session, broker_id: int, replica: int
-) -> tuple[BrokerState, BrokerAddress, BrokerAddress | None]:
+async def _find(session: Session, broker_id: int, replica: int) -> tuple[StateAt, BrokerAddress, BrokerAddress | None]:
     """The state of a broker id, one of its slaves, and its master if that is registered."""
     stored = await read_state(session, broker_id)
     if stored is None:
@@ -189,7 +209,7 @@ async def _find(
             raise ConfigError(f"replica {replica} of broker {broker_id} is down", hint=hint)
         known = f"Its slaves are: {', '.join(map(str, slaves))}." if slaves else "It has no slave at present."
         raise ConfigError(f"broker {broker_id} has no slave {replica}", hint=known)
-    return stored[0], slaves[replica], master
+    return stored, slaves[replica], master
 
 
 async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnection:

@@ -1,8 +1,8 @@
 """Brokers in ZooKeeper: who is master of a broker id, since when, and who is in sync with it.
 
 `state` is one persistent node per broker id, changed by compare-and-set only; every master, restarts included, raises
-the epoch in it. The ephemeral `master` node says where that master is. Both are written in one transaction, so whoever
-sees the node of a master can rely on its epoch being in force.
+the epoch in it: metamq.zk.epochs says by how much, and why. The ephemeral `master` node says where that master is. Both
+are written in one transaction, so whoever sees the node of a master can rely on its epoch being in force.
 
 Slaves, promotions and changes of the in-sync set are in metamq.zk.replicas, what brokers offer in metamq.zk.offers.
 """
@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from metamq.errors import ConfigError, CorruptData, Fenced
+from metamq.zk.epochs import Claim, Known, Reign, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Node, Op, SetData
 from metamq.zk.registrations import (
@@ -43,6 +44,7 @@ __all__ = [
     "Watcher",
     "become_master",
     "cluster_id",
+    "known",
     "known_cluster_id",
     "live_brokers",
     "master_of",
@@ -52,6 +54,9 @@ __all__ = [
 ]
 
 Watcher = Callable[[], None]
+REPLACED = (
+    "its data folder is new, or an older copy, in the place of one that held topics, and no other replica is in sync"
+)
 
 RESTORING = "restoring:"
 """What stands before the cluster's id while a restore of the cluster is not finished, see metamq.zk.cluster_nodes."""
@@ -69,6 +74,10 @@ class BrokerState:
     master: int
     insync: tuple[Member, ...]
     generation: int
+    reigns: tuple[Reign, ...] = field(default=(), compare=False)
+    """Who was the master since when, see metamq.zk.epochs."""
+    is_restored: bool = field(default=False, compare=False)
+    """Made anew from the data folders that there are, by a person: whatever they lack was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +94,31 @@ class Mastership:
         return self.state.epoch
 
 
-def next_term(state: BrokerState | None, registration: Registration) -> BrokerState:
-    """The state under which this replica starts as master.
+StateAt = tuple[BrokerState, int]
+"""The state of a broker id, and its node's version."""
 
-    Raises Fenced when another replica is the master, or is to be the first one, and when this one came back as a new
-    incarnation while others are in sync: those may hold acknowledged messages that this one lost.
+
+def known(stored: StateAt | None) -> Known:
+    """What a state node, or none, says of epochs."""
+    return Known(stored[0].epoch, stored[1], stored[0].reigns) if stored is not None else Known()
+
+
+def next_term(stored: StateAt | None, registration: Registration, claims: Iterable[Claim] = ()) -> BrokerState:
+    """The state under which this replica starts as master. `claims`: what other replicas know.
+
+    Raises Fenced when ZooKeeper was taken back, when another replica is the master, or is to be the first one, and when
+    this one came back as a new incarnation that may lack acknowledged messages: others are in sync, and may hold them,
+    or its data folder is another one.
     """
-    me = registration.member
-    if state is None:
+    me, claims = registration.member, [registration.claim, *claims]
+    if reason := taken_back(known(stored), claims):
+        raise Fenced(str(registration), reason)
+    if stored is None:
         if registration.replica != 0:
             raise Fenced(str(registration), "replica 0 is to be the first one, and was never started")
-        return BrokerState(epoch=1, master=0, insync=(me,), generation=1)
+        epoch = next_epoch(0, 0)
+        return BrokerState(epoch, master=0, insync=(me,), generation=1, reigns=with_reign((), epoch, 0))
+    state = stored[0]
     if state.master != registration.replica:
         raise Fenced(str(registration), f"replica {state.master} is, since epoch {state.epoch}")
     others = [other for other in state.insync if other[0] != registration.replica]
@@ -103,10 +126,14 @@ def next_term(state: BrokerState | None, registration: Registration) -> BrokerSt
     if others and is_new:
         ahead = ", ".join(str(replica) for replica, _ in others)
         raise Fenced(str(registration), f"it may lack what it had acknowledged, and replica {ahead} may be ahead")
-    return BrokerState(state.epoch + 1, state.master, tuple(sorted([*others, me])), state.generation + is_new)
+    if is_new and registration.is_replaced and not state.is_restored:
+        raise Fenced(str(registration), REPLACED)
+    epoch = next_epoch(highest_epoch(state.epoch, claims), registration.replica)
+    reigns = with_reign(state.reigns, epoch, state.master)
+    return BrokerState(epoch, state.master, tuple(sorted([*others, me])), state.generation + is_new, reigns)
 
 
-async def become_master(session: Session, registration: Registration) -> Mastership:
+async def become_master(session: Session, registration: Registration, claims: Iterable[Claim] = ()) -> Mastership:
     """Raise the epoch and register as master of the broker id; call it again after every lost session.
 
     Waits for the session of a former master that cannot be shown to be dead. Raises ConfigError when that one is still
@@ -115,10 +142,10 @@ async def become_master(session: Session, registration: Registration) -> Masters
     """
     paths = session.paths
     master_path, state_path = paths.master(registration.broker_id), paths.broker_state(registration.broker_id)
-    patience = Patience(session, registration)
+    patience, claims = Patience(session, registration), list(claims)
     while True:
         stored = await read_state(session, registration.broker_id)
-        state = next_term(stored[0] if stored else None, registration)
+        state = next_term(stored, registration, claims)
         there = await session.get_or_none(master_path)
         if there is not None and not is_ours(there, session, registration):
             await patience.wait(master_path, there, "master")
@@ -181,7 +208,9 @@ async def read_state(session: Session, broker_id: int, watch: Watcher | None = N
     try:
         document = json.loads(node.data)
         insync = tuple((int(replica), int(incarnation)) for replica, incarnation in document["insync"])
-        state = BrokerState(document["epoch"], document["master"], insync, document["generation"])
+        reigns = tuple((int(epoch), int(master)) for epoch, master in document.get("reigns", ()))
+        is_restored = bool(document.get("is_restored"))
+        state = BrokerState(document["epoch"], document["master"], insync, document["generation"], reigns, is_restored)
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptData(f"the state of broker {broker_id} in ZooKeeper", f"{error!r}") from error
     return state, node.version
@@ -208,5 +237,8 @@ def state_json(state: BrokerState) -> bytes:
         "master": state.master,
         "insync": [list(member) for member in state.insync],
         "generation": state.generation,
+        "reigns": [list(reign) for reign in state.reigns],
     }
+    if state.is_restored:
+        document["is_restored"] = True
     return json.dumps(document).encode()

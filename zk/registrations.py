@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError, CorruptData
+from metamq.zk.epochs import Claim
 from metamq.zk.nodes import Delete, Node, Op
 
 if TYPE_CHECKING:
@@ -46,6 +47,14 @@ class BrokerAddress:
     learner: bool = False
     data: str = ""
     """The path of its data folder on its machine; empty when it does not say it."""
+    epoch: int = 0
+    state_version: int = -1
+    generation: int = 0
+
+    @property
+    def claim(self) -> Claim:
+        """What it knew of the state when it registered."""
+        return Claim(self.replica, self.epoch, self.state_version, self.generation)
 
     @property
     def address(self) -> str:
@@ -72,6 +81,17 @@ class Registration:
     learner: bool = False
     data: str = ""
     """The absolute path of the data folder: who reads files on this machine reads none outside of it."""
+    epoch: int = 0
+    state_version: int = -1
+    generation: int = 0
+    """These three: see metamq.zk.epochs.Claim."""
+    is_replaced: bool = False
+    """Its folder is a new one, or an older copy, in the place of one that had data; nobody has accepted that yet."""
+
+    @property
+    def claim(self) -> Claim:
+        """What its folder knows of the state."""
+        return Claim(self.replica, self.epoch, self.state_version, self.generation)
 
     @property
     def member(self) -> Member:
@@ -94,6 +114,9 @@ def replica_json(session: Session, registration: Registration) -> bytes:
         "version": registration.version,
         "learner": registration.learner,
         "data": registration.data,
+        "epoch": registration.epoch,
+        "state_version": registration.state_version,
+        "generation": registration.generation,
         "machine": socket.gethostname(),  # for people
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
@@ -125,6 +148,9 @@ def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddre
         document["incarnation"],
         bool(document.get("learner")),
         str(document.get("data", "")),
+        document.get("epoch", 0),
+        document.get("state_version", -1),
+        document.get("generation", 0),
     )
 
 

@@ -23,11 +23,14 @@ from metamq.zk.brokers import (
     Mastership,
     Member,
     Registration,
+    StateAt,
     Watcher,
     become_master,
+    known,
     read_state,
     state_json,
 )
+from metamq.zk.epochs import Claim, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Op, SetData
 from metamq.zk.registrations import Patience, address_of, is_ours, replica_json, without_slave_node
@@ -153,24 +156,38 @@ async def _refused(session: Session, broker_id: int) -> Refused | Unknown:
 
 
 def promoted(
-    state: BrokerState, registration: Registration, *, accept_loss: bool = False, handed_over: bool = False
+    stored: StateAt,
+    registration: Registration,
+    claims: Iterable[Claim] = (),
+    *,
+    accept_loss: bool = False,
+    handed_over: bool = False,
 ) -> BrokerState:
     """The state under which this replica takes over from the master of `state`.
 
     Members in sync stay in sync, since each of them has what was acknowledged; but not the former master, unless it
-    has handed over and follows: it would be waited for. Raises Fenced when this replica is not in sync and the loss of
-    what it lacks is not accepted; when it is, nobody else stays, and the generation says that messages were given up.
+    has handed over and follows: it would be waited for. Raises Fenced when this replica is not in sync, or ZooKeeper
+    was taken back, so that nobody knows who is, and the loss of what it lacks is not accepted; when it is, nobody else
+    stays, and the generation says that messages were given up. `claims`: what other replicas know.
     """
-    me = registration.member
-    if me in state.insync:
+    me, claims = registration.member, [registration.claim, *claims]
+    state, is_taken_back = stored[0], taken_back(known(stored), claims)
+    epoch = next_epoch(highest_epoch(state.epoch, claims), registration.replica)
+    if me in state.insync and not is_taken_back:
         kept = [m for m in state.insync if m[0] not in (state.master, me[0]) or (handed_over and m[0] != me[0])]
-        return BrokerState(state.epoch + 1, me[0], tuple(sorted([*kept, me])), state.generation)
+        reigns = with_reign(state.reigns, epoch, me[0])
+        return BrokerState(epoch, me[0], tuple(sorted([*kept, me])), state.generation, reigns)
+    if is_taken_back and not accept_loss:
+        error = Fenced(str(registration), is_taken_back)
+        error.hint = "Start all replicas, and promote the one that has most, with --accept-loss."
+        raise error
     if not accept_loss:
         others = ", ".join(str(replica) for replica, _ in state.insync)
         error = Fenced(str(registration), f"it is not in sync, as replica {others} is since epoch {state.epoch}")
         error.hint = f"Promote replica {others}, or accept the loss of what this one lacks."
         raise error
-    return BrokerState(state.epoch + 1, me[0], (me,), state.generation + 1)
+    generation = max([state.generation, *(claim.generation for claim in claims)]) + 1
+    return BrokerState(epoch, me[0], (me,), generation, with_reign((), epoch, me[0]))  # whatever led here is accepted
 
 
 async def take_over(
@@ -178,6 +195,7 @@ async def take_over(
     registration: Registration,
     state: BrokerState,
     version: int,
+    claims: Iterable[Claim] = (),
     *,
     accept_loss: bool = False,
     handed_over: bool = False,
@@ -190,7 +208,8 @@ async def take_over(
     """
     paths = session.paths
     state_path, master_path = paths.broker_state(registration.broker_id), paths.master(registration.broker_id)
-    wanted = promoted(state, registration, accept_loss=accept_loss, handed_over=handed_over)
+    claims = list(claims)
+    wanted = promoted((state, version), registration, claims, accept_loss=accept_loss, handed_over=handed_over)
     while True:
         operations: list[Op] = [SetData(state_path, state_json(wanted), version)]
         there = await session.get_or_none(master_path)
@@ -207,14 +226,17 @@ async def take_over(
             if found.version == version:  # it was one of the other nodes
                 continue
             if found == Refused(wanted, version + 1):
-                return await _taken_over(session, registration, Mastership(registration.broker_id, wanted, version + 1))
+                held = Mastership(registration.broker_id, wanted, version + 1)
+                return await _taken_over(session, registration, held, claims)
             return found
         return Mastership(registration.broker_id, wanted, version + 1)
 
 
-async def _taken_over(session: Session, registration: Registration, held: Mastership) -> Mastership:
+async def _taken_over(
+    session: Session, registration: Registration, held: Mastership, claims: Iterable[Claim]
+) -> Mastership:
     """It was done before, and the answer lost; with the session of then the master's node may be gone."""
     there = await session.get_or_none(session.paths.master(registration.broker_id))
     if there is not None and there.ephemeral_owner == session.session_id:
         return held
-    return await become_master(session, registration)
+    return await become_master(session, registration, claims)

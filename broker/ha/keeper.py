@@ -32,8 +32,18 @@ from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
-from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, Timeout, TooManyOpenFiles
-from metamq.zk.brokers import BrokerState, Mastership, Registration, become_master, master_of, read_state
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout, TooManyOpenFiles
+from metamq.zk.brokers import (
+    BrokerState,
+    Mastership,
+    Registration,
+    StateAt,
+    become_master,
+    known,
+    master_of,
+    read_state,
+)
+from metamq.zk.epochs import Claim, taken_back
 from metamq.zk.lease import Lease
 from metamq.zk.offers import register_slave_topics, register_topics
 from metamq.zk.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
@@ -146,24 +156,40 @@ class RoleKeeper:
             registration = self._registration
             if self._registered[0] != self._session.generation:
                 await self._check()
-            what = self._session, registration.broker_id
-            stored = await self._state_watch.leave(partial(read_state, *what))
-            slaves = await self._slaves_watch.leave(partial(slaves_of, *what))
+            stored, claims = await self._read_all()
             state = stored[0] if stored is not None else None
-            others = bool(slaves) or (state is not None and len(state.insync) > 1)
-            self._has_others = self._has_others or others or await had_slaves(*what)
-            part = cast(state, registration, learner=self._config.learner, playing=self.role, epoch=self.epoch)
+            others = bool(claims) or (state is not None and len(state.insync) > 1)
+            self._has_others = self._has_others or others or await had_slaves(self._session, registration.broker_id)
+            if state is not None and registration.member in state.insync:
+                self._folder.has_caught_up()
+            part = cast(stored, registration, claims, learner=self._config.learner, playing=self.role, epoch=self.epoch)
             if part.role is not Role.MASTER:
                 self._state = state
                 await self._be_slave(part.role, part.reason)
             elif self.role is Role.MASTER and state is not None and state.epoch != self.epoch:
                 self._lose_term(state)
-                await self._be_master()
+                await self._be_master(claims)
             elif self.role is not Role.MASTER or self._registered != self._to_register():
-                await self._be_master()
+                await self._be_master(claims)
             elif self.ha is not None and stored is not None:
                 self._hold(*stored)
                 self.ha.state_read(*stored)
+
+    async def _read_all(self) -> tuple[StateAt | None, list[Claim]]:
+        """The state, and what the slaves that are registered know of it: never more than it says, or it was taken back.
+
+        So the slaves are read first; and once more where the server that was asked may only be behind the others.
+        """
+        registration = self._registration
+        what = self._session, registration.broker_id
+        for is_last in (False, True):
+            slaves = await self._slaves_watch.leave(partial(slaves_of, *what))
+            stored = await self._state_watch.leave(partial(read_state, *what))
+            claims = [slave.claim for slave in slaves]
+            if is_last or not taken_back(known(stored), [registration.claim, *claims]):
+                break
+            await self._session.sync()
+        return stored, claims
 
     def _to_register(self) -> tuple[int, int]:
         return self._session.generation, self._registration.incarnation
@@ -177,11 +203,11 @@ class RoleKeeper:
         self._processors.not_master = Fenced(self._what, self.reason)
         self._end_term(self.reason)
 
-    async def _be_master(self) -> None:
+    async def _be_master(self, claims: list[Claim]) -> None:
         registered = self._to_register()
         self._folder.incarnation_known()  # from here on, whether or not we hear of it
         try:
-            mastership = await become_master(self._session, self._registration)
+            mastership = await become_master(self._session, self._registration, claims)
         except Fenced:
             self.look_again()  # somebody was faster
             return
@@ -193,6 +219,7 @@ class RoleKeeper:
         self._registered = -1, -1  # until all of it is done
         await self._stop_following()
         self._folder.know_term(mastership.epoch, mastership.version)  # before anything is written under it
+        self._folder.has_caught_up()  # whatever it lacks was accepted
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
         await self._lease.begin_anew()  # that of this term: it may have taken long to get here
         self._ids.start_epoch(mastership.epoch)
@@ -331,21 +358,22 @@ class RoleKeeper:
             registration = self._registration
             if self.role is Role.MASTER:
                 raise Fenced(self._what, "it is the master already")
-            stored = await read_state(self._session, registration.broker_id)
+            stored, claims = await self._read_all()
             if stored is None:
                 raise Fenced(self._what, "the broker id has had no master yet: start replica 0")
             if self._topics.damage():  # nobody is to count on what it acknowledged
                 self._folder.raise_incarnation("a log is damaged")
                 registration = self._registration
             state, version = stored
-            in_sync = registration.member in state.insync
+            was_taken_back = taken_back(known(stored), [registration.claim, *claims])
+            in_sync = registration.member in state.insync and not was_taken_back
             handed_over, registered = False, self._to_register()
-            if not in_sync and not accept_loss:
+            if not in_sync and not accept_loss and not was_taken_back:
                 raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
             if in_sync:
                 handed_over = await self._is_handed_over(state)
             mastership = await take_over(
-                self._session, registration, state, version, accept_loss=accept_loss, handed_over=handed_over
+                self._session, registration, state, version, claims, accept_loss=accept_loss, handed_over=handed_over
             )
             if isinstance(mastership, Refused):
                 raise Fenced(self._what, "the state has changed meanwhile: look at `metamq ha status` again")
@@ -393,14 +421,14 @@ class RoleKeeper:
         return not self._has_others or self._lease.valid()
 
     async def _is_my_term(self) -> bool:
-        """Whether the state has no later term than a master's own. That its session lives does not say so: a promotion
-        does not wait for the end of that."""
-        epoch = self.epoch
+        """Whether the state is that of a master's own term, and not an older one. That its session lives does not say
+        so: a promotion does not wait for the end of that."""
+        epoch, version = self.epoch, self._folder.state_version
         if self.role is not Role.MASTER:
             return True
         with contextlib.suppress(CorruptData):
             stored = await read_state(self._session, self._registration.broker_id)
-            if stored is not None and stored[0].epoch == epoch:
+            if stored is not None and stored[0].epoch == epoch and stored[1] >= version:
                 return True
         self.look_again()
         return False
@@ -417,7 +445,7 @@ class RoleKeeper:
             raise ConnectError("ZooKeeper", outcome.reason, outcome="unknown")
         if isinstance(outcome, Refused):
             return None
-        self._mastership = outcome.held
+        self._know(outcome.held)
         return outcome.held.version
 
     async def _read(self) -> tuple[BrokerState, int]:
@@ -429,8 +457,17 @@ class RoleKeeper:
 
     def _hold(self, state: BrokerState, version: int) -> None:
         """The term as it stands in ZooKeeper, if it is this one's still."""
-        if state.epoch == self.epoch:
-            self._mastership = Mastership(self._registration.broker_id, state, version)
+        if state.epoch == self.epoch and version >= self._folder.state_version:
+            self._know(Mastership(self._registration.broker_id, state, version))
+
+    def _know(self, held: Mastership) -> None:
+        """The term as it stands is durable here before anything relies on it, see metamq.zk.epochs."""
+        try:
+            self._folder.know_term(held.epoch, held.version)
+        except StorageError as error:
+            self._failed(error)
+            raise
+        self._mastership = held
 
     def _log_failed(self, partition: Partition, error: MetamqError) -> None:
         if isinstance(error, CorruptData):

@@ -39,10 +39,10 @@ from metamq.broker.ha.handshake import (
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
-from metamq.errors import ConfigError, ConnectError, Fenced, MetamqError, ProtocolError
+from metamq.errors import ConfigError, ConnectError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.limits import FRAME_BYTES_MAX
-from metamq.zk.brokers import BrokerState
+from metamq.zk.brokers import BrokerState, StateAt
 
 log = logging.getLogger("metamq.broker")
 
@@ -51,9 +51,8 @@ CLOSED_SHARE = 0.2
 """Of the time that a slave may be behind: so long it may take to come back after it has closed its link."""
 HEARTBEATS_MISSED_MAX = 3
 HAND_OVER_CHECK_S = 0.005
-
-StateAt = tuple[BrokerState, int]
-"""The state of a broker id and its node's version."""
+REFUSED_TOLD = 10
+"""So many logs that are not replicated are told of one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,8 @@ class HAService:
         self._complete: frozenset[Member] | None = None
         """Once a log is damaged here: who was in sync then, and so holds what is not served here any more."""
         self._changing: asyncio.Task[None] | None = None
+        self._refused: dict[tuple[int, str], str] = {}
+        """Logs of slaves that are not replicated, by replica and partition, and why."""
         for partition in topics.partitions():
             partition.stable_listener = self._stable_moved
         self._members_changed()
@@ -188,7 +189,8 @@ class HAService:
                 f"{what} is the master here: two replicas have the same number",
                 hint="Give each replica of a broker its own --replica and data folder.",
             )
-        if join.epoch > self.epoch:
+        if join.epoch > self.epoch:  # another is the master, or ZooKeeper was taken back: it is to be looked at
+            self._deposed()
             raise Fenced(f"epoch {self.epoch} of broker {join.broker_id}", f"{what} has seen epoch {join.epoch}")
         former = self.links.get(join.replica)
         if former is not None:
@@ -252,6 +254,8 @@ class HAService:
                 link.generation,
             )
             verdict = decide(master, slave)
+            if partition is not None and verdict.decision is sync.Decision.REFUSE:
+                self._lacks(link, partition, verdict.reason)
             if partition is not None and verdict.decision is sync.Decision.FROM:
                 verdict = self._checked(partition, slave, verdict)
             if partition is not None and master is not None and verdict.decision is sync.Decision.FROM:
@@ -260,6 +264,9 @@ class HAService:
                 verdict = wait_before_damage(partition.damage, verdict)
             name = f"{asked.topic}/{asked.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
+            self._refused.pop((link.replica, name), None)
+            if verdict.decision is sync.Decision.REFUSE:
+                self._refused[link.replica, name] = verdict.reason
             results.append(
                 sync.attach_result(asked.handle, verdict.decision, verdict.offset, verdict.position, verdict.reason)
             )
@@ -270,6 +277,14 @@ class HAService:
         link.push(sync.Attached(sync.ATTACHED, self.epoch, results))
         for partition, handle in begun:
             self._push_producers(link, partition, handle)
+
+    def _lacks(self, link: HAConnection, partition: Partition, reason: str) -> None:
+        """A slave has what readers saw and this log lacks. If it is in sync, it lacks nothing that was acknowledged: so
+        this log is damaged, however whole it looks. It is not served any more, and that slave can be promoted."""
+        if link.member in self.membership.insync:
+            hint = f"Promote replica {link.replica}: this one then copies the partition from it."
+            reason = f"replica {link.replica} is in sync and has what this log lacks: {reason}"
+            self.failed(partition, CorruptData(partition.name, reason, hint=hint))
 
     def _checked(self, partition: Partition, slave: Side, verdict: Verdict) -> Verdict:
         """The verdict to go on somewhere, if a batch begins there."""
@@ -323,6 +338,7 @@ class HAService:
                 -math.inf if link.is_leaving else self._loop.time() if since is None else since
             )
             del self.links[link.replica]
+            self._refused = {key: reason for key, reason in self._refused.items() if key[0] != link.replica}
             self.membership.gone(link.member)
             self._members_changed()
 
@@ -538,6 +554,9 @@ class HAService:
         return {
             "insync": sorted(replica for replica, _ in self.membership.insync),
             "slaves": [self._link_statistics(link, now) for link in list(self.links.values())],
+            "refused": [
+                f"replica {replica}, {name}: {reason}" for (replica, name), reason in list(self._refused.items())
+            ][:REFUSED_TOLD],
         }
 
     def _link_statistics(self, link: HAConnection, now: float) -> dict[str, Any]:

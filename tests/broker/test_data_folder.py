@@ -166,7 +166,7 @@ def test_a_copy_is_one_until_it_has_begun_anew(tmp_path: Path, happens: Callable
             assert (folder.lock == lock) is (happens is restored_over_it)
             folder.close(clean=True)
         folder = DataFolder.open(data, 0)
-        folder.begin_after(7, "is a copy")
+        folder.begin_after(7, "is a copy", is_older=True)
         assert not folder.is_copy
         assert folder.incarnation == stored_incarnation(data) > 8
         folder.close(clean=False)
@@ -185,7 +185,7 @@ def test_two_copies_and_their_original_never_come_to_one_incarnation(tmp_path: P
         data = tmp_path / f"copy-{number}"
         subprocess.run(["cp", "-r", str(tmp_path / "data"), str(data)], check=True)
         folder = DataFolder.open(data, 0, boot_id="boot 1")
-        folder.begin_after(1, "is a copy")
+        folder.begin_after(1, "is a copy", is_older=True)
         drawn.append(folder.incarnation)
         folder.close(clean=True)
     folder = DataFolder.open(tmp_path / "data", 0, boot_id="boot 2")

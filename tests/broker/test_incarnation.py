@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.brokers import read_state
 from metamq.zk.nodes import ANY_VERSION
@@ -152,9 +153,39 @@ def test_an_empty_folder_in_the_place_of_a_lost_one(broker: BrokerProcess, parts
     broker.kill()
     shutil.rmtree(broker.data)
     broker.start()
+    assert_waits_for_a_person(parts, broker)
     (drawn,) = incarnations(parts, broker)
     assert drawn > 2, "the lost folder counts on to 2, should it come back after another boot"
     assert "is new, and what the replica had in another one is gone" in broker.log_path.read_text()
+    broker.restart()
+    assert incarnations(parts, broker) == {drawn}, "once it was accepted, it waits no more"
+
+
+def test_an_empty_folder_of_a_broker_that_never_had_a_topic_is_nobodys_loss(parts: Cluster, tmp_path: Path) -> None:
+    broker = BrokerProcess(parts.zookeeper, tmp_path / "broker", len(parts.brokers))
+    parts.brokers.append(broker)
+    broker.start()
+    broker.kill()
+    shutil.rmtree(broker.data)
+    broker.start()
+    assert statistics(broker)["replication"]["role"] == "master"
+
+
+def assert_waits_for_a_person(parts: Cluster, broker: BrokerProcess) -> None:
+    """It acknowledges nothing, says why, and is the master again once a person accepts what is lost."""
+    found = statistics(broker)["replication"]
+    assert (found["role"], "its data folder is new, or an older copy" in found["reason"]) == ("waiting", True)
+    status, text = http_get(broker.http_port, "/readyz")
+    assert (status, found["reason"] in text) == (503, True)
+    before = until_answered(lambda: asyncio.run(generation(parts, broker)))
+    with parts.admin() as admin:
+        (shown,) = until_answered(lambda: admin.replicas()[broker.broker_id].replicas)
+        assert (shown.role, shown.problem) == ("waiting", f"waits: {found['reason']}")
+        with pytest.raises(Fenced, match="not in the in-sync set"):
+            admin.promote(broker.broker_id, 0)
+        assert statistics(broker)["replication"]["role"] == "waiting"
+        admin.promote(broker.broker_id, 0, accept_loss=True)
+    assert until_answered(lambda: asyncio.run(generation(parts, broker))) == before + 1
 
 
 def test_a_killed_broker_whose_folder_was_renamed_takes_its_place_again_at_once(parts: Cluster, tmp_path: Path) -> None:
@@ -173,6 +204,19 @@ async def generation(parts: Cluster, broker: BrokerProcess) -> int:
         state = await read_state(session, broker.broker_id)
         assert state is not None
         return state[0].generation
+
+
+def test_a_copy_that_was_made_while_the_broker_ran_waits(parts: Cluster, broker: BrokerProcess) -> None:
+    """Nobody can say what came after it."""
+    backup = broker.data.with_name("backup")
+    subprocess.run(["cp", "-a", str(broker.data), str(backup)], check=True)
+    with parts.producer() as producer:
+        producer.send(f"t-{broker.broker_id}", b"after the copy").result(60)
+    broker.stop()
+    shutil.rmtree(broker.data)
+    backup.rename(broker.data)
+    broker.start()
+    assert_waits_for_a_person(parts, broker)
 
 
 @pytest.mark.parametrize("command", [["cp", "-r"], ["cp", "-a"]], ids=" ".join)
@@ -204,11 +248,10 @@ def test_the_original_after_its_copy_has_served_is_said_to_be_the_older_one(
     with parts.producer() as producer:
         producer.send(f"t-{broker.broker_id}", b"in the copy").result(60)
     copy.stop()
-    before = until_answered(lambda: asyncio.run(generation(parts, broker)))
     broker.start()
+    assert_waits_for_a_person(parts, broker)
     (drawn,) = incarnations(parts, broker)
     assert drawn > 1 << 16
-    assert until_answered(lambda: asyncio.run(generation(parts, broker))) == before + 1
     assert "it lacks what was stored in that one" in broker.log_path.read_text()
     broker.restart()
     assert incarnations(parts, broker) == {drawn}

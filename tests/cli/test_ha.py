@@ -18,6 +18,7 @@ from metamq.client.admin_model import PromotionPlan
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.epochs import next_epoch
 from metamq.zk.ports import free_port
 from tests.broker.ha.test_replication import Group
 from tests.cli.conftest import Metamq
@@ -134,7 +135,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
             broker.start()
         wait_until(lambda: any(one.role == "waiting" for one in replicas()), what="one that waits")
     shown = ha("status")
-    assert f"broker 0: replica {master} waits: it came back after its host went down" in shown.talk
+    assert f"broker 0: replica {master} waits: it may lack what it had acknowledged" in shown.talk
     assert "No replica is in sync. Start all of them" in shown.talk
     assert [line.split()[4] for line in shown.text.splitlines()[1:]] == ["no", "no"]
     refused = ha("promote", "--slave", master, "--yes")
@@ -298,7 +299,7 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
         "It is not in sync.",
         "LOST: 7 messages of topic one.",
         "LOST: 3 messages of topic two.",
-        f"Replica 1 is the master of broker 0, epoch {epoch + 1}.",
+        f"Replica 1 is the master of broker 0, epoch {next_epoch(epoch, 1)}.",
     ]
     assert [behind.group.ends(1)[topic, 0][0] for topic in LACKED] == [1, 0]
     behind.group.wait_insync(0, 1, master=1)
@@ -314,7 +315,7 @@ def test_the_asyncio_admin_promotes(pair: Pair) -> None:
             (other,) = [one.replica for one in before.replicas if one.role == "slave"]
             plan = await admin.plan_promotion(0, other)
             assert (plan.in_sync, plan.master_lives, plan.lost) == (True, True, {})
-            assert await admin.promote(0, other) == before.epoch + 1
+            assert await admin.promote(0, other) == next_epoch(before.epoch, other)
             assert {one.replica: one.role for one in (await admin.replicas())[0].replicas}[other] == "master"
 
     for broker in (running.broker, slave):

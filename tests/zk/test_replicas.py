@@ -22,6 +22,7 @@ from metamq.zk.brokers import (
     read_state,
 )
 from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.epochs import next_epoch
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.nodes import Op
 from metamq.zk.replicas import (
@@ -241,12 +242,13 @@ def test_a_change_without_an_answer_is_unknown_and_asked_again_happens_once(
 
 def test_who_stays_in_sync_at_a_promotion() -> None:
     state = BrokerState(epoch=4, master=0, insync=ALL, generation=2)
-    assert promoted(state, ONE) == BrokerState(5, 1, (ONE.member, TWO.member), 2)
-    assert promoted(state, ONE, accept_loss=True) == promoted(state, ONE), "nothing is lost"
-    assert promoted(state, ONE, handed_over=True) == BrokerState(5, 1, ALL, 2)
-    alone = replace(state, insync=(ME.member,))
-    assert promoted(alone, ONE, accept_loss=True) == BrokerState(5, 1, (ONE.member,), 3)
-    assert promoted(state, replace(ONE, incarnation=8), accept_loss=True) == BrokerState(5, 1, ((1, 8),), 3)
+    stored, epoch = (state, 9), next_epoch(4, 1)
+    assert promoted(stored, ONE) == BrokerState(epoch, 1, (ONE.member, TWO.member), 2)
+    assert promoted(stored, ONE, accept_loss=True) == promoted(stored, ONE), "nothing is lost"
+    assert promoted(stored, ONE, handed_over=True) == BrokerState(epoch, 1, ALL, 2)
+    alone = replace(state, insync=(ME.member,)), 9
+    assert promoted(alone, ONE, accept_loss=True) == BrokerState(epoch, 1, (ONE.member,), 3)
+    assert promoted(stored, replace(ONE, incarnation=8), accept_loss=True) == BrokerState(epoch, 1, ((1, 8),), 3)
 
 
 def test_the_master_of_before_may_be_promoted_after_a_power_cut() -> None:
@@ -254,10 +256,10 @@ def test_the_master_of_before_may_be_promoted_after_a_power_cut() -> None:
     state = BrokerState(epoch=4, master=0, insync=(ME.member, ONE.member), generation=2)
     again = replace(ME, incarnation=2)
     with pytest.raises(Fenced, match="replica 1 may be ahead"):
-        next_term(state, again)
+        next_term((state, 9), again)
     with pytest.raises(Fenced, match="it is not in sync, as replica 0, 1 is"):
-        promoted(state, again)
-    assert promoted(state, again, accept_loss=True) == BrokerState(5, 0, ((0, 2),), 3)
+        promoted((state, 9), again)
+    assert promoted((state, 9), again, accept_loss=True) == BrokerState(17, 0, ((0, 2),), 3)
 
 
 @pytest.mark.parametrize("registration", [replace(ONE, incarnation=8), TWO], ids=["another incarnation", "never in it"])
@@ -274,7 +276,8 @@ def test_outside_of_the_set_nobody_is_promoted_unless_the_loss_is_accepted(
             taken = await take_over(slave, registration, held.state, held.version, accept_loss=True)
             assert isinstance(taken, Mastership)
             assert taken == await mastership(session)
-            assert taken.state == BrokerState(held.epoch + 1, registration.replica, (registration.member,), 2)
+            epoch = next_epoch(held.epoch, registration.replica)
+            assert taken.state == BrokerState(epoch, registration.replica, (registration.member,), 2)
 
     asyncio.run(scenario())
 
@@ -421,7 +424,7 @@ def test_a_promotion_whose_session_was_lost_with_the_answer_begins_another_term(
             await slave.connected()
             taken = await take_over(slave, ONE, held.state, held.version)
             assert isinstance(taken, Mastership)
-            assert (taken.epoch, taken) == (held.epoch + 2, await mastership(session))
+            assert (taken.epoch, taken) == (next_epoch(next_epoch(held.epoch, 1), 1), await mastership(session))
             node = await session.get(session.paths.master(0))
             assert node.ephemeral_owner == slave.session_id
             assert json.loads(node.data)["replica"] == 1

@@ -45,7 +45,8 @@ def seen_early() -> None:
 
 
 def cut_at_the_wrong_place() -> None:
-    """A former master keeps what only it has, if the new log has a batch that ends in the same place."""
+    """A former master keeps what only it has, if the new log has a batch that ends in the same place. And it serves its
+    log all the same when a slave in sync has something else."""
 
     def wrong(master: Side | None, slave: Side) -> Verdict:
         verdict = decide(master, slave)
@@ -54,6 +55,7 @@ def cut_at_the_wrong_place() -> None:
         return verdict
 
     service.decide = wrong  # type: ignore[attr-defined]
+    HAService._lacks = lambda *_: None  # type: ignore[method-assign]
 
 
 def stale_epoch_accepted() -> None:
@@ -61,10 +63,10 @@ def stale_epoch_accepted() -> None:
     if os.environ["METAMQ_BROKER_REPLICA"] != "0":
         return
 
-    def stays(state: Any, registration: Any, *, learner: bool, playing: Role, epoch: int) -> Cast:
+    def stays(stored: Any, registration: Any, claims: Any, *, learner: bool, playing: Role, epoch: int) -> Cast:
         if playing is Role.MASTER:
             return Cast(Role.MASTER, "it does not look")
-        return cast(state, registration, learner=learner, playing=playing, epoch=epoch)
+        return cast(stored, registration, claims, learner=learner, playing=playing, epoch=epoch)
 
     async def change(self: Any, change: Any) -> int:
         held = replace(self._mastership, version=ANY_VERSION)

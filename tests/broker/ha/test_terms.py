@@ -55,4 +55,5 @@ def test_master_and_slave_keep_the_epoch_in_their_folders(group: Group) -> None:
     before = group.state().epoch
     group.promote(1)
     group.wait_insync(0, 1, master=1)
-    assert kept_epoch(group.replicas[0]) == kept_epoch(group.replicas[1]) == group.state().epoch > before
+    wait_until(lambda: kept_epoch(group.replicas[0]) > before, what="the former master linked")
+    assert kept_epoch(group.replicas[0]) == kept_epoch(group.replicas[1]) == group.state().epoch
