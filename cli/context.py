@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from metamq.cli.terminal import inert
 from metamq.client.settings import CONFIG_FILE_VARIABLE, load, zookeeper_root, zookeeper_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
+
+
+class _Inert(logging.Formatter):
+    """Other people's words in a line do not command the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return inert(super().format(record))
+
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -73,6 +83,9 @@ class Globals:
         """Sends log lines to standard error: of `quiet` and above, or more when asked for."""
         level = logging.DEBUG if self.debug or self.verbose > 1 else logging.INFO if self.verbose else quiet
         logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT)
+        if sys.stderr.isatty():
+            for handler in logging.getLogger().handlers:
+                handler.setFormatter(_Inert(LOG_FORMAT))
         logging.getLogger("metamq").setLevel(level)
         # What it says about lost connections, metamq.zk says in plainer words.
         logging.getLogger("kazoo").setLevel(logging.DEBUG if self.debug else logging.CRITICAL)

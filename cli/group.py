@@ -98,7 +98,7 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
     lag = "not known" if one.lag is None else f"{one.lag:,}"
-    click.echo(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}")
+    click.echo(folded(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}", sys.stdout))
     if one.partitions:
         print_table(
             ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from metamq.cli.terminal import inert_bytes, inert_json
 from metamq.client.model import Message
 
 Render = Callable[[Message[bytes]], bytes]
@@ -34,6 +36,14 @@ _LETTERS: dict[str, Render] = {
     "%": lambda message: b"%",
 }
 
+
+def _shown(render: Render) -> Render:
+    return lambda message: inert_bytes(render(message))
+
+
+_ON_TERMINALS = {**_LETTERS, **{letter: _shown(_LETTERS[letter]) for letter in "tpkvsh"}}
+"""What a producer has written does not command the terminal; what the format says does."""
+
 LETTERS = (
     "%t topic, %p partition, %o offset, %k key, %v value, %T time, %h headers, %K and %S the lengths of key and value "
     "(-1: no key), %% a percent sign; \\n, \\t, \\r, \\0, \\\\ and \\xHH as in C"
@@ -43,6 +53,7 @@ LETTERS = (
 def compile_format(text: str) -> Render:
     """The function that writes a message in this format. Raises ValueError for a letter that means nothing."""
     pieces: list[Render] = []
+    letters = _ON_TERMINALS if sys.stdout.isatty() else _LETTERS
     for letter, escape, plain, dangling in _TOKEN.findall(text):
         if letter and letter not in _LETTERS:
             raise ValueError(f"%{letter} means nothing in a format: {LETTERS}")
@@ -50,7 +61,7 @@ def compile_format(text: str) -> Render:
             raise ValueError(f"\\{escape} means nothing in a format: {LETTERS}")
         if dangling:
             raise ValueError(f"the format {text!r} ends in {dangling!r}: {LETTERS}")
-        pieces.append(_LETTERS[letter] if letter else _constant(plain.encode() if plain else _unescape(escape)))
+        pieces.append(letters[letter] if letter else _constant(plain.encode() if plain else _unescape(escape)))
     return lambda message: b"".join([piece(message) for piece in pieces])
 
 
@@ -84,7 +95,7 @@ def as_json(message: Message[bytes]) -> bytes:
     document["headers"] = headers
     if odd:
         document["headers_base64"] = odd
-    return json.dumps(document, ensure_ascii=False).encode() + b"\n"
+    return inert_json(json.dumps(document, ensure_ascii=False)).encode() + b"\n"
 
 
 def _put(document: dict[str, Any], name: str, value: bytes | None) -> None:
@@ -101,5 +112,5 @@ def _text(value: bytes) -> str | None:
 
 
 def as_raw(message: Message[bytes]) -> bytes:
-    """The value, and nothing else."""
-    return message.value
+    """The value, and nothing else; inert on a terminal."""
+    return inert_bytes(message.value) if sys.stdout.isatty() else message.value

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from metamq.cli.terminal import inert_json, shown
 from metamq.words import count as count
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,12 +33,12 @@ TEXT_OR_JSON = output_option("text", "json")
 
 def print_json(value: Any) -> None:
     """One JSON document."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    click.echo(inert_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def print_json_line(value: Any) -> None:
     """One JSON document on one line, at once: for whoever reads while we go on."""
-    click.echo(json.dumps(value, ensure_ascii=False))
+    click.echo(inert_json(json.dumps(value, ensure_ascii=False)))
     sys.stdout.flush()
 
 
@@ -54,7 +55,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> No
 def table_lines(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table."""
     plain = list(rows)
-    cells = [[_cell(value) for value in row] for row in plain]
+    cells = [[shown(_cell(value), sys.stdout) for value in row] for row in plain]
     right = [_are_numbers([row[column] for row in plain]) for column in range(len(headings))]
     widths = _widths(headings, cells, right)
 
@@ -103,13 +104,15 @@ def listed(names: Sequence[str]) -> str:
 
 
 def styled(text: str, stream: Any, **style: Any) -> str:
-    """Coloured, where a person looks at the stream and has not said NO_COLOR."""
+    """Coloured, where a person looks at the stream and has not said NO_COLOR; inert in any case."""
+    text = shown(text, stream)
     return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def folded(text: str, stream: Any, indent: str = "  ") -> str:
-    """Broken between words where a person looks at the stream; what is piped on stays one line."""
+    """Inert, and broken between words, where a person looks at the stream; what is piped on stays one line."""
     width = _width(stream)
+    text = shown(text, stream)
     return text if width is None else "\n".join(_fold(line, width, indent) for line in text.split("\n"))
 
 
