@@ -68,6 +68,8 @@ from metamq.zk.topics import TopicConfig, TopicStore
 log = logging.getLogger("metamq.broker")
 
 RETRY_S = 1.0
+TOPICS_AT_ONCE = 64
+"""Topics that are read side by side: one after the other, each would take a round trip to ZooKeeper."""
 STALL_S = 30.0
 """How long half a frame may stay as it is, at least; twice as long at most."""
 OPEN_FILES_LEAST = 128
@@ -328,18 +330,24 @@ class Broker:
         await self._check_cluster()
         configs: dict[str, TopicConfig] = {}
         unreadable: dict[str, MetamqError] = {}
-        for topic in await self._store.names(self._topics_changed.set):
-            try:
-                config = await self._store.get_or_none(topic, self._topics_changed.set)
-            except (CorruptData, ConfigError) as error:
-                unreadable[topic] = error
-                continue
-            if config is not None and config.partitions.get(self.config.id):
-                configs[topic] = config
+        names = await self._store.names(self._topics_changed.set)
+        for first in range(0, len(names), TOPICS_AT_ONCE):
+            some = names[first : first + TOPICS_AT_ONCE]
+            for topic, found in zip(some, await asyncio.gather(*map(self._read_topic, some)), strict=True):
+                if isinstance(found, MetamqError):
+                    unreadable[topic] = found
+                elif found is not None and found.partitions.get(self.config.id):
+                    configs[topic] = found
         configs[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
         await self._topics.apply(configs, unreadable)
+
+    async def _read_topic(self, topic: str) -> TopicConfig | CorruptData | ConfigError | None:
+        try:
+            return await self._store.get_or_none(topic, self._topics_changed.set)
+        except (CorruptData, ConfigError) as error:
+            return error
 
     async def _follow_topics(self) -> None:
         trouble = Trouble()

@@ -95,7 +95,7 @@ class Topics:
         if config is None:
             raise TopicNotFound(topic)
         if topic_id != config.id:
-            raise TopicNotFound(topic, hint=f"It was deleted and made anew: its id is {config.id}, not {topic_id}.")
+            raise TopicNotFound.made_anew(topic, config.id, topic_id)
         partition = self.open[topic].get(index)
         if partition is None and (topic, index) in self._broken:
             raise self._broken[topic, index]

@@ -143,6 +143,13 @@ class TopicNotFound(MetamqError):
         )
         self.topic = topic
 
+    @classmethod
+    def made_anew(cls, topic: str, now: str, before: str) -> TopicNotFound:
+        """There is another topic of that name by now: its id is `now`, not `before`."""
+        error = TopicNotFound(topic, hint=f"Its id is {now} now, and was {before}.")
+        error.problem = f"topic {topic!r} was deleted and made anew"
+        return error
+
 
 class PartitionNotFound(TopicNotFound):
     """The topic exists, the partition does not."""

@@ -47,10 +47,7 @@ def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> li
             gone.hint = "Was it deleted, or does the query subscribe to less than before?"
             losses.append(gone)
         elif present[tp] != place.topic_id:
-            made_anew = TopicNotFound(tp.topic)
-            made_anew.problem = f"topic {tp.topic!r} was deleted and made anew since the query read it"
-            made_anew.hint = f"Its id is {present[tp]} now, and was {place.topic_id}."
-            losses.append(made_anew)
+            losses.append(TopicNotFound.made_anew(tp.topic, present[tp], place.topic_id))
     return losses
 
 

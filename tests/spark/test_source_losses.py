@@ -142,7 +142,7 @@ def test_a_topic_that_is_made_anew_under_a_running_query(
         fill(retaining, topic, 100, 120)  # past where the query is in its predecessor
         query.gate.set()
         if fails:
-            with pytest.raises(Exception, match="deleted and made anew since the query read it"):
+            with pytest.raises(Exception, match=f"topic '{topic}' was deleted and made anew"):
                 active.awaitTermination(60)
             assert query.numbers() == Counter(numbers(0, 10))
         else:
