@@ -48,12 +48,14 @@ def error_of(error: BaseException, servers: str, path: str, index: int | None = 
 
 def stat_of(stat: Any) -> Stat:
     """kazoo's ZnodeStat as a Stat."""
-    return Stat(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime)
+    return Stat(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, stat.numChildren)
 
 
 def node_of(data: bytes | None, stat: Any) -> Node:
     """A node's data and kazoo's ZnodeStat as a Node."""
-    return Node(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, data or b"")
+    return Node(
+        stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, stat.numChildren, data or b""
+    )
 
 
 def commit(operations: Sequence[tuple[Op, str]], client: Any) -> Any:

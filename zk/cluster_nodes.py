@@ -133,7 +133,7 @@ async def _read_tree(session: Session) -> dict[str, Node]:
         node = await session.get_or_none(path)
         if node is not None and not node.ephemeral_owner:
             found[path.removeprefix(root)] = node
-            names = await session.children_or_none(path) or []
+            names = (await session.children_or_none(path) or []) if node.children else []
             await asyncio.gather(*(walk(f"{path}/{name}") for name in names))
 
     await walk(root)
@@ -186,7 +186,8 @@ def _check_complete(there: Mapping[str, Node], nodes: Mapping[str, bytes], clust
     if missing:
         raise ConfigError(
             f"cluster {cluster_id} is there already {where}, and lacks {_named(missing)}",
-            hint="A restore writes into an empty root, and never into a cluster that may be running.",
+            hint="A restore writes into an empty root, and never into a cluster that may be running. To add what was left "
+            "out, stop all brokers, export, and restore all folders into another --root.",
         )
 
 

@@ -12,7 +12,8 @@ ANY_VERSION = -1
 class Stat:
     """A znode without its data. `ephemeral_owner` is the session id of an ephemeral node's owner, else 0.
 
-    `czxid` and `mzxid` are the transactions that created and last changed it, times are ZooKeeper's clock.
+    `czxid` and `mzxid` are the transactions that created and last changed it, times are ZooKeeper's clock, `children`
+    is how many it has.
     """
 
     version: int
@@ -21,6 +22,7 @@ class Stat:
     ephemeral_owner: int
     ctime_ms: int
     mtime_ms: int
+    children: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,7 @@ def test_the_longer_log_is_the_master_and_the_other_copies(scene: Scene) -> None
     scene.send(50)
     scene.kill()
     scene.lose_zookeeper()
+    scene.servers += "/made/by-the-restore"
     done = scene.restore("--yes", "-o", "json")
     assert done.status == 0, done.talk
     (broker,) = done.json["brokers"]
