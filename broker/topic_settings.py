@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metamq.errors import MetamqError
+from metamq.private_files import opener
 from metamq.zk.topics import TopicConfig, from_json, to_json
 
 log = logging.getLogger("metamq.broker")
@@ -49,7 +50,7 @@ def save(folder: Path, config: TopicConfig) -> None:
         return
     temporary = folder / f"{FILE_NAME}.tmp"
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", opener=opener) as file:
             json.dump({"since_ms": time.time_ns() // 1_000_000, "topic": to_json(config).decode()}, file)
             file.flush()
             os.fsync(file.fileno())

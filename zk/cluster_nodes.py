@@ -186,8 +186,8 @@ def _check_complete(there: Mapping[str, Node], nodes: Mapping[str, bytes], clust
     if missing:
         raise ConfigError(
             f"cluster {cluster_id} is there already {where}, and lacks {_named(missing)}",
-            hint="A restore writes into an empty root, and never into a cluster that may be running. To add what was left "
-            "out, stop all brokers, export, and restore all folders into another --root.",
+            hint="A restore writes into an empty root, never into a cluster that may run. To add what was left out, "
+            "stop all brokers, export, and restore all folders into another --root.",
         )
 
 
