@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from metamq.broker.folder_lock import FolderLock, mark_of
-from metamq.broker.log.files import no_descriptor
-from metamq.errors import ConfigError, StorageError
+from metamq.broker.log.files import shortage
+from metamq.errors import ConfigError, DiskFull, StorageError
 from metamq.private_files import make_folder, opener, too_open
 
 log = logging.getLogger("metamq.broker")
@@ -320,6 +320,8 @@ class DataFolder:
         try:
             if clean:
                 self._store(replace(self._meta, clean=True))
+        except DiskFull as error:
+            log.warning("the stop is not noted, so that the next start takes it for a crash: %s", error)
         finally:
             self._lock.close()
 
@@ -415,7 +417,7 @@ def _sync(folder: Path) -> None:
 
 
 def _failure(path: Path, action: str, error: OSError) -> StorageError:
-    return no_descriptor(f"{path}: {action}", error) or StorageError(
+    return shortage(f"{path}: {action}", error) or StorageError(
         f"{path}: {action} failed: {error.strerror or error}",
         hint="Look at the disk and at the folder's permissions, then start the broker again.",
         outcome="not_done",

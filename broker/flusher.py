@@ -23,7 +23,7 @@ from threading import Thread
 from metamq.broker.log import FlushTicket
 from metamq.broker.partition import Partition
 from metamq.broker.trouble import Trouble
-from metamq.errors import MetamqError, TooManyOpenFiles, TooManyThreads
+from metamq.errors import DiskFull, MetamqError, TooManyOpenFiles, TooManyThreads
 from metamq.threads import start
 
 log = logging.getLogger("metamq.broker")
@@ -100,6 +100,8 @@ class Flusher:
             except TooManyOpenFiles as error:
                 self._try_again(error)
                 return
+            except DiskFull:  # a log that waits for room to be emptied
+                ticket = None
             except MetamqError as error:
                 self._failed(error)
                 ticket = None

@@ -96,6 +96,8 @@ class Housekeeping:
             except TooManyOpenFiles as error:
                 self._trouble.lasts("retention and checkpoints wait", error)
                 return
+            except DiskFull as error:
+                self._trouble.lasts("some of retention and checkpoints waits", error)
             except MetamqError as error:
                 if partition.closed_by is None:  # it may have been, meanwhile
                     self._failed(error)

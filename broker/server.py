@@ -36,6 +36,7 @@ from metamq.broker.ha.role import Role
 from metamq.broker.housekeeping import Housekeeping
 from metamq.broker.http import StatusServer
 from metamq.broker.log import FileCache
+from metamq.broker.log.files import SHORTAGES
 from metamq.broker.partition import BatchIds
 from metamq.broker.processors import Processors
 from metamq.broker.protocol import BrokerProtocol, Timeouts
@@ -52,6 +53,7 @@ from metamq.errors import (
     ConfigError,
     ConnectError,
     CorruptData,
+    DiskFull,
     Fenced,
     MetamqError,
     TooManyOpenFiles,
@@ -96,7 +98,7 @@ class Broker:
     async def start(self) -> None:
         """Brings the broker up, as described above. Raises ConfigError, ConnectError, CorruptData, StorageError."""
         config = self.config
-        self._folder = DataFolder.open(Path(config.data), config.id, config.replica)
+        self._folder = await self._opened_folder()
         try:
             self._listener = self._bind()
             self.port = self._listener.getsockname()[1]
@@ -150,14 +152,25 @@ class Broker:
             self.name, self.host, self.port, count(len(self._topics.counts()), "topic"), config.data,
         )  # fmt: skip
 
+    async def _opened_folder(self) -> DataFolder:
+        """The data folder; on a full disk as soon as there is room."""
+        trouble = Trouble()
+        while True:
+            try:
+                return DataFolder.open(Path(self.config.data), self.config.id, self.config.replica)
+            except DiskFull as error:
+                trouble.lasts(f"broker {self.config.id} waits for room on its disk", error)
+                await asyncio.sleep(RETRY_S)
+
     async def _until_answered(self, step: Callable[[], Awaitable[None]]) -> None:
         """A step of the start; again from its beginning when ZooKeeper goes away in the middle of it."""
         while True:
             await self._session.connected()
             try:
                 return await step()
-            except (ConnectError, TooManyOpenFiles) as error:
-                what = "ZooKeeper" if isinstance(error, ConnectError) else "descriptors"
+            except (ConnectError, *SHORTAGES) as error:
+                names = {DiskFull: "room on its disk", TooManyOpenFiles: "descriptors"}
+                what = names.get(type(error), "ZooKeeper")
                 log.info("broker %d waits for %s: %s", self.config.id, what, error)
                 await asyncio.sleep(RETRY_S)
 
@@ -342,6 +355,8 @@ class Broker:
         if self._session.generation != generation:
             raise ConnectionLost("the list of topics", "the session ended meanwhile")
         await self._topics.apply(configs, unreadable)
+        if self._topics.get(JOURNAL, 0) is None and (full := self._topics.without_room()) is not None:
+            raise full.with_traceback(None)
 
     async def _read_topic(self, topic: str) -> TopicConfig | CorruptData | ConfigError | None:
         try:
@@ -358,8 +373,10 @@ class Broker:
                 await self._read_topics()
                 await self._keeper.settle()  # a log that was opened may lack something
                 await self._keeper.offer()
+                if (full := self._topics.without_room()) is not None:
+                    raise full.with_traceback(None)
                 trouble.is_over("topics are followed again")
-            except (ConnectError, TooManyOpenFiles) as error:
+            except (ConnectError, *SHORTAGES) as error:
                 trouble.lasts("topics are not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._topics_changed.set()

@@ -20,11 +20,13 @@ from metamq.broker import topic_settings
 from metamq.broker.data_folder import DataFolder, TopicFolder
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
 from metamq.broker.log.derived import remove_leftovers
+from metamq.broker.log.files import SHORTAGES
 from metamq.broker.partition import Partition
 from metamq.broker.trouble import Trouble
 from metamq.errors import (
     ConfigError,
     CorruptData,
+    DiskFull,
     MetamqError,
     PartitionNotFound,
     TooManyOpenFiles,
@@ -87,7 +89,7 @@ class Topics:
         """Called when a log was found to be damaged."""
         self._changing = asyncio.Lock()
         self._unreadable: dict[str, MetamqError] = {}
-        """Topics whose configuration in ZooKeeper cannot be read or used."""
+        """Topics whose configuration in ZooKeeper cannot be read or used, or has no room on the disk."""
 
     def find(self, topic: str, topic_id: str, index: int) -> Partition:
         """The partition. Raises TopicNotFound (also when the topic was made anew), PartitionNotFound."""
@@ -131,6 +133,10 @@ class Topics:
             if not topic.startswith(OWN)
         }
 
+    def without_room(self) -> DiskFull | None:
+        """Why a topic is not what its configuration says: apply() is to be called again."""
+        return next((error for error in self._unreadable.values() if isinstance(error, DiskFull)), None)
+
     def broken(self) -> list[MetamqError]:
         """Why partitions or topics are not served as they should be, or not from sound logs."""
         return [*self._unreadable.values(), *self.damage().values()]
@@ -172,18 +178,20 @@ class Topics:
                     self.closing(closed)
                     if closed.closed_by is None:
                         closed.close(error, clean=False)
-                self._broken.pop((topic, index), None)
+                self._broken[topic, index] = error  # until it is moved
                 folder = self._folder.partition_folder(topic, config.id, index)
                 moving = partial(set_aside, folder, name, self._files, now_us=time.time_ns() // 1000)
                 await asyncio.get_running_loop().run_in_executor(self._executor, moving)
                 await self._open(topic, config, [index])
+                if index in self.open[topic]:
+                    del self._broken[topic, index]
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
         """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
 
         A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged log stops its partition,
-        loudly, and no other; so does a configuration that cannot be used, its topic. Raises StorageError when the disk
-        fails.
+        loudly, and no other; so does a configuration that cannot be used, or has no room on the disk, its topic. Raises
+        StorageError when the disk fails.
         """
         async with self._changing:
             await self._apply(configs, dict(unreadable))
@@ -196,7 +204,7 @@ class Topics:
             if self._configs.get(topic) != config:
                 try:
                     await self._apply_one(topic, config)
-                except ConfigError as error:
+                except (ConfigError, DiskFull) as error:  # others may get a retention that makes room
                     unreadable[topic] = error
         for topic, problem in unreadable.items():
             if str(self._unreadable.get(topic)) != str(problem):
@@ -282,7 +290,7 @@ class Topics:
                 await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._folder.remove_topic, folder.topic, folder.topic_id
                 )
-            except TooManyOpenFiles:
+            except SHORTAGES:  # on a full disk even another name may need room
                 await asyncio.sleep(RETRY_S)
                 self._doomed.put_nowait(folder)
 
@@ -310,7 +318,7 @@ class Topics:
                 continue
             try:
                 partition.close(error, clean=clean)
-            except TooManyOpenFiles as failure:  # the next start looks through it
+            except SHORTAGES as failure:  # the next start looks through it
                 log.warning("%s is not closed cleanly: %s", partition.name, failure)
                 all_clean = False
         self._executor.shutdown(wait=True)

@@ -368,16 +368,21 @@ class StorageError(MetamqError):
 
 
 class DiskFull(StorageError):
-    """Less disk is free than the broker keeps in reserve: writes are refused, reads go on."""
+    """Less disk is free than the broker keeps in reserve: writes are refused, reads go on.
+
+    With a reserve of 0 the disk itself has refused a write: it is full, or out of inodes, or a quota is used up.
+    """
 
     retriable = True
     outcome: Outcome = "not_done"
 
     def __init__(self, path: str, free_bytes: int, reserve_bytes: int) -> None:
-        super().__init__(
-            f"{path} has {free_bytes:,} bytes free, the broker keeps {reserve_bytes:,} in reserve",
-            hint="Free disk, shorten the retention of a topic, or lower `disk_reserve_bytes`.",
-        )
+        problem = f"{path} has {free_bytes:,} bytes free, the broker keeps {reserve_bytes:,} in reserve"
+        hint = "Free disk, shorten the retention of a topic, or lower `disk_reserve_bytes`."
+        if not reserve_bytes:
+            problem = f"{path}: no room is left on the disk"
+            hint = "Free disk, inodes or quota (`df`, `df -i`, `quota`), or shorten the retention of a topic."
+        super().__init__(problem, hint=hint)
         self.path = path
         self.free_bytes = free_bytes
         self.reserve_bytes = reserve_bytes

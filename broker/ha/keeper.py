@@ -28,11 +28,12 @@ from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.insync import Change
 from metamq.broker.ha.role import Role, cast
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
+from metamq.broker.log.files import SHORTAGES
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.processors import Processors
 from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
-from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout, TooManyOpenFiles
+from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
 from metamq.zk.brokers import (
     BrokerState,
     Mastership,
@@ -132,7 +133,7 @@ class RoleKeeper:
                 await self._session.connected()
                 await self.settle()
                 trouble.is_over("the role is followed again")
-            except (ConnectError, TooManyOpenFiles) as error:
+            except (ConnectError, *SHORTAGES) as error:
                 trouble.lasts("the role is not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
@@ -380,7 +381,7 @@ class RoleKeeper:
             log.warning("%s was promoted, epoch %d%s", self._what, mastership.epoch, "" if in_sync else ", with loss")
             try:
                 await self._begin_term(mastership, registered)
-            except TooManyOpenFiles:
+            except SHORTAGES:
                 self.look_again()  # this replica is the master, and begins another term
                 raise
             return mastership
@@ -472,7 +473,7 @@ class RoleKeeper:
     def _log_failed(self, partition: Partition, error: MetamqError) -> None:
         if isinstance(error, CorruptData):
             self._topics.is_damaged(partition, error)
-        elif isinstance(error, TooManyOpenFiles):  # whoever asked asks again
+        elif isinstance(error, SHORTAGES):  # whoever asked asks again
             log.warning("%s", error)
         else:
             self._failed(error)

@@ -19,9 +19,13 @@ ticket.sync() runs in any thread while appends go on, finish_flush() advances th
 `flushed`. At most one flush is under way, since the kernel reports a write error to one fsync only: two side by side
 could share the news.
 
-*The first failed write or fsync ends the log's life as a writer.* What is on the disk is unknown then and asking
-again does not tell (a second fsync succeeds without having written anything). So every later append raises what the
-first one raised, reads go on below the stable mark, and the next start recovers.
+*A full disk ends nothing.* A write that finds no room is no failure of the disk: what it wrote in part is cut off, and
+the log is as it was. An append raises DiskFull; what is derived from the log, and the flushed point, which may say too
+little, are stored another time. An fsync that fails is a failure of the disk, whatever its reason.
+
+*The first other failed write, or fsync, ends the log's life as a writer.* What is on the disk is unknown then, and
+asking again does not tell (a second fsync succeeds without having written anything). So every later append raises what
+the first one raised, reads go on below the stable mark, and the next start recovers.
 
 *Without a descriptor left nothing has failed.* TooManyOpenFiles ends no log: it is raised with nothing changed, and
 what cannot be stored now is stored with the next flush or checkpoint.
@@ -30,19 +34,21 @@ what cannot be stored now is stored with the next flush or checkpoint.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.files import FileCache, disk_error, storage_error
+from metamq.broker.log.files import SHORTAGES, FileCache, disk_error, is_full, storage_error
 from metamq.broker.log.flush import FILES_MAX, FlushTicket
-from metamq.broker.log.flushed import FlushPoint
+from metamq.broker.log.flushed import NO_EPOCHS, FlushPoint
 from metamq.broker.log.recovery import Recovered
 from metamq.broker.log.segments import Segment
 from metamq.broker.log.store import SegmentStore
-from metamq.errors import ClosedError, MetamqError, StorageError, TooManyOpenFiles
+from metamq.errors import ClosedError, DiskFull, MetamqError, StorageError, TooManyOpenFiles
 
+log = logging.getLogger("metamq.broker.log")
 T = TypeVar("T")
 UNBOUND = 1 << 63
 """Beyond any position and offset."""
@@ -212,15 +218,36 @@ class DurableLog:
             ticket.sync()
         self.finish_flush(ticket)
 
-    def _store_point(self, *, clean: bool = False) -> None:
+    def _store_point(self, *, clean: bool = False) -> bool:
+        """Stores the marks; False when the disk is full: the ones before them are true still, and say less."""
         point = self._make_point(clean)
-        if point == self._point:
-            return
-        try:
-            self._flush_file.write(point)
-        except OSError as error:
-            raise self._fail("storing the flushed point", error) from error
-        self._point = point
+        if point != self._point:
+            try:
+                with self._unless_full("the flushed point"):
+                    self._flush_file.write(point)
+                    self._point = point
+            except OSError as error:
+                raise self._fail("storing the flushed point", error) from error
+        return point == self._point
+
+    def _take_marks_back(self, offset: int, position: int) -> None:
+        """Before the log ends at `position`. A log that ends below its flushed point would be taken for damaged.
+
+        Raises OSError; then all is as it was.
+        """
+        point = self._make_point(clean=False)._replace(own_from=NO_EPOCHS[0], own_to=NO_EPOCHS[1])
+        if point.position > position:
+            point = point._replace(offset=offset, position=position)
+        if point.stable_position > position:
+            point = point._replace(stable_offset=offset, stable_position=position)
+        self._flush_file.write_both(point)
+        bound = self._bound_offset, self._bound_position
+        self._take_point(point)
+        self.end_offset, self.end_position = offset, position
+        if bound[1] <= position or bound[1] == UNBOUND:
+            self._bound_offset, self._bound_position = bound
+        else:
+            self._bound_offset, self._bound_position = offset, position
 
     def _make_point(self, clean: bool) -> FlushPoint:
         return FlushPoint(
@@ -272,20 +299,42 @@ class DurableLog:
             raise storage_error(self.name, action, error) from error
 
     def _fail(self, action: str, error: OSError, *, half_done: bool = False) -> StorageError:
-        """Ends the log's life as a writer, unless no descriptor is left and nothing is `half_done`; returns the error
-        to raise."""
+        """Ends the log's life as a writer, unless it is a shortage and nothing is `half_done`; returns the error to
+        raise."""
         failure = disk_error(self.name, action, error) if half_done else storage_error(self.name, action, error)
-        if not isinstance(failure, TooManyOpenFiles):
+        if not isinstance(failure, SHORTAGES):
             self._refuse(failure)
         return failure
 
+    def _not_written(self, segment: Segment, error: OSError) -> StorageError:
+        """The error to raise for an append. On a full disk the part that was written is cut off again."""
+        if is_full(error):
+            try:
+                os.ftruncate(self._files.descriptor(segment.path), segment.size_bytes)
+            except OSError as worse:
+                return self._fail("writing", worse, half_done=True)
+        return self._fail("writing", error)
+
+    @contextlib.contextmanager
+    def _unless_full(self, what: str) -> Iterator[None]:
+        """Stores what the log can do without for a while: on a full disk that is left for another time.
+
+        Raises any other OSError.
+        """
+        try:
+            yield
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.info("%s: %s is stored another time: %s", self.name, what, error)
+
     @contextlib.contextmanager
     def _or_later(self, action: str) -> Iterator[None]:
-        """Stores what the log can do without for a while: where no descriptor is left it is stored another time.
+        """Stores what the log can do without for a while: where something is short it is stored another time.
 
         Raises StorageError.
         """
-        with contextlib.suppress(TooManyOpenFiles):
+        with contextlib.suppress(*SHORTAGES):
             try:
                 yield
             except OSError as error:
@@ -301,8 +350,8 @@ class DurableLog:
         first = self._refusal
         if first is None:
             return
-        if not isinstance(first, StorageError):
-            raise first
+        if not isinstance(first, StorageError) or isinstance(first, DiskFull):
+            raise first.with_traceback(None)
         raise StorageError(
             f"{self.name} takes no writes since its disk failed ({first.problem})",
             hint=first.hint,

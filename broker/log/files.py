@@ -14,6 +14,7 @@ the inode and gives it to the first fsync after the next open.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -23,7 +24,7 @@ from collections.abc import Callable
 
 from metamq.broker.log.index import IndexCache
 from metamq.broker.log.times_cache import TimesCache
-from metamq.errors import StorageError, TooManyOpenFiles
+from metamq.errors import DiskFull, StorageError, TooManyOpenFiles
 from metamq.private_files import FILE_MODE
 from metamq.wire.rooms import SMALL_BYTES, Rooms
 
@@ -170,6 +171,10 @@ class FileCache:
                 if more <= 0:
                     raise OSError(errno.EIO, "the disk takes no more bytes", temporary)
                 written += more
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # on a full disk it would keep what room there is
+            raise
         finally:
             os.close(fd)
         os.rename(temporary, path)
@@ -201,9 +206,23 @@ def no_descriptor(what: str, error: OSError) -> TooManyOpenFiles | None:
     return TooManyOpenFiles(what, descriptors_max() if error.errno == errno.EMFILE else None)
 
 
+def is_full(error: OSError) -> bool:
+    """Whether the disk has no room, which it may have again."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+SHORTAGES = (DiskFull, TooManyOpenFiles)
+"""Nothing has failed, and nothing was changed: what is short comes back."""
+
+
+def shortage(what: str, error: OSError) -> StorageError | None:
+    """One of SHORTAGES where an OSError says so, else None."""
+    return DiskFull(what, 0, 0) if is_full(error) else no_descriptor(what, error)
+
+
 def storage_error(name: str, action: str, error: OSError) -> StorageError:
-    """The error to raise for an OSError; TooManyOpenFiles where it is not the disk's: nothing has been done then."""
-    return no_descriptor(f"{name}: {action}", error) or disk_error(name, action, error)
+    """The error to raise for an OSError; one of SHORTAGES where that is the reason: nothing has been done then."""
+    return shortage(f"{name}: {action}", error) or disk_error(name, action, error)
 
 
 def disk_error(name: str, action: str, error: OSError) -> StorageError:

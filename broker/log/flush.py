@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from metamq.broker.log.files import FileCache, Sync, storage_error
+from metamq.broker.log.files import FileCache, Sync, disk_error
 from metamq.errors import StorageError
 
 FILES_MAX = 8
@@ -93,7 +93,7 @@ class FlushTicket:
             of_close = self._close()  # which may tell of failed writes as well, over NFS for one
             failure = failure or of_close
             if failure is not None:
-                self.error = storage_error(self._name, "fsync", failure)
+                self.error = disk_error(self._name, "fsync", failure)
                 self._failed(self.error)
             self._done = True
 

@@ -84,6 +84,8 @@ def set_aside(folder: str | os.PathLike[str], name: str, files: FileCache, *, no
     For a replica that can copy the partition anew. The log is not open. Raises StorageError.
     """
     path = os.path.normpath(folder)
+    if not os.path.exists(path):  # an attempt before was broken off behind this
+        return path
     wanted = f"{path}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now_us / 1_000_000))}"
     target, number = wanted, 1
     while os.path.exists(target):

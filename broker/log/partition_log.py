@@ -27,6 +27,7 @@ After an open nothing is read until it is used: a broker with a thousand partiti
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -37,8 +38,7 @@ from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.durable import UNBOUND, DurableLog
 from metamq.broker.log.epochs import EpochList
-from metamq.broker.log.files import FileCache, storage_error
-from metamq.broker.log.flushed import NO_EPOCHS
+from metamq.broker.log.files import FileCache, is_full, storage_error
 from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
@@ -46,7 +46,7 @@ from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart, LogSlice, SegmentStore
 from metamq.broker.log.times import Search
-from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, OffsetOutOfRange
+from metamq.errors import ClosedError, ConfigError, CorruptData, DiskFull, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 
 log = logging.getLogger("metamq.broker.log")
@@ -151,19 +151,15 @@ class PartitionLog(DurableLog):
         if segment.size_bytes and segment.size_bytes + size > self._config.segment_bytes:
             segment = self._roll()
         position, offset = self.end_position, self.end_offset
+        unflushed = position - self.flushed_position
         stamp(
-            batch,
-            0,
-            epoch=epoch,
-            base_offset=offset,
-            batch_id=batch_id,
-            append_time_us=now_us,
-            unflushed_bytes=position - self.flushed_position,
-        )
+            batch, 0, epoch=epoch, base_offset=offset, batch_id=batch_id, append_time_us=now_us,
+            unflushed_bytes=unflushed,
+        )  # fmt: skip
         try:
             self._files.write(segment.path, batch, segment.size_bytes)
         except OSError as error:
-            raise self._fail("writing", error) from error
+            raise self._not_written(segment, error) from error
         segment.size_bytes += size
         index, producers = segment.index, self._producers
         assert index is not None
@@ -207,7 +203,7 @@ class PartitionLog(DurableLog):
         try:
             self._files.write(segment.path, batches, segment.size_bytes)
         except OSError as error:
-            raise self._fail("writing", error) from error
+            raise self._not_written(segment, error) from error
         segment.size_bytes += len(batches)
         index, producers, epochs, position = segment.index, self._producers, self.epochs(), self.end_position
         assert index is not None
@@ -227,10 +223,7 @@ class PartitionLog(DurableLog):
     def _begin_writing(self) -> None:
         """Before the first append after an open, a truncate or a failure: all that an append relies on."""
         self._check_writable()
-        try:
-            self._store.index_of(self._store.segments[-1])
-        except OSError as error:
-            raise storage_error(self.name, "reading", error) from error
+        self._stored(self._store.index_of, self._store.segments[-1])
         if self._producers is None:
             self._load_producers()
         if self._point.clean:
@@ -256,10 +249,12 @@ class PartitionLog(DurableLog):
         """Seals the active segment and starts the next."""
         assert self._producers is not None
         try:
-            self._save_producers(self._producers)  # first: where no descriptor is left, nothing has been changed
+            with self._unless_full("what is known of producers"):  # first: without a descriptor nothing is changed
+                self._save_producers(self._producers)
             segment = self._store.roll(self.end_offset, self.end_position)
         except OSError as error:
             raise self._fail("starting a segment", error) from error
+        self._unsynced.add(self._folder)
         self._slot_unsynced = True
         return segment
 
@@ -408,13 +403,14 @@ class PartitionLog(DurableLog):
         """Saves what is derived, as of the end; the next flush makes it durable."""
         states = self._producers if self._producers is not None else self._load_producers()
         try:
-            self._store.save_active_index()
-            self._save_producers(states)
+            with self._unless_full("a checkpoint"):
+                self._store.save_active_index()
+                self._save_producers(states)
+                self._checkpoint_position = self.end_position
         except OSError as error:
             raise self._fail("a checkpoint", error) from error
         self._store_point(clean=clean)
         self._slot_unsynced = True
-        self._checkpoint_position = self.end_position
 
     # -- changing the log as a whole ------------------------------------------------------------------------------
 
@@ -458,19 +454,23 @@ class PartitionLog(DurableLog):
             return []
         removed = self.segments()[: len(going)]
         first = segments[len(going)]
+        before = self.start_offset, self.start_position
         self.start_offset, self.start_position = first.base_offset, first.base_position
+        if not (store.has_producers_from(first.base_position) and self._store_point()):  # the disk is full
+            self.start_offset, self.start_position = before
+            return []
         if self._epochs is not None:
             self._epochs = self._epochs.drop_prefix(first.base_offset, first.base_position)
-        self._store_point()
         self._slot_unsynced = True
         yield FLUSH  # a removal that outlived the new start would be a log without its beginning
         self._check_writable()
         if self._store.segments[: len(going)] != going:  # the log was emptied
             return []
         try:
-            paths = self._store.release_oldest(len(going))
-            self._unsynced = set(filter(os.path.exists, self._unsynced))
-            yield partial(unlink_all, paths)
+            with self._unless_full("the removal of files"):
+                paths = self._store.release_oldest(len(going))
+                self._unsynced = set(filter(os.path.exists, self._unsynced))
+                yield partial(unlink_all, paths)
         except OSError as error:
             raise self._fail("removing old segments", error) from error
         return removed
@@ -483,7 +483,8 @@ class PartitionLog(DurableLog):
         if all_stable and retention.expired_by_age(config, self.last_append_us, now_us):
             if not self._writing:
                 self._begin_writing()
-            active = self._roll()
+            with contextlib.suppress(DiskFull):
+                active = self._roll()
         sealed = store.segments[:-1]
         count = retention.removable(
             config,
@@ -513,9 +514,15 @@ class PartitionLog(DurableLog):
         if self._ticket is not None:
             self._finish_now(self._ticket)
         self._make_room("cutting the log")
+        self._writing = False
         try:
             segment, index = self._store.boundary_before(position)
-            self._take_marks_back(index.end_offset, index.end_position)
+            try:
+                self._take_marks_back(index.end_offset, index.end_position)
+            except OSError as error:
+                segment.index = None  # it is cut already
+                raise self._fail("cutting the log", error) from error
+            self._epoch, self._producers, self._checkpoint_position = -1, None, -1
             self._store.cut(segment, index)
             self.last_append_us = self._store.last_append_us()
             if self._epochs is not None:
@@ -532,6 +539,8 @@ class PartitionLog(DurableLog):
         Returns the files that hold nothing any more, to be removed in any thread. Only for a replica: readers see
         nothing until a bound says so. Raises StorageError, ClosedError.
         """
+        if isinstance(self._refusal, DiskFull):  # an attempt that found no room: nothing has been stored since
+            self._refusal = None
         self._check_writable()
         if self._ticket is not None:
             self._finish_now(self._ticket)
@@ -543,10 +552,15 @@ class PartitionLog(DurableLog):
         self._writing = False
         try:
             fresh.decide_to_empty(self._flush_file, point)
+        except OSError as error:
+            raise self._fail("emptying the log", error, half_done=not is_full(error)) from error
+        try:
             self._store.close()
             segment, void = fresh.empty(self._folder, self._files, self._flush_file, point)
         except OSError as error:
-            raise self._fail("emptying the log", error, half_done=True) from error
+            failure = self._fail("emptying the log", error, half_done=not is_full(error))
+            self._refuse(failure)  # on a full disk, too, until it is emptied: which files count is decided already
+            raise failure from error
         self._store = SegmentStore(self._folder, self._files, [segment], [], self._config.index_interval_bytes)
         self._take_point(point)
         self._producers, self._epochs, self._epoch = ProducerStates(), EpochList(), -1
@@ -554,23 +568,6 @@ class PartitionLog(DurableLog):
         self._slot_unsynced = False
         self._unsynced.clear()
         return void
-
-    def _take_marks_back(self, offset: int, position: int) -> None:
-        """Before the log ends at `position`. A log that ends below its flushed point would be taken for damaged."""
-        self._writing = False
-        self._epoch = -1
-        self._own_from, self._own_to = NO_EPOCHS
-        self._producers = None
-        self._checkpoint_position = -1
-        self.end_offset, self.end_position = offset, position
-        if self.flushed_position > position:
-            self.flushed_offset, self.flushed_position = offset, position
-        if self.stable_position > position:
-            self.stable_offset, self.stable_position = offset, position
-        if position < self._bound_position < UNBOUND:
-            self._bound_offset, self._bound_position = offset, position
-        self._point = self._make_point(clean=False)
-        self._flush_file.write_both(self._point)
 
     def close(self, clean: bool = True) -> None:
         """Closes the files. A clean close flushes and saves all that a start would have to scan for otherwise.

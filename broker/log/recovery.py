@@ -65,7 +65,7 @@ from itertools import pairwise
 from metamq.broker.log import fresh
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.derived import load_index, load_producers, unlink, unlink_all
-from metamq.broker.log.files import FileCache
+from metamq.broker.log.files import FileCache, is_full
 from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
@@ -373,7 +373,11 @@ class _Recovery:
         """Writes the index of each sealed segment that was walked; only the active one stays in memory."""
         for segment in self.segments[:-1]:
             if segment.index is not None:
-                self.files.replace(segment.index_path, segment.index.to_bytes())
+                try:
+                    self.files.replace(segment.index_path, segment.index.to_bytes())
+                except OSError as error:
+                    if not is_full(error):
+                        raise
                 segment.index = None
 
     def _index_paths(self) -> set[str]:

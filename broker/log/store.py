@@ -24,7 +24,7 @@ from metamq.broker.log.derived import (
     unlink,
 )
 from metamq.broker.log.epochs import EpochList
-from metamq.broker.log.files import FileCache
+from metamq.broker.log.files import FileCache, is_full
 from metamq.broker.log.index import SparseIndex
 from metamq.broker.log.producers import ProducerStates
 from metamq.broker.log.scan import LOCATION, damaged, find_batch, headers, read_at
@@ -203,7 +203,11 @@ class SegmentStore:
         sealed = self.segments[-1]
         index = self.index_of(sealed)
         segment = Segment(file_path(self._folder, end_offset, end_position, "log"), end_offset, end_position, 0)
-        self._files.replace(sealed.index_path, index.to_bytes())
+        try:
+            self._files.replace(sealed.index_path, index.to_bytes())
+        except OSError as error:
+            if not is_full(error):  # it is made anew from the log
+                raise
         self._files.create(segment.path)
         self.segments.append(segment)
         self._files.indexes.put(sealed.path, index)
@@ -257,6 +261,10 @@ class SegmentStore:
             self._snapshots.append(snapshot)
         self._drop_snapshots(superfluous(self._snapshots, self.segments))
         return snapshot.path
+
+    def has_producers_from(self, position: int) -> bool:
+        """Whether the producer states can be known without what lies below `position`."""
+        return any(snapshot.position >= position for snapshot in self._snapshots)
 
     def release_oldest(self, count: int) -> list[str]:
         """Forgets the oldest segments; returns the files that are to be removed, in any thread, the oldest first."""

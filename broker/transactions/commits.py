@@ -20,10 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from metamq.broker.log import PartitionLog
+from metamq.broker.log.files import SHORTAGES
 from metamq.broker.partition import Partition
 from metamq.broker.topics import Topics
 from metamq.broker.transactions.journal import Appender, JournalStore
-from metamq.errors import CorruptData, MetamqError, TooManyOpenFiles, TopicNotFound
+from metamq.errors import CorruptData, MetamqError, TopicNotFound
 from metamq.tx.store.branch import Body
 from metamq.tx.store.fold import Committed, JournalState
 from metamq.tx.store.records import Place
@@ -72,6 +73,7 @@ class Commits:
         brought = 0
         waiting: dict[int, object] = {}
         gone: Counter[str] = Counter()
+        blocked = self._blocked_before(committed)
         for number in self._wanted(committed):
             body, batch_id = committed.bodies[number], committed.first_batch_id + number
             partition = self._find(body.place)
@@ -79,6 +81,8 @@ class Commits:
                 gone[body.place.topic] += body.place.messages
             elif isinstance(partition, MetamqError):
                 waiting[number] = partition
+            elif body.place[:3] in blocked:
+                waiting[number] = f"{partition.name} lacks what was committed before"
             elif present is not None and partition not in present:
                 waiting[number] = f"{partition.name} came back only now"
             elif present is None or batch_id not in present[partition]:
@@ -86,6 +90,7 @@ class Commits:
                 brought += problem is None
                 if problem is not None:
                     waiting[number] = problem
+                    blocked.add(body.place[:3])
         for topic, messages in gone.items():
             what = count(messages, "message")
             log.warning("%s of %s dropped: topic %r is gone", what, committed.branch.xid, topic)
@@ -96,16 +101,25 @@ class Commits:
         """Appends a batch, or tells why it has to wait. Raises StorageError, and CorruptData of the journal."""
         try:
             batch = memoryview(self._journal.body(body))
-        except TooManyOpenFiles as error:
+        except SHORTAGES as error:
             return error
         try:
             self._appender.append(partition, batch, read_header(batch), batch_id)
-        except TooManyOpenFiles as error:
+        except SHORTAGES as error:
             return error
         except CorruptData as error:
             self._topics.is_damaged(partition, error)
             return error
         return None
+
+    def _blocked_before(self, committed: Committed) -> set[tuple[str, str, int]]:
+        """Partitions that lack what was committed before: nothing of a later commit is to overtake that."""
+        return {
+            one.committed.bodies[number].place[:3]
+            for lsn, one in self.stuck.items()
+            if lsn < committed.lsn
+            for number in one.numbers
+        }
 
     def redo(self, state: JournalState) -> Iterator[int]:
         """Brings what a former master had committed and did not bring; yields how many batches that was, after each

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq.broker.flusher import Flusher
+from metamq.broker.log.files import SHORTAGES
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
 from metamq.broker.transactions.commits import Commits
@@ -363,6 +364,8 @@ class TransactionalCommandProcessor:
         except MetamqError as error:
             if held and not _is_of_the_disk(error):  # after that one nobody knows what the disk has
                 self._not_stored(term, work)
+            elif isinstance(error, SHORTAGES):
+                raise TryLater(work.xid, XACode.RETRY, str(error)) from error
             raise
 
     def _write_held(self, term: Term, work: TxRequest) -> None:

@@ -199,28 +199,57 @@ def _partition(broker: AnyBroker, topic: str) -> dict[str, int]:
     return found
 
 
-def test_a_disk_that_is_full_all_the_same_ends_the_broker_and_a_restart_loses_nothing(
-    parts: Cluster, small_disk: SmallDisk
-) -> None:
-    broker = start(parts, small_disk.folder / "broker", 2, disk_reserve_bytes=RESERVE_BYTES)
+def test_a_disk_that_is_full_all_the_same_ends_nothing(parts: Cluster, small_disk: SmallDisk) -> None:
+    """No file can be made: no segment, no index, no checkpoint, no topic, no note of a clean stop."""
+    broker = start(
+        parts,
+        small_disk.folder / "broker",
+        2,
+        disk_reserve_bytes=RESERVE_BYTES,
+        retention_check_s=0.1,
+        scrub_every_s=0.1,
+    )
+    pid = broker.pid
     with parts.admin() as admin:
         topic = admin.create_topic("enospc", partitions=1, brokers=[2], flush="ack", segment_bytes=20_000)
-    with parts.producer(delivery_timeout_s=4 * SLOW_S) as producer:
-        deliveries = [producer.send("enospc", b"%d" % n) for n in range(10)]
-        producer.flush()
-        small_disk.use_up_files()
-        big = [producer.send("enospc", b"%d-" % n + b"x" * 9000) for n in range(8)]
-        assert broker.wait(60) == 1
-        text = broker.log_path.read_text()
-        assert "broker 2 stops: enospc/2-0: starting a segment failed: No space left on device" in text
-        assert "Look at the disk (`dmesg`, `df`), then start the broker again" in text
-        small_disk.empty()
-        broker.start()
-        offsets = [delivery.result(4 * SLOW_S).offset for delivery in deliveries + big]
-    assert offsets == list(range(18))
-    stored = read_topic(broker, "enospc", topic.id)["2-0"]
-    assert [m.value.partition(b"-")[0] for m in stored] == [b"%d" % n for n in [*range(10), *range(8)]]
+        admin.create_topic("gone", partitions=1, brokers=[2])
+        with parts.producer(delivery_timeout_s=4 * SLOW_S) as producer:
+            deliveries = [producer.send("enospc", b"%d" % n) for n in range(10)]
+            producer.flush()
+            small_disk.use_up_files()
+            deliveries += [producer.send("enospc", b"%d-" % n + b"x" * 9000) for n in range(8)]
+            refused = put_until_refused(broker, topic)
+            assert "no room is left on the disk. Free disk, inodes or quota" in str(refused)
+            assert refused.outcome == "not_done"
+            assert len(read_topic(broker, "enospc", topic.id)["2-0"]) >= 10, "readers are served"
+            with pytest.raises(MetamqError):
+                admin.create_topic("new", partitions=1, brokers=[2], timeout_s=1)
+            admin.delete("gone")
+            wait_until(
+                lambda: "topics are not followed at present" in broker.log_path.read_text(), what="the new topic"
+            )
+            assert (broker.running, broker.pid) == (True, pid)
+            small_disk.empty()
+            offsets = [delivery.result(4 * SLOW_S).offset for delivery in deliveries]
+        assert len(offsets) == len(set(offsets)) == 18
+        wait_until(lambda: any(p["topic"] == "new" for p in statistics(broker)["partitions"]), what="the new topic")
+        wait_until(lambda: not list((broker.data / "topics").glob("gone@*")), what="the deleted topic gone")
+    stored = [m.value.partition(b"-")[0] for m in read_topic(broker, "enospc", topic.id)["2-0"]]
+    assert [value for value in stored if value != b"once"] == [b"%d" % n for n in [*range(10), *range(8)]]
+    small_disk.use_up_files()
+    broker.kill()
+    broker.start(wait=False)
+    wait_until(lambda: "waits for room on its disk" in broker.log_path.read_text(), what="a start without room")
+    small_disk.empty()
+    broker.wait_ready(SLOW_S)
     assert broker.stop() == 0
+
+
+def put_until_refused(broker: AnyBroker, topic: TopicConfig) -> MetamqError:
+    """The answer to a batch for which there is no room: as many are stored as the last segment takes."""
+    while True:
+        if (error := put(broker, topic)) is not None:
+            return error
 
 
 def test_the_first_failed_write_ends_the_broker_and_a_restart_loses_nothing(parts: Cluster, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class History:
     def __init__(self, own: DiskOs, *, noting: bool = True) -> None:
         """Without `noting` the moments are let pass."""
         self.known = Known()
+        self.may_refuse = False
+        """Whether a disk without room is no fault of the broker: what it refuses then ends the history."""
         self.moments: list[Moment] = []
         disk = own.disks["a"] = Disk()
 
@@ -95,7 +97,7 @@ class History:
         for xid in xids:
             codes = self.replica.do(xid, *WORK, sends=SENT[xid])
             self.end_if_dead()
-            assert codes == [XACode.OK] * 3, codes
+            self._is_ok(codes, 3)
 
     def together(self, *asked: tuple[Xid, Verb], whole: bool = False) -> None:
         """One fsync for all of them. `whole`: each request also has the work, from the branch's beginning on."""
@@ -109,15 +111,21 @@ class History:
         for xid, verb, opaque in opaques:
             self._answered(xid, verb, opaque)
         self.end_if_dead()
-        for xid, verb, opaque in opaques:
-            assert self.replica.connection.codes(opaque) == [XACode.OK] * (len(work) + 1), (xid, verb)
+        for _xid, _verb, opaque in opaques:
+            self._is_ok(self.replica.connection.codes(opaque), len(work) + 1)
+
+    def _is_ok(self, codes: list[XACode] | None, count: int) -> None:
+        if self.may_refuse and codes != [XACode.OK] * count:
+            raise Ended
+        assert codes == [XACode.OK] * count, codes
 
     def end_if_dead(self) -> None:
         if self.replica.dead:
             raise Ended
 
     def _answered(self, xid: Xid, verb: Verb, opaque: int) -> None:
-        if self.replica.connection.codes(opaque) is None:
+        codes = self.replica.connection.codes(opaque)
+        if codes is None or (self.may_refuse and (not codes or codes[-1] is not XACode.OK)):
             return
         before = self.known.copy()
         if verb is Verb.PREPARE:

@@ -303,7 +303,7 @@ class DiskOs:
         inside = sorted(path for path in disk.names if os.path.dirname(path) == folder)
         return iter([_Entry(os.path.basename(path), path, len(disk.data[disk.names[path]])) for path in inside])
 
-    def open_file(self, path: str, mode: str) -> Any:
+    def open_file(self, path: str, mode: str, *, opener: object = None) -> Any:
         if mode == "rb":
             return io.BytesIO(bytes(self.disk_of(path).data[self._inode(path)]))
         flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if mode == "xb" else os.O_TRUNC)

@@ -25,7 +25,7 @@ class FailingCall:
         self.calls = 0
         self.what = ""
         self._number = number
-        self._kind = kind
+        self.kind = kind
         self._full = False
 
     def __call__(self, call: str) -> OSError | int | None:
@@ -36,10 +36,10 @@ class FailingCall:
         if self.calls != self._number:
             return None
         self.what = call
-        if self._kind is None and call == "write":
+        if self.kind is None and call == "write":
             self._full = True
             return 30
-        return OSError(self._kind or errno.EIO, "a fault that was planted")
+        return OSError(self.kind or errno.EIO, "a fault that was planted")
 
 
 def lived(own: DiskOs, fault: FailingCall) -> History:
@@ -48,6 +48,7 @@ def lived(own: DiskOs, fault: FailingCall) -> History:
     history: History | None = None
     try:
         history = History(own, noting=False)
+        history.may_refuse = fault.kind != errno.EIO
         unfold(history)
     except (Ended, MetamqError):
         assert fault.what

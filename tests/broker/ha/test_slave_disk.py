@@ -50,3 +50,25 @@ def test_a_slave_without_room_stores_nothing_holds_nothing_up_and_comes_back(
     values += send(group, topic, 5, b"after")
     group.wait_equal(0, 1)
     assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_a_slave_whose_disk_takes_no_file_lives_on_and_comes_back(
+    group: Group, slave: BrokerProcess, small_disk: SmallDisk
+) -> None:
+    """Bytes are free, so that nothing warns it: the write itself is refused, of a segment as of a checkpoint."""
+    topic = a_sync_topic(group, partitions=1, segment_bytes=2000)
+    group.wait_insync(0, 1)
+    values = send(group, topic, 20, b"before")
+    group.wait_equal(0, 1)
+    pid = slave.pid
+    small_disk.use_up_files()
+    values += send(group, topic, 60, b"without room" + bytes(100))
+    wait_until(lambda: "no room is left on the disk" in slave.log_path.read_text(), what="the full disk met")
+    group.wait_insync(0)
+    assert (slave.running, slave.pid) == (True, pid)
+    small_disk.empty()
+    group.wait_insync(0, 1)
+    values += send(group, topic, 5, b"after")
+    group.wait_equal(0, 1)
+    assert (slave.running, slave.pid) == (True, pid)
+    assert sorted(group.read(topic)) == sorted(values)
