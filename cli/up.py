@@ -69,6 +69,8 @@ def up(
 ) -> int:
     """Start a ZooKeeper and a broker, a master and a slave, on this machine. Ctrl-C ends all.
 
+    The first start downloads ZooKeeper's jars (4 MB). Without a network: see `metamq zookeeper --fetch-jars`.
+
     Prints the line to paste where the clients run; with the usual port, clients on this machine need none. With -o json
     one line says where everything is. A master or slave that is killed is missed, and the others go on. Slaves have the
     next free ports. Settings of the broker come from [broker] of the TOML file and METAMQ_BROKER_..., but for its id,

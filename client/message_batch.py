@@ -213,7 +213,7 @@ class MessageBatch(Generic[T]):
         try:
             from metamq.client.arrow import record_batch
         except ImportError:
-            raise ConfigError("to_arrow() needs pyarrow", hint="Install it with: pip install 'metamq[arrow]'") from None
+            raise ConfigError("to_arrow() needs pyarrow", hint="Install it with: pip install pyarrow") from None
         with self._decoding():
             return record_batch(self._columns, self._header, self.topic, self.partition, self._skip)
 

@@ -39,15 +39,15 @@ def codec_named(name: str | None) -> Codec:
 
 def _module(codec: Codec) -> Any:
     if codec is Codec.LZ4:
-        name, extra = "lz4.frame", "lz4"
+        name, package = "lz4.frame", "lz4"
     else:
-        name, extra = ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"), "zstd"
+        name, package = ("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"), "backports.zstd"
     try:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(
             f"{codec.name.lower()} compression needs the package {name!r}",
-            hint=f"Install it with: pip install 'metamq[{extra}]'",
+            hint=f"Install it with: pip install {package}",
         ) from None
 
 

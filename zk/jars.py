@@ -101,8 +101,9 @@ LOGGING_JAR = Jar(
 PINNED = (*JARS, LOGGING_JAR)
 
 _WAYS = (
-    "Set METAMQ_ZOOKEEPER_JARS to a folder with the jars of ZooKeeper 3.9 (the `lib` folder of its download, or the "
-    "`jars` folder of an installed pyspark), or allow the download from Maven Central "
+    "Run `metamq zookeeper --fetch-jars` on a machine with a network, copy the folder that it names, and set "
+    "METAMQ_ZOOKEEPER_JARS to the copy; the `lib` folder of ZooKeeper's own download, or the `jars` folder of an "
+    "installed pyspark, will do as well; or allow the download from Maven Central "
     "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are honoured); "
     "or point METAMQ_ZOOKEEPER at a ZooKeeper that runs already."
 )

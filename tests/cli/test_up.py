@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -233,6 +234,22 @@ def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
             _, talk = child.communicate(timeout=90)
             assert child.returncode == 1
             assert b"port %d of 127.0.0.1 is taken, %s cannot listen there" % (port, what) in talk
+
+
+def test_fetched_jars_serve_on_a_machine_without_a_network(
+    process: Start, offline: Metamq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = offline("zookeeper", "--fetch-jars", "-o", "json").json
+    shutil.copytree(told["jars"], tmp_path / "jars")
+    monkeypatch.delenv("METAMQ_ZOOKEEPER_JARS", raising=False)
+    assert "METAMQ_ZOOKEEPER_JARS" in offline("zookeeper", "--fetch-jars").talk
+    nowhere = {"METAMQ_MAVEN": "http://127.0.0.1:1/nothing", "XDG_CACHE_HOME": str(tmp_path / "empty")}
+    server = process(
+        "zookeeper", "--data", tmp_path / "zookeeper", "--port", free_port(), "-o", "json", cwd=tmp_path,
+        env={**nowhere, "METAMQ_ZOOKEEPER_JARS": str(tmp_path / "jars")},
+    )  # fmt: skip
+    assert server.stdout is not None
+    assert "zookeeper" in json.loads(server.stdout.readline())
 
 
 def test_broker_and_zookeeper_in_the_foreground(process: Start, offline: Metamq, tmp_path: Path, until: Until) -> None:

@@ -97,4 +97,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lz4.frame", None)
     with pytest.raises(ConfigError, match=r"lz4 compression needs the package 'lz4.frame'. Install it with") as caught:
         codec_named("lz4")
-    assert caught.value.hint == "Install it with: pip install 'metamq[lz4]'"
+    assert caught.value.hint == "Install it with: pip install lz4"

@@ -106,7 +106,7 @@ def test_without_any_source_the_error_names_all_of_them(
     assert cache_folder() == tmp_path / "metamq" / f"zookeeper-{jars.ZOOKEEPER_VERSION}"
     with pytest.raises(ConfigError, match=f"{repository.url}/org/apache/zookeeper/.* cannot be fetched") as failure:
         find_jars()
-    for way in ("METAMQ_ZOOKEEPER_JARS", "pyspark", "METAMQ_MAVEN", "HTTPS_PROXY", "METAMQ_ZOOKEEPER "):
+    for way in ("--fetch-jars", "METAMQ_ZOOKEEPER_JARS", "pyspark", "METAMQ_MAVEN", "HTTPS_PROXY", "METAMQ_ZOOKEEPER "):
         assert way in failure.value.hint
 
 
