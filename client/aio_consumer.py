@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from metamq.client.aio_listener import DeadLetters, ListenerTasks
-from metamq.client.checks import check_callables, check_seconds, partition_of
+from metamq.client.checks import check_callables, check_seconds, check_whole, partition_of
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -117,8 +117,10 @@ class Consumer(OpenedLater, ConsumerFace[T]):
                         yield message
                 self._finish()
 
-    async def batches(self) -> AsyncGenerator[MessageBatch[T], None]:
-        """Batches as they are stored, without an object per message; ends as iteration does."""
+    async def batches(self, max_messages: int | None = None) -> AsyncGenerator[MessageBatch[T], None]:
+        """Batches as they are stored, without an object per message; see metamq.Consumer.batches."""
+        if max_messages is not None:
+            check_whole("max_messages", max_messages, 1)
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
@@ -128,7 +130,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             while True:
                 goes_on()
                 self._finish()
-                hand = await self._hands.take(whole=True)
+                hand = await self._hands.take(whole=True, max_messages=max_messages or 0)
                 if hand is None:
                     return
                 self._hand = hand

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.background import background
-from metamq.client.checks import check_callables, check_seconds, not_picklable, partition_of
+from metamq.client.checks import check_callables, check_seconds, check_whole, not_picklable, partition_of
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
@@ -163,8 +163,14 @@ class Consumer(ConsumerFace[T]):
             raise
         return True
 
-    def batches(self) -> Iterator[MessageBatch[T]]:
-        """Batches as they are stored, without an object per message; ends as iteration does."""
+    def batches(self, max_messages: int | None = None) -> Iterator[MessageBatch[T]]:
+        """Batches as they are stored, without an object per message; ends as iteration does.
+
+        `max_messages`: joins what was fetched of a partition, up to so many messages: fewer and larger batches where
+        producers' are small. It does not wait for more to come, and splits no stored batch.
+        """
+        if max_messages is not None:
+            check_whole("max_messages", max_messages, 1)
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
@@ -174,7 +180,7 @@ class Consumer(ConsumerFace[T]):
             while True:
                 goes_on()
                 self._finish()
-                hand = self._hands.take(whole=True)
+                hand = self._hands.take(whole=True, max_messages=max_messages or 0)
                 if hand is None:
                     return
                 self._hand = hand

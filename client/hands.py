@@ -51,24 +51,24 @@ class ThreadHands:
         self._idle_timeout_s = idle_timeout_s
         self._asks = asks
 
-    def take(self, stop: threading.Event | None = None, *, whole: bool = False) -> Hand | None:
+    def take(self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0) -> Hand | None:
         """Waits for a batch; None when it was closed or idle, or when `stop` is set and poke() was called."""
         taken: list[Hand] = []
         try:
-            return self._take(stop, whole, taken)
+            return self._take(stop, whole, max_messages, taken)
         except BaseException:  # a Ctrl-C, perhaps after it was taken: the caller does not have it
             for hand in taken:
                 self.release(hand, in_hand=False)
             raise
 
-    def _take(self, stop: threading.Event | None, whole: bool, taken: list[Hand]) -> Hand | None:
+    def _take(self, stop: threading.Event | None, whole: bool, max_messages: int, taken: list[Hand]) -> Hand | None:
         inbox = self._core.inbox
         wait: _Wait | None = None
         while True:
             with inbox.lock:
                 if inbox.closed or (stop is not None and stop.is_set()):
                     return None
-                hand = inbox.take(whole=whole, taken=taken)
+                hand = inbox.take(whole=whole, taken=taken, max_messages=max_messages)
                 if hand is not None:
                     return hand
                 wait = wait or _Wait(self._core.end, asks=self._asks)
@@ -106,14 +106,14 @@ class TaskHands:
         self._filled = asyncio.Event()
         core.inbox.notify = self._filled.set
 
-    async def take(self, *, whole: bool = False) -> Hand | None:
+    async def take(self, *, whole: bool = False, max_messages: int = 0) -> Hand | None:
         """Waits for a batch; None when it was closed or idle."""
         inbox = self._core.inbox
         wait: _Wait | None = None
         while not inbox.closed:
             self._filled.clear()
             with inbox.lock:
-                hand = inbox.take(whole=whole)
+                hand = inbox.take(whole=whole, max_messages=max_messages)
             if hand is not None:
                 return hand
             wait = wait or _Wait(self._core.end)

@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+from metamq.client.joined_batch import JoinedBatch, joinable
 from metamq.client.message_batch import SLICE_MESSAGES, VALUES_AT, MessageBatch
 from metamq.errors import DecodeError, MetamqError
 from metamq.zk.ownership import Claim
@@ -243,21 +244,24 @@ class Inbox:
             self._count(state, sum(batch.size_bytes for batch in batches))
             self._offer(state)
 
-    def take(self, *, whole: bool, taken: list[Hand] | None = None) -> Hand | None:
+    def take(self, *, whole: bool, taken: list[Hand] | None = None, max_messages: int = 0) -> Hand | None:
         """A batch of the partition whose turn it is, or None. Under the lock. Raises the error set by fail().
 
-        It is put into `taken` before it counts as taken: a Ctrl-C in here leaves nothing that finish() cannot mend.
+        `max_messages`: batches that are there and follow one another are joined up to so many. It is put into `taken`
+        before it counts as taken: a Ctrl-C in here leaves nothing that finish() cannot mend.
         """
         if self.error is not None:
             raise self.error
         if not self._ready or not self._may_deliver():
             return None
         state = next(iter(self._ready))
-        hand = Hand(state, state.buffered[0], self._may_deliver, whole=whole)
+        parts = joinable(state.buffered, max_messages)
+        hand = Hand(state, parts[0] if len(parts) == 1 else JoinedBatch(parts), self._may_deliver, whole=whole)
         if taken is not None:
             taken.append(hand)
         state.hand = hand
-        state.buffered.popleft()
+        for _ in parts:
+            state.buffered.popleft()
         del self._ready[state]
         return hand
 
@@ -327,7 +331,7 @@ class Inbox:
     def drop_from(self, state: PartitionState, offset: int) -> None:
         """What is buffered, or in hand, from there on was given up. A batch is given up as a whole."""
         with self.lock:
-            if state.hand is not None and state.hand.batch.offset >= offset:
+            if state.hand is not None and state.hand.batch.end_offset > offset:
                 state.hand.take_back()
             while state.buffered and state.buffered[-1].offset >= offset:
                 self._count(state, -state.buffered.pop().size_bytes)

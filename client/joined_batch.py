@@ -1,0 +1,84 @@
+"""Several stored batches of one partition in one: what `batches(max_messages=...)` gives.
+
+Producers' batches are as small as their traffic; a transaction a batch then costs more than the work in it. Joined are
+batches that follow one another without a hole, of one epoch, so that offsets and epoch mean what they do for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from metamq.client.message_batch import MessageBatch
+from metamq.client.model import Message
+from metamq.client.typevars import T
+
+
+def joinable(batches: Iterable[MessageBatch[T]], max_messages: int) -> list[MessageBatch[T]]:
+    """The first of the batches, and those behind it that may be joined to it, up to so many messages."""
+    found: list[MessageBatch[T]] = []
+    messages = 0
+    for batch in batches:
+        messages += len(batch)
+        if found and (messages > max_messages or batch.offset != found[-1].end_offset or batch.epoch != found[0].epoch):
+            break
+        found.append(batch)
+    return found
+
+
+class JoinedBatch(MessageBatch[T]):
+    """Columns are those of its parts, one after the other; each part is decoded when a column is first used."""
+
+    def __init__(self, parts: Sequence[MessageBatch[T]]) -> None:
+        first = parts[0]
+        self.topic, self.partition, self.offset, self.epoch = first.topic, first.partition, first.offset, first.epoch
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @property
+    def end_offset(self) -> int:
+        """The offset after the last message."""
+        return self._parts[-1].end_offset
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the stored batches."""
+        return sum(part.size_bytes for part in self._parts)
+
+    @cached_property
+    def values(self) -> Sequence[T]:
+        """The values, as bytes or as `decode=` makes them."""
+        return list(chain.from_iterable(part.values for part in self._parts))
+
+    def plain_value(self, offset: int) -> bytes:
+        """One message's value as it is stored."""
+        return next(part for part in self._parts if offset < part.end_offset).plain_value(offset)
+
+    @cached_property
+    def keys(self) -> Sequence[bytes | None]:
+        """The keys; None for a message without one."""
+        return list(chain.from_iterable(part.keys for part in self._parts))
+
+    @cached_property
+    def timestamps(self) -> Sequence[int]:
+        """Microseconds since 1970, UTC."""
+        return list(chain.from_iterable(part.timestamps for part in self._parts))
+
+    @cached_property
+    def headers(self) -> Sequence[Mapping[str, bytes]]:
+        """Each message's headers, empty for none."""
+        return list(chain.from_iterable(part.headers for part in self._parts))
+
+    def __iter__(self) -> Iterator[Message[T]]:
+        return chain.from_iterable(self._parts)
+
+    def to_arrow(self) -> Any:
+        """As MessageBatch.to_arrow, with one copy: the columns of the parts are put together."""
+        batches = [part.to_arrow() for part in self._parts]
+        import pyarrow
+
+        return pyarrow.concat_batches(batches)
