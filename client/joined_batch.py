@@ -36,6 +36,16 @@ class JoinedBatch(MessageBatch[T]):
         self.topic, self.partition, self.offset, self.epoch = first.topic, first.partition, first.offset, first.epoch
         self._parts = parts
 
+    @property
+    def is_rejected(self) -> bool:  # type: ignore[override]
+        """Whether `decode=` has rejected a message of it."""
+        return any(part.is_rejected for part in self._parts)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether values are made by `decode=`."""
+        return self._parts[0].decodes
+
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
@@ -51,12 +61,23 @@ class JoinedBatch(MessageBatch[T]):
 
     @cached_property
     def values(self) -> Sequence[T]:
-        """The values, as bytes or as `decode=` makes them."""
+        """The values, as bytes or as `decode=` makes them. Raises DecodeError for the first one that it rejects."""
         return list(chain.from_iterable(part.values for part in self._parts))
+
+    def _part_with(self, offset: int) -> MessageBatch[T]:
+        return next(part for part in self._parts if offset < part.end_offset)
+
+    def undecoded(self, offset: int) -> Message[bytes]:
+        """One message with its value as it is stored."""
+        return self._part_with(offset).undecoded(offset)
+
+    def decoded_message(self, offset: int) -> Message[T]:
+        """One message. Raises DecodeError."""
+        return self._part_with(offset).decoded_message(offset)
 
     def plain_value(self, offset: int) -> bytes:
         """One message's value as it is stored."""
-        return next(part for part in self._parts if offset < part.end_offset).plain_value(offset)
+        return self._part_with(offset).plain_value(offset)
 
     @cached_property
     def keys(self) -> Sequence[bytes | None]:

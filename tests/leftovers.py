@@ -23,6 +23,8 @@ POOLS = ("asyncio_", "uvloop_", "metamq", "ThreadPoolExecutor-")
 """Names of threads that stay for later use: of the background loop, of asyncio.to_thread(), of pools."""
 
 _of_the_session: set[threading.Thread | int] = set()
+_servers_of_the_session: set[str] = set()
+"""Their commands: some may be started anew by tests."""
 
 
 def alive() -> set[threading.Thread | int]:
@@ -40,7 +42,9 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
     try:
         return (yield)
     finally:
-        _of_the_session.update(alive() - before)
+        made = alive() - before
+        _of_the_session.update(made)
+        _servers_of_the_session.update(filter(None, map(_command, made)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +59,7 @@ def check(before: set[threading.Thread | int]) -> None:
     """Fails where anything is left that was not there before."""
     gc.collect()
     deadline = time.monotonic() + LIMIT_S
-    while left := alive() - before - _of_the_session:
+    while left := {one for one in alive() - before - _of_the_session if _command(one) not in _servers_of_the_session}:
         if time.monotonic() > deadline:
             raise AssertionError(f"this module's tests have left behind: {', '.join(map(_name, left))}")
         time.sleep(0.01)
@@ -65,6 +69,11 @@ def check(before: set[threading.Thread | int]) -> None:
 def _name(one: threading.Thread | int) -> str:
     if isinstance(one, threading.Thread):
         return f"thread {one.name} ({getattr(one, '_target', None)})"
+    return f"process {one}: {_command(one)}"
+
+
+def _command(one: threading.Thread | int) -> str:
+    """Of a process; "" of a thread, and of a process that has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return f"process {one}: {' '.join(psutil.Process(one).cmdline())}"
-    return f"process {one}"
+        return "" if isinstance(one, threading.Thread) else " ".join(psutil.Process(one).cmdline())
+    return ""

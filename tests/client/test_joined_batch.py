@@ -12,7 +12,7 @@ import pytest
 
 from metamq import DatabaseOffsets, aio
 from metamq.client.joined_batch import JoinedBatch, joinable
-from metamq.errors import ConfigError, WrongType
+from metamq.errors import ConfigError, DecodeError, WrongType
 from tests.parts import wait_until
 
 if TYPE_CHECKING:
@@ -91,6 +91,25 @@ def test_a_joined_batch_that_is_not_done_comes_again(shop: Shop, group: str) -> 
                 raise KeyError
     with shop.consumer(topic, group) as consumer:
         assert next(iter(consumer)).value == b"12"
+
+
+def test_what_decode_rejects_in_a_joined_batch_is_named_and_comes_again(shop: Shop, group: str) -> None:
+    def decode(value: bytes) -> int:
+        if value == b"13":
+            raise ValueError("unlucky")
+        return int(value)
+
+    topic = shop.topic()
+    small_batches(shop, topic, 20)
+    for _ in range(2):
+        with pytest.raises(DecodeError) as raised, shop.consumer(topic, group, decode=decode) as consumer:  # noqa: PT012
+            wait_until(lambda consumer=consumer: len(buffered(consumer)) == 20)
+            batch = next(consumer.batches(max_messages=100))
+            assert len(batch) == 20
+            assert batch.undecoded(13).value == b"13"
+            assert batch.decoded_message(14).value == 14
+            list(batch.values)
+        assert (raised.value.partition, raised.value.offset) == ("0-0", 13)
 
 
 def test_results_and_offsets_of_a_joined_batch_are_one_transaction(shop: Shop, group: str, tmp_path: Path) -> None:

@@ -183,9 +183,10 @@ def test_a_producer_that_was_dropped_flushes_too(parts: Cluster, topic: TopicCon
         topic,
         """
 producer = metamq.Producer(zookeeper)
-producer.send(topic, b"dropped").add_done_callback(lambda d: print("done", flush=True))
+stored = threading.Event()
+producer.send(topic, b"dropped").add_done_callback(lambda d: stored.set())
 del producer
-time.sleep(1)
+assert stored.wait(60)
 """,
         "-W",
         "always",
