@@ -466,7 +466,8 @@ class RoleKeeper:
         try:
             self._folder.know_term(held.epoch, held.version)
         except StorageError as error:
-            self._failed(error)
+            if not isinstance(error, SHORTAGES):  # else it is asked for again, and not held until it is known here
+                self._failed(error)
             raise
         self._mastership = held
 
