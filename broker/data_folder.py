@@ -3,6 +3,7 @@
     lock                                exclusive flock of the process that uses the folder; its pid, for people
     meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean, the
                                         highest epoch, and which files `lock` and it itself are
+    partitions                          which partitions were ever made here (metamq.broker.made_partitions)
     topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log)
     topics/.removed-…                   a topic that is being removed
 
@@ -31,12 +32,16 @@ import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from metamq.broker import made_partitions
 from metamq.broker.folder_lock import FolderLock, mark_of
+from metamq.broker.log import flushed
 from metamq.broker.log.files import shortage
+from metamq.broker.made_partitions import MadePartitions
 from metamq.errors import ConfigError, DiskFull, StorageError
 from metamq.private_files import make_folder, opener, too_open
 
@@ -103,6 +108,7 @@ class DataFolder:
         """Whether meta.json may tell too low an epoch: it is older, or of an older release. The logs tell the rest."""
         self._synced: set[Path] = set()
         """Topics' folders whose names are durable."""
+        self._made: MadePartitions
 
     @classmethod
     def open(cls, path: Path, broker_id: int, replica: int = 0, *, boot_id: str | None = None) -> DataFolder:
@@ -129,6 +135,7 @@ class DataFolder:
             if former is not None and former.incarnation != meta.incarnation:
                 folder._raised("the host went down without a clean stop of the broker")
             folder._finish_removals()
+            folder._look_for_partitions()
         except BaseException:
             lock.close()
             raise
@@ -276,6 +283,38 @@ class DataFolder:
             raise _failure(folder, "making a topic's folder", error) from error
         return folder / str(index)
 
+    def _look_for_partitions(self) -> None:
+        """Reads which partitions there were. A folder that lost all of them, and their record, counts as a new one.
+
+        Raises StorageError.
+        """
+        try:
+            found = [
+                f"{topic.path.name}/{index}"
+                for topic in self.topics()
+                for index in topic.partitions
+                if (topic.path / str(index) / flushed.FILE_NAME).exists()
+            ]
+            self._made = MadePartitions(self.path, found)
+        except OSError as error:
+            raise _failure(self.path, "reading which partitions there are", error) from error
+        if self._made.is_new and not self.topics() and self.cluster_id:
+            self._store(replace(self._meta, cluster_id=""))
+
+    def missing(self, topic: str, topic_id: str, indexes: Iterable[int]) -> set[int]:
+        """Partitions that were made here, and whose files are gone. Any thread."""
+        name = f"{topic}@{topic_id}"
+        folder = self.path / "topics" / name
+        made = [index for index in indexes if f"{name}/{index}" in self._made]
+        return {index for index in made if not os.path.exists(f"{folder}/{index}/{flushed.FILE_NAME}")}
+
+    def were_made(self, topic: str, topic_id: str, indexes: Iterable[int]) -> None:
+        """Makes it durable that there are these partitions. Their logs are. Any thread. Raises StorageError."""
+        try:
+            self._made.add(f"{topic}@{topic_id}/{index}" for index in indexes)
+        except OSError as error:
+            raise _failure(self.path / made_partitions.FILE_NAME, "writing it", error) from error
+
     def remove_topic(self, topic: str, topic_id: str) -> None:
         """Removes a topic's folder; its logs are closed. Once this returns, no start finds it again.
 
@@ -288,6 +327,7 @@ class DataFolder:
             return
         doomed = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{folder.name}")
         try:
+            self._made.forget(self._made.of(folder.name))
             folder.rename(doomed)
             _sync(folder.parent)
             shutil.rmtree(doomed)

@@ -61,6 +61,10 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
 THREADS = 3
 """One may be long at removing a topic, and one at what is left of an emptied log."""
 RETRY_S = 1.0
+MISSING_HINT = (
+    "Put its folder back. Or promote a replica that is in sync, and this one copies the partition. "
+    "`metamq log forget` gives it up."
+)
 OWN = "~"
 """What the names of a broker's own logs begin with: no topic's name can."""
 
@@ -180,11 +184,15 @@ class Topics:
                         closed.close(error, clean=False)
                 self._broken[topic, index] = error  # until it is moved
                 folder = self._folder.partition_folder(topic, config.id, index)
-                moving = partial(set_aside, folder, name, self._files, now_us=time.time_ns() // 1000)
+                moving = partial(self._set_aside, folder, name)
                 await asyncio.get_running_loop().run_in_executor(self._executor, moving)
-                await self._open(topic, config, [index])
+                await self._open(topic, config, [index], anew=True)
                 if index in self.open[topic]:
                     del self._broken[topic, index]
+
+    def _set_aside(self, folder: Path, name: str) -> None:
+        if folder.exists():
+            set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
         """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
@@ -229,14 +237,17 @@ class Topics:
         await self._open(topic, config, missing)
         self._configs[topic] = config
 
-    async def _open(self, topic: str, config: TopicConfig, indexes: list[int]) -> None:
-        """Opens logs, and makes those that are not there."""
+    async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, anew: bool = False) -> None:
+        """Opens logs, and makes those that this folder never had; or has no more, `anew`."""
         indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
-        await self._made(config, indexes)
+        missing = await self._made(config, indexes, anew)
         for index in indexes:
             name = self._name(topic, index)
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
+                if index in missing:
+                    reason = f"this replica had it, and its files are not in {folder}"
+                    raise CorruptData(name, reason, hint=MISSING_HINT)
                 opened = await self._open_log(str(folder), name, settings)
                 if self._folder.asks_logs_for_epoch:
                     self._folder.know_term(opened.epochs().last)
@@ -248,12 +259,13 @@ class Topics:
             self.opened(indexed[index])
             await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
 
-    async def _made(self, config: TopicConfig, indexes: list[int]) -> None:
+    async def _made(self, config: TopicConfig, indexes: list[int], anew: bool) -> set[int]:
         trouble = Trouble()
         while True:
             try:
-                await asyncio.get_running_loop().run_in_executor(self._executor, self._make, config, indexes)
-                return
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._make, config, indexes, anew
+                )
             except TooManyOpenFiles as error:
                 trouble.lasts(f"the logs of topic {config.topic!r} wait", error)
                 await asyncio.sleep(RETRY_S)
@@ -272,8 +284,13 @@ class Topics:
     def _name(self, topic: str, index: int) -> str:
         return f"{topic}/{partition_name(self._broker_id, index)}"
 
-    def _make(self, config: TopicConfig, indexes: list[int]) -> None:
-        """Makes the logs that are not there, and notes the topic's settings beside them. In a thread."""
+    def _make(self, config: TopicConfig, indexes: list[int], anew: bool) -> set[int]:
+        """Makes the logs that are not there, and notes the topic's settings beside them. In a thread.
+
+        Returns the partitions that are missing: they were there, and are not made `anew`.
+        """
+        missing = set() if anew else self._folder.missing(config.topic, config.id, indexes)
+        indexes = [index for index in indexes if index not in missing]
         for index in indexes:
             folder = self._folder.partition_folder(config.topic, config.id, index)
             PartitionLog.make(folder, self._name(config.topic, index), self._files)
@@ -281,6 +298,8 @@ class Topics:
             topic_settings.save(self._folder.partition_folder(config.topic, config.id, 0).parent, config)
         if indexes:
             self._folder.sync_topic(config.topic, config.id)
+            self._folder.were_made(config.topic, config.id, indexes)
+        return missing
 
     async def run_removals(self) -> None:
         """Removes the folders of deleted topics, for ever. Raises StorageError."""

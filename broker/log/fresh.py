@@ -8,8 +8,8 @@ flush point without the word ends it. No batch is appended before that.
 Large files take their time to go, so those that do not count get names under which no log looks for anything; whoever
 has time removes them, the next open at the latest.
 
-*A damaged log* is put aside as a whole: its folder gets another name. One rename is one step, and a partition whose
-folder is missing is a new one.
+*A damaged log* is put aside as a whole: its folder gets another name. One rename is one step. A crash before the new
+log is made leaves a partition whose folder is missing, which is damaged, too: metamq.broker.made_partitions.
 """
 
 from __future__ import annotations
