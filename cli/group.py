@@ -65,7 +65,7 @@ def describe(names: tuple[str, ...], output: str) -> None:
     """Show committed offsets, lag and owners of a group's partitions, and its members.
 
     PROGRESS is how long ago a member last said that it got on; members say so every 10 s, so a minute or more means
-    that it is stuck. "-": nothing is committed, or nobody owns the partition.
+    that it is stuck. "-": nothing is committed, nobody owns the partition, or the lag is not known.
 
     \b
     metamq group describe etl

@@ -140,10 +140,17 @@ class GroupPartition:
 
     @property
     def lag(self) -> int | None:
-        """Messages between the committed offset and the end."""
-        if self.committed is None or self.end is None or self.start is None:
+        """Messages between the group's place and the end; None where either is not known.
+
+        An owner without a committed offset has begun at the log's start: one that begins elsewhere commits that first.
+        Where nobody owns the partition, nobody knows where its next owner begins, unless the log is empty.
+        """
+        if self.end is None or self.start is None:
             return None
-        return max(self.end - max(self.committed, self.start), 0)
+        if self.committed is not None:
+            return max(self.end - max(self.committed, self.start), 0)
+        is_known = (self.owner is not None and not self.kept_by) or self.end == self.start
+        return self.end - self.start if is_known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +165,10 @@ class GroupDescription:
 
     @property
     def lag(self) -> int | None:
-        """Of all partitions in which something is committed; None while a broker does not tell where one ends."""
-        if any(partition.committed is not None and partition.lag is None for partition in self.partitions):
-            return None
-        return sum(partition.lag or 0 for partition in self.partitions)
+        """Of all partitions; None where that of one is not known."""
+        lags = [partition.lag for partition in self.partitions]
+        known = [lag for lag in lags if lag is not None]
+        return sum(known) if len(known) == len(lags) else None
 
 
 @dataclass(frozen=True, slots=True)

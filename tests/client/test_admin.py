@@ -242,7 +242,7 @@ def test_a_group_is_seen_from_outside(running: Cluster, admin: Admin, topic: str
         assert 0 <= described.members[0].progress_age_ms < 60_000
         first, second = described.partitions
         assert (first.committed, first.start, first.end, first.lag, first.owner) == (2, 0, 5, 3, "reader")
-        assert (second.committed, second.end, second.lag, second.problem) == (None, 0, None, "")
+        assert (second.committed, second.end, second.lag, second.problem) == (None, 0, 0, "")
         assert described.lag == 3
         assert admin.groups()[topic].members == ("reader",)
         explained = admin.explain_group(topic)
@@ -528,11 +528,37 @@ def test_a_topic_that_may_exist_is_left_as_it_is(admin: Admin, topic: str) -> No
 
 
 def test_the_lag_of_a_group_is_not_known_while_that_of_a_partition_is_not() -> None:
-    """Nothing committed is another matter: there is nothing to lag behind."""
     known = GroupPartition("t", "0-0", 2, 0, 5, None, None)
     away = dataclasses.replace(known, start=None, end=None)
     lags = [
         GroupDescription("g", None, None, (), partitions).lag
-        for partitions in ((known,), (known, dataclasses.replace(away, committed=None)), (known, away))
+        for partitions in ((), (known,), (known, dataclasses.replace(away, committed=None)), (known, away))
     ]
-    assert lags == [3, 3, None]
+    assert lags == [0, 3, None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "lag"),
+    [
+        ({"owner": "a"}, 5),  # it begins at the log's start, or would have committed where it does
+        ({}, None),  # the next owner says where it begins
+        ({"owner": "a", "kept_by": "DatabaseOffsets"}, None),
+        ({"start": 7, "end": 7}, 0),
+        ({"start": 7, "end": 7, "kept_by": "DatabaseOffsets"}, 0),
+        ({"owner": "a", "start": None, "end": None}, None),
+    ],
+)
+def test_the_lag_where_nothing_is_committed(changes: dict[str, Any], lag: int | None) -> None:
+    place = dataclasses.replace(GroupPartition("t", "0-0", None, 2, 7, None, None), **changes)
+    assert place.lag == lag
+    assert GroupDescription("g", None, None, (), (place,)).lag == lag
+
+
+def test_a_group_that_has_not_committed_lags_behind_all_there_is(running: Cluster, admin: Admin, topic: str) -> None:
+    admin.create_topic(topic, partitions=1, brokers=[0])
+    fill(running, topic, "0-0", 5)
+    with running.consumer(group=topic, topics=[topic], auto_commit=False) as consumer:
+        next(iter(consumer))
+        until(lambda: admin.describe_group(topic).lag == 5)
+        assert consumer.lag() == {TopicPartition(topic, "0-0"): 5}
+    assert admin.describe_group(topic).lag is None, "who comes next says where it begins"
