@@ -1,7 +1,7 @@
 """Consumer groups, administered: looked at from outside, their offsets reset, members put out, groups removed.
 
 A group is what its folder in ZooKeeper holds. Offsets that a group keeps elsewhere (a database, a file) are not seen
-here: its partitions then show nothing committed, and what they are kept by.
+here: its partitions then show nothing committed, what they are kept by, and how far their owner last said to be.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def _partition(
     """One line of the description, and what is amiss with it."""
     kept_by = record.kept_by if record is not None else ""
     committed = record.committed if record is not None and not kept_by else None
+    published = record.published if record is not None and kept_by else None
     if config is None:
         pass
     elif committed is not None and committed.topic_id != config.id:
@@ -177,6 +178,7 @@ def _partition(
         host=member.host if member is not None else None,
         problem=problem,
         kept_by=kept_by,
+        progress=published.offset if published is not None and config and published.topic_id == config.id else None,
     )
 
 

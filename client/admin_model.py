@@ -125,7 +125,7 @@ class GroupPartition:
 
     `committed` is the next offset to read; `end` is the end of what can be read; `problem` says what is amiss.
     `kept_by` names what the group keeps its offset in where that is not ZooKeeper, as "DatabaseOffsets"; what is
-    committed there is not seen here.
+    committed there is not seen here. `progress` is how far its owner last said to be then, every few seconds.
     """
 
     topic: str
@@ -137,6 +137,7 @@ class GroupPartition:
     host: str | None
     problem: str = ""
     kept_by: str = ""
+    progress: int | None = None
 
     @property
     def lag(self) -> int | None:
@@ -147,8 +148,9 @@ class GroupPartition:
         """
         if self.end is None or self.start is None:
             return None
-        if self.committed is not None:
-            return max(self.end - max(self.committed, self.start), 0)
+        place = self.progress if self.kept_by else self.committed
+        if place is not None:
+            return max(self.end - max(place, self.start), 0)
         is_known = (self.owner is not None and not self.kept_by) or self.end == self.start
         return self.end - self.start if is_known else None
 

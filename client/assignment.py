@@ -73,6 +73,9 @@ class Assignment(Protocol):
     def note_progress(self) -> None:
         """To be called whenever a message is done or there is none."""
 
+    async def publish(self, done: Mapping[TopicPartition, int]) -> None:
+        """Tells others the offset after the last message that is done, where they cannot see what is committed."""
+
     def unsettled(self) -> Obstacle | None:
         """Why the consumer has not, or not yet, all partitions that are its own; None: it has. Any thread."""
 

@@ -6,6 +6,7 @@ Handlers take from its inbox, in whatever thread; see metamq.client.inbox for wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from metamq.client.loop_end import LoopEnd
 from metamq.client.message_batch import MessageBatch, own_part
 from metamq.client.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
 from metamq.client.outages import Outages
-from metamq.client.progress import watch_progress
+from metamq.client.progress import PUBLISH_LIMIT_S, done_offsets, watch_progress
 from metamq.client.rebalance import ZKLoadRebalanceListener
 from metamq.client.room import Room
 from metamq.client.sources import Sources
@@ -562,6 +563,9 @@ class ConsumerCore:
             self._stop_fetching(state)
         self.inbox.close(in_hand_done=in_hand_done)
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PUBLISH_LIMIT_S):
+                    await self._assignment.publish(done_offsets(self.inbox))
             await self._assignment.stop()
         finally:
             await self._shut_down()

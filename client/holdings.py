@@ -95,6 +95,8 @@ class Holdings:
         self._reading: set[asyncio.Task[None]] = set()
         self.waiting: dict[TopicPartition, str] = {}
         """Ours by the plan -> the member that still owns it."""
+        self._published: dict[TopicPartition, tuple[int, int]] = {}
+        """The claim's generation, and what was published with it."""
         self.moved_at = 0.0
         """When a partition was last claimed, or went into another phase (time.monotonic)."""
 
@@ -300,6 +302,23 @@ class Holdings:
                     present.append(replace(request, claim=held.claim))
             refused.update(await self._commit(present))
         return refused
+
+    async def publish(self, done: Mapping[TopicPartition, int]) -> None:
+        """Say how far this member is, where the storage is not seen by others. Raises the first error."""
+        news = {
+            tp: (held.claim, offset)
+            for tp, offset in done.items()
+            if (held := self._held.get(tp)) is not None and self._published.get(tp) != (held.claim.generation, offset)
+        }
+        if self._storage.in_claim_node or not news:
+            return
+        outcomes = await asyncio.gather(
+            *(ownership.publish(self._session, *item) for item in news.values()), return_exceptions=True
+        )
+        for (tp, (claim, offset)), outcome in zip(news.items(), outcomes, strict=True):
+            if outcome is None:
+                self._published[tp] = claim.generation, offset
+        _raise_first(outcomes)
 
     async def _commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
         """Commit with present claims, and keep what becomes of them. To be called in turn."""

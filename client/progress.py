@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 from metamq.client.assignment import Assignment
 from metamq.client.inbox import Inbox
@@ -11,19 +12,29 @@ from metamq.client.outages import Outages
 from metamq.zk.partitions import TopicPartition
 
 PROGRESS_CHECK_S = 1.0
+CHECKS_A_PUBLICATION = 5
+PUBLISH_LIMIT_S = 1.0
+"""How long the last publication may keep a consumer that is closed."""
 
 
 async def watch_progress(inbox: Inbox, assignment: Assignment, outages: Outages, end: LoopEnd) -> None:
     """Notes, for ever, that messages are being done, or that there is nothing to do; warns of what lasts."""
     before: dict[TopicPartition, int] = {}
-    while True:
+    for number in count():
         await asyncio.sleep(PROGRESS_CHECK_S)
         outages.tell()
         end.tell()
         with inbox.lock:
-            states = list(inbox.states.values())
-            done = {state.tp: state.done_offset() for state in states}
-            is_busy = any(state.hand is not None or state.buffered for state in states)
+            done = done_offsets(inbox)
+            is_busy = any(state.hand is not None or state.buffered for state in inbox.states.values())
         if done != before or not is_busy:
             assignment.note_progress()
         before = done
+        if number % CHECKS_A_PUBLICATION == 0:
+            await assignment.publish(done)
+
+
+def done_offsets(inbox: Inbox) -> dict[TopicPartition, int]:
+    """The offset after the last message that is done, per partition that has begun. Any thread."""
+    with inbox.lock:
+        return {state.tp: state.done_offset() for state in inbox.states.values() if state.next_offset >= 0}

@@ -23,7 +23,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -225,6 +225,13 @@ class ZKLoadRebalanceListener:
         name = unproven if isinstance(unproven, str) else unproven.consumer_id
         # It is shown to live, or its node goes, when its session would be over.
         return Obstacle(Timeout(f"waiting for a sign of life of {name!r}", inf), asked_at, inf)
+
+    async def publish(self, done: Mapping[TopicPartition, int]) -> None:
+        """See `Assignment.publish`."""
+        try:
+            await self._holdings.publish(done)
+        except MetamqError as error:
+            log.debug("group %s: how far %s is is not published: %s", self._group, self._id, error)
 
     def note_progress(self) -> None:
         """To be called whenever a message is done or there is none: others see the time of it."""

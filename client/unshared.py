@@ -132,6 +132,9 @@ class UnsharedAssignment:
         self._claims |= {tp: outcome for tp, outcome in outcomes.items() if isinstance(outcome, Claim)}
         return {tp: outcome for tp, outcome in outcomes.items() if isinstance(outcome, MetamqError)}
 
+    async def publish(self, done: Mapping[TopicPartition, int]) -> None:
+        """Nobody else looks at it."""
+
     def note_progress(self) -> None:
         """Nobody else looks at it."""
 

@@ -20,6 +20,7 @@ offset nodes are deleted while a database, whose rows are fenced by the same gen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -53,13 +54,15 @@ class Committed:
 class OffsetRecord:
     """What an offset node holds. `consumer` made the claim with `generation`, whether or not it still owns.
 
-    `kept_by` names what its group keeps the offset in where that is not this node: "DatabaseOffsets".
+    `kept_by` names what its group keeps the offset in where that is not this node: "DatabaseOffsets". Then `published`
+    is how far its owner said to be, for others to look at: nobody begins there.
     """
 
     generation: int
     consumer: str
     committed: Committed | None
     kept_by: str = ""
+    published: Committed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ async def prepare(session: Session, group: str, topic: str) -> None:
 
 def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
     generation = next_generation(before.generation if before else 0, time.time_ns() // 1_000_000)
-    return OffsetRecord(generation, consumer_id, before.committed if before else None, before.kept_by if before else "")
+    if before is None:
+        return OffsetRecord(generation, consumer_id, None)
+    return replace(before, generation=generation, consumer=consumer_id)
 
 
 async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Claim:
@@ -162,6 +167,19 @@ async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Clai
             held = await _still_ours(session, held)
             continue
         return replace(held, version=held.version + 1, committed=committed)
+
+
+async def publish(session: Session, held: Claim, offset: int) -> None:
+    """Say how far the owner is, where the offset is kept elsewhere. Nothing is done when the claim is not the last one.
+
+    The claim's next write finds another version, and that the claim is still its own. Raises ConnectionLost.
+    """
+    stored = await read_offset(session, held.group, held.tp)
+    if stored is None or (stored[0].generation, stored[0].consumer) != (held.generation, held.consumer_id):
+        return
+    record = replace(stored[0], published=Committed(offset, -1, held.topic_id))
+    with contextlib.suppress(BadVersion, NoNode):  # whoever wrote since knows better
+        await session.set(session.paths.offset(held.group, *held.tp), _to_json(record), stored[1])
 
 
 async def release(session: Session, held: Claim, final: tuple[int, int] | None = None) -> None:
@@ -260,7 +278,7 @@ async def drop_owner(session: Session, group: str, tp: TopicPartition, consumer_
 
 def _to_json(record: OffsetRecord) -> bytes:
     committed = record.committed
-    document = {
+    document: dict[str, object] = {
         "next": committed.offset if committed else None,
         "epoch": committed.epoch if committed else None,
         "topic_id": committed.topic_id if committed else None,
@@ -269,6 +287,8 @@ def _to_json(record: OffsetRecord) -> bytes:
     }
     if record.kept_by:
         document["kept_by"] = record.kept_by
+        if record.published is not None:
+            document["published"] = [record.published.offset, record.published.topic_id]
     return json.dumps(document).encode()
 
 
@@ -279,7 +299,10 @@ def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
         if document["next"] is not None:
             committed = Committed(int(document["next"]), int(document["epoch"]), str(document["topic_id"]))
         kept_by = str(document.get("kept_by", ""))
-        return OffsetRecord(int(document["generation"]), str(document["consumer"]), committed, kept_by)
-    except (ValueError, TypeError, KeyError) as error:
+        published = document.get("published")
+        if published is not None:
+            published = Committed(int(published[0]), -1, str(published[1]))
+        return OffsetRecord(int(document["generation"]), str(document["consumer"]), committed, kept_by, published)
+    except (ValueError, TypeError, KeyError, IndexError) as error:
         what = f"the offset of group {group!r} for {tp} in ZooKeeper"
         raise CorruptData(what, f"{error!r}", hint="`metamq group reset` writes it anew.") from error

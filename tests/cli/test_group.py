@@ -24,7 +24,7 @@ def test_a_group_is_listed_and_described(metamq: Metamq, topic: str) -> None:
     assert found["partitions"] == [
         {
             "topic": topic, "partition": "0-0", "committed": 2, "start": 0, "end": 3, "lag": 1, "owner": None,
-            "host": None, "problem": "", "kept_by": "",
+            "host": None, "problem": "", "kept_by": "", "progress": None,
         }
     ]  # fmt: skip
     lines = metamq("group", "describe", topic).text.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from metamq import Admin, FileOffsets, TopicPartition, aio
+from metamq import Admin, DatabaseOffsets, FileOffsets, TopicPartition, aio
 from metamq.client.admin_model import GroupDescription, GroupPartition
 from metamq.errors import (
     ClosedError,
@@ -325,7 +326,8 @@ def test_offsets_that_are_kept_elsewhere_are_told_and_not_reset(
     with running.consumer(group=topic, topics=[topic], offsets=offsets, idle_timeout_s=LIMIT_S) as consumer:
         next(iter(consumer))
     (partition,) = admin.describe_group(topic).partitions
-    assert (partition.kept_by, partition.committed, partition.lag, partition.problem) == ("FileOffsets", None, None, "")
+    assert (partition.kept_by, partition.committed, partition.problem) == ("FileOffsets", None, "")
+    assert (partition.progress, partition.lag) == (1, 2), "as its last owner told"
     with pytest.raises(ConfigError, match=r"keeps its offsets of topic '.*' by FileOffsets, not in ZooKeeper"):
         admin.reset_offsets(topic, topic, "earliest")
     assert len(read(running, topic, 1)) == 1  # moved back
@@ -535,6 +537,25 @@ def test_the_lag_of_a_group_is_not_known_while_that_of_a_partition_is_not() -> N
         for partitions in ((), (known,), (known, dataclasses.replace(away, committed=None)), (known, away))
     ]
     assert lags == [0, 3, None, None]
+
+
+def test_a_group_with_its_offsets_in_a_database_tells_how_far_it_is(
+    running: Cluster, admin: Admin, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metamq.client.progress.PROGRESS_CHECK_S", 0.05)
+    admin.create_topic(topic, partitions=1, brokers=[0])
+    fill(running, topic, "0-0", 5)
+    offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.sqlite3", timeout=LIMIT_S))
+    asyncio.run(offsets.create_table())
+    with running.consumer(group=topic, topics=[topic], offsets=offsets) as consumer:
+        messages = iter(consumer)
+        until(lambda: admin.describe_group(topic).lag == 5)
+        next(messages)
+        next(messages)
+        until(lambda: admin.describe_group(topic).lag == 4)
+    assert admin.describe_group(topic).lag == 3, "what was in hand is done with the block"
+    with running.consumer(group=topic, topics=[topic], offsets=offsets) as consumer:
+        assert next(iter(consumer)).offset == 2
 
 
 @pytest.mark.parametrize(
