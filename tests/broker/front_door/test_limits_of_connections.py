@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from tests.parts import LocalBroker, wait_until
 
 MEBIBYTE = 1024 * 1024
 READERS = 12
+IDS = itertools.count(1)
+"""A broker id for each test: one that comes back with another folder waits for a person."""
 Start = Callable[..., LocalBroker]
 Connect = Callable[..., Any]
 
@@ -40,7 +43,9 @@ def start(running: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Starts a broker that looks at its clients when the test says so."""
     monkeypatch.setattr(server, "STALL_S", 3600)
     with contextlib.ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(LocalBroker(running.zookeeper, tmp_path / "b", id=1, **settings))
+        yield lambda **settings: stack.enter_context(
+            LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS), **settings)
+        )
 
 
 def sweep(local: LocalBroker) -> None:
@@ -57,19 +62,18 @@ def sweep(local: LocalBroker) -> None:
 
 def filled(running: Cluster, local: LocalBroker, connect_to: Connect) -> Any:
     """A topic with more than an answer may have; what opens and reads it."""
+    topic = f"large-{local.broker_id}"
     with running.admin() as admin:
-        if "large" not in admin.topics():
-            admin.create_topic("large", partitions=1, brokers=[1])
-        topic_id = admin.topics()["large"].id
+        topic_id = admin.create_topic(topic, partitions=1, brokers=[local.broker_id]).id
     client = connect_to(local.port)
     batch = bytes(batch_of([bytes(MEBIBYTE - 100)]))
     for _ in range(3):
-        entries = [PutEntry("large", topic_id, 0, len(batch))] * 12
+        entries = [PutEntry(topic, topic_id, 0, len(batch))] * 12
         assert client.ask(Command.PUT, entries, [batch] * 12).header[0][0] == status.OK
     client.close()
     return lambda bytes_max: get(
         wait_ms=0, bytes_max=bytes_max, partition_bytes_max=bytes_max,
-        opened=[GetPartition(1, "large", topic_id, 0)], armed=[(1, 0)],
+        opened=[GetPartition(1, topic, topic_id, 0)], armed=[(1, 0)],
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.parts import LocalBroker, wait_until
 
 COUNT = 1 << 18
 MANY = 16
+IDS = itertools.count(1)
+"""A broker id for each test: one that comes back with another folder waits for a person."""
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +33,21 @@ def running() -> Iterator[Cluster]:
 
 @pytest.fixture
 def local(running: Cluster, tmp_path: Path) -> Iterator[LocalBroker]:
-    with LocalBroker(running.zookeeper, tmp_path / "b", id=1) as broker:
+    with LocalBroker(running.zookeeper, tmp_path / "b", id=next(IDS)) as broker:
         yield broker
 
 
-def filled(running: Cluster, client: Any) -> list[OffsetsEntry]:
+def filled(running: Cluster, local: LocalBroker, client: Any) -> list[OffsetsEntry]:
     """As many batches of a few KiB, each of many timestamps; what asks for the last message of each partition."""
+    topic = f"times-{local.broker_id}"
     with running.admin() as admin:
-        if "times" not in admin.topics():
-            admin.create_topic("times", partitions=MANY, brokers=[1])
-        topic_id = admin.topics()["times"].id
+        topic_id = admin.create_topic(topic, partitions=MANY, brokers=[local.broker_id]).id
     times = [*range(COUNT - 1), 10**9]
     batch = bytes(columns.encode([b""] * COUNT, base_timestamp_us=0, timestamps_us=times, codec=Codec.ZSTD))
     for index in range(MANY):
-        answer = client.ask(Command.PUT, [PutEntry("times", topic_id, index, len(batch))], [batch])
+        answer = client.ask(Command.PUT, [PutEntry(topic, topic_id, index, len(batch))], [batch])
         assert answer.header[0][0] == status.OK
-    return [OffsetsEntry("times", topic_id, index, 10**9) for index in range(MANY)]
+    return [OffsetsEntry(topic, topic_id, index, 10**9) for index in range(MANY)]
 
 
 def results(answer: Any) -> list[OffsetsResult]:
@@ -58,7 +60,7 @@ def test_others_are_served_while_times_are_looked_up(
 ) -> None:
     """A client that asks for one thing after another is answered many times before the look-up is done."""
     asking, other = connect_to(local.port), connect_to(local.port)
-    entries = filled(running, asking)
+    entries = filled(running, local, asking)
     plain = [entries[0]._replace(timestamp_us=LATEST)]
     opaque = asking.request(Command.OFFSETS, entries)
     answered = 0
@@ -83,7 +85,7 @@ def test_a_request_has_so_much_time_and_who_asks_again_goes_on(
 ) -> None:
     monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 0.05)
     client = connect_to(local.port)
-    entries = filled(running, client)
+    entries = filled(running, local, client)
     for _ in range(MANY):
         answer = results(client.ask(Command.OFFSETS, entries))
         found = [one for one in answer if one.status == status.OK]
@@ -105,7 +107,7 @@ def test_requests_behind_many_searches_wait_unread(
 ) -> None:
     """And are answered in the end; who hangs up leaves no work behind."""
     client, gone = connect_to(local.port), connect_to(local.port)
-    entries = filled(running, client)
+    entries = filled(running, local, client)
     sent = [client.request(Command.OFFSETS, entries[:5]) for _ in range(20)]
     for _ in range(20):
         gone.request(Command.OFFSETS, entries)
