@@ -29,8 +29,14 @@ _servers_of_the_session: set[str] = set()
 
 def alive() -> set[threading.Thread | int]:
     """Threads, but for those of pools, and the ids of child processes."""
-    threads = {thread for thread in threading.enumerate() if not thread.name.startswith(POOLS)}
+    threads = {one for one in threading.enumerate() if not one.name.startswith(POOLS) and not _is_of_spark(one)}
     return {*threads, *(child.pid for child in psutil.Process().children())}
+
+
+def _is_of_spark(thread: threading.Thread) -> bool:
+    """Whether it serves the JVM's calls, as of foreachBatch: py4j keeps such threads while the session lives."""
+    target = getattr(thread, "_target", None)
+    return (getattr(target, "__module__", None) or "").startswith("py4j.")
 
 
 @pytest.hookimpl(wrapper=True)
