@@ -376,7 +376,7 @@ class Broker:
                 if (full := self._topics.without_room()) is not None:
                     raise full.with_traceback(None)
                 trouble.is_over("topics are followed again")
-            except (ConnectError, *SHORTAGES) as error:
+            except (ConnectError, CorruptData, *SHORTAGES) as error:
                 trouble.lasts("topics are not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._topics_changed.set()

@@ -33,6 +33,7 @@ from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionN
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
 from metamq.zk import members
+from metamq.zk.documents import passing_over
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.members import Member
 from metamq.zk.names import check_consumer, check_node
@@ -104,7 +105,7 @@ async def describe_group(cluster: Cluster, group: str) -> GroupDescription:
     topics.update(await children(session, session.paths.offset_topics(group)))
     configs, problems = await read_configs(cluster, topics)
     tps = await _group_partitions(session, group, configs, owners)
-    records = dict(zip(tps, await asyncio.gather(*(read_offset(session, group, tp) for tp in tps)), strict=True))
+    records = dict(zip(tps, await asyncio.gather(*(_readable_offset(session, group, tp) for tp in tps)), strict=True))
     configured = {tp: (config.id, LATEST) for config in configs.values() for tp in config.topic_partitions}
     found = await ask_offsets(cluster, configured)
     partitions = [
@@ -122,10 +123,16 @@ async def describe_group(cluster: Cluster, group: str) -> GroupDescription:
     return GroupDescription(
         group,
         _strategy(present, stored.plan if stored else None),
-        stored.plan.generation if stored else None,
+        stored.plan.generation if stored and stored.plan else None,
         tuple(_member(member, owners, stored.plan if stored else None) for member in present.values()),
         tuple(partitions),
     )
+
+
+async def _readable_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
+    with passing_over("it counts as not committed"):
+        return await read_offset(session, group, tp)
+    return None
 
 
 def _record(stored: tuple[OffsetRecord, int] | None) -> OffsetRecord | None:
@@ -203,8 +210,9 @@ async def explain_group(cluster: Cluster, group: str) -> GroupExplanation:
     session = cluster.session
     await check_exists(session, group)
     stored = await read_plan(session, group)
-    if stored is None:
-        raise ConfigError(f"group {group!r} has no plan yet", hint="Its first member makes one when it joins.")
+    if stored is None or stored.plan is None:
+        what = "no plan yet" if stored is None else "a plan that cannot be read"
+        raise ConfigError(f"group {group!r} has {what}", hint="The next member that joins makes one.")
     plan = stored.plan
     owners = await members.owned_partitions(session, group)
     present = await _members(session, group)
@@ -240,7 +248,7 @@ async def reset_offsets(
     config = await cluster.topics.get(topic)
     await check_empty(session, group, "its offsets cannot be reset")
     targets = await _targets(cluster, config, to)
-    records = {tp: _record(await read_offset(session, group, tp)) for tp in targets}
+    records = {tp: _record(await _readable_offset(session, group, tp)) for tp in targets}
     _check_kept_here(group, topic, records.values())
     resets = []
     for tp, (offset, epoch) in targets.items():

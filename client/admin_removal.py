@@ -175,9 +175,9 @@ async def _until_released(session: Session, broker_id: int) -> None:
 async def _is_held(session: Session, group: str, broker_id: int) -> bool:
     held = [tp.partition for tp in await owned_partitions(session, group)]
     if await children(session, session.paths.members(group)):
-        with contextlib.suppress(CorruptData):
-            stored = await read_plan(session, group)
-            held += [tp.partition for tp in stored.plan.assignment] if stored is not None else []
+        stored = await read_plan(session, group)
+        if stored is not None and stored.plan is not None:
+            held += [tp.partition for tp in stored.plan.assignment]
     return any(_is_of(name, broker_id) for name in held)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from metamq.zk.brokers import live_brokers, read_state
 from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
 from metamq.zk.names import check_topic, parse_partition
 from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.offers import offered_partitions
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.paths import master_offer
 from metamq.zk.replicas import slaves_of
@@ -268,8 +268,8 @@ async def _wait_served(
 async def _offered_count(session: Session, topic: str, broker_id: int) -> int | None:
     node = await session.get_or_none(session.paths.offered_topic("topics-pub", topic, master_offer(broker_id)))
     try:
-        return None if node is None else int(json.loads(node.data)["partitions"])
-    except (ValueError, TypeError, KeyError):
+        return None if node is None else offered_partitions(node.data)
+    except CorruptData:
         return None
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metamq.client.rebalance_decisions import group_strategy, next_plan, plan_inputs, subscribed_topics
 from metamq.client.watched import Watched
-from metamq.errors import ConfigError, MetamqError, closed_client
+from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
+from metamq.zk.documents import say_once
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.members import Member, read_members
 from metamq.zk.plans import Plan, StoredPlan, read_plan, store_plan
@@ -60,23 +62,28 @@ class GroupPlan:
         """
         while True:
             stored = await self._stored.get()
-            if stored is not None and stored.plan.generation != self._seen:
-                self._seen = stored.plan.generation
+            if stored is not None and stored.version != self._seen:
+                self._seen = stored.version
                 self.forget()
             present = await self._members.get()
             if self._id not in present:
                 await self._check_evicted(joined_in)
                 continue
             self._check_strategy(present, stored)
-            configs = await self._read_configs(subscribed_topics(present.values()))
-            inputs = plan_inputs(self._strategy, present, configs)
+            before = stored.plan if stored is not None else None
+            configs, unreadable = await self._read_configs(subscribed_topics(present.values()))
+            known = before.inputs.topics if before is not None else {}
+            kept = {topic: known[topic] for topic in unreadable if topic in known}
+            inputs = plan_inputs(self._strategy, present, configs, kept)
             self.present = present
-            if stored is not None and (stored.plan.inputs, stored.plan.strategy) == (inputs, self._strategy):
-                return stored.plan
-            plan = next_plan(stored.plan if stored else None, self._strategy, inputs)
+            if before is not None and (before.inputs, before.strategy) == (inputs, self._strategy):
+                return before
+            plan = next_plan(before, self._strategy, inputs)
+            if stored is not None:  # one that nobody can read had a number, too
+                plan = replace(plan, generation=max(plan.generation, stored.version + 2))
             if await store_plan(self._session, self._group, plan, stored):
                 log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
-                self._seen = plan.generation
+                self._seen = stored.version + 1 if stored is not None else 0
             self._stored.forget()
 
     async def check(self) -> None:
@@ -109,9 +116,21 @@ class GroupPlan:
                 )
             )
 
-    async def _read_configs(self, topics: Sequence[str]) -> list[TopicConfig | None]:
+    async def _read_configs(self, topics: Sequence[str]) -> tuple[list[TopicConfig | None], list[str]]:
+        """The configurations, and the topics whose own cannot be read or used: they stay what they are in the plan."""
         self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in topics}
-        return list(await asyncio.gather(*(config.get() for config in self._configs.values())))
+        found = await asyncio.gather(*(config.get() for config in self._configs.values()), return_exceptions=True)
+        configs: list[TopicConfig | None] = []
+        unreadable = []
+        for topic, config in zip(self._configs, found, strict=True):
+            if isinstance(config, CorruptData | ConfigError):
+                say_once(f"group {self._group}: topic {topic} is left as it is: {config}")
+                unreadable.append(topic)
+            elif isinstance(config, BaseException):
+                raise config
+            else:
+                configs.append(config)
+        return configs, unreadable
 
     def _watch_config(self, topic: str) -> Watched[TopicConfig | None]:
         return Watched(lambda watch: self._topic_store.get_or_none(topic, watch), self._changed)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from metamq.client.assignment import AssignedPartition, AssignmentHandler
 from metamq.client.offsets import Claim, CommitRequest, OffsetStorage
 from metamq.client.rebalance_decisions import HANDLER_HAS_IT, TRANSITIONS, Decision, Held, Phase, decide, mine_in
-from metamq.errors import MetamqError, OwnershipLost
+from metamq.errors import CorruptData, MetamqError, OwnershipLost
 from metamq.zk import ownership
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.partitions import TopicPartition, partition_order
@@ -130,14 +130,20 @@ class Holdings:
         decision = self._decide(plan)
         if decision.revoke:
             self._spawn(self._revoke(self._enter(decision.revoke, Phase.REVOKING)))
+        damage: CorruptData | None = None
         if decision.claim:
-            await self._claim(decision.claim, mine)
+            try:
+                await self._claim(decision.claim, mine)
+            except CorruptData as error:  # of one partition: the others go on
+                damage = error
             decision = self._decide(plan)
         if decision.start:
             self._spawn(self._start(self._enter(decision.start, Phase.READING)))
         if decision.release:
             await self._release(decision.release)
             self._changed()
+        if damage is not None:
+            raise damage
 
     def _decide(self, plan: Plan) -> Decision:
         held = {tp: Held(holding.phase, holding.claim.topic_id) for tp, holding in self._held.items()}

@@ -140,8 +140,16 @@ def subscribed_topics(members: Iterable[Member]) -> list[str]:
     return sorted({topic for member in members for topic in member.topics})
 
 
-def plan_inputs(strategy: str, members: Mapping[str, Member], topics: Iterable[TopicConfig | None]) -> PlanInputs:
-    """What a plan is made from. Members that ask for another strategy take no part; they find out by themselves."""
+def plan_inputs(
+    strategy: str,
+    members: Mapping[str, Member],
+    topics: Iterable[TopicConfig | None],
+    kept: Mapping[str, TopicInput] | None = None,
+) -> PlanInputs:
+    """What a plan is made from. Members that ask for another strategy take no part; they find out by themselves.
+
+    `kept`: topics whose configuration cannot be read, as the plan before has them.
+    """
     taking_part = {
         consumer_id: tuple(sorted(set(member.topics)))
         for consumer_id, member in sorted(members.items())
@@ -149,10 +157,9 @@ def plan_inputs(strategy: str, members: Mapping[str, Member], topics: Iterable[T
     }
     wanted = {topic for subscribed in taking_part.values() for topic in subscribed}
     present = {config.topic: config for config in topics if config is not None and config.topic in wanted}
-    return PlanInputs(
-        taking_part,
-        {topic: TopicInput(config.id, dict(config.partitions)) for topic, config in sorted(present.items())},
-    )
+    given = {topic: TopicInput(config.id, dict(config.partitions)) for topic, config in present.items()}
+    given |= {topic: before for topic, before in (kept or {}).items() if topic in wanted}
+    return PlanInputs(taking_part, dict(sorted(given.items())))
 
 
 def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:

@@ -23,8 +23,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from metamq.errors import ConfigError, CorruptData
+from metamq.errors import ConfigError
 from metamq.wire.xa import FORMAT_ID, Xid
+from metamq.zk.documents import read_document
 from metamq.zk.session import MAX_DATA_BYTES
 
 PREFIX = b"spark:"
@@ -113,16 +114,16 @@ class Decision:
     @classmethod
     def from_json(cls, data: bytes) -> Decision:
         """Raises CorruptData."""
-        try:
-            fields: dict[str, Any] = json.loads(data)
+
+        def read(fields: dict[str, Any]) -> Decision:
             places = [(int(one), str(history)) for one, history in fields["places"]]
             winners: dict[str, list[int]] = fields["winners"]
             return cls(
                 {attempt: dict(places[number] for number in at) for attempt, at in winners.items()},
                 str(fields["content"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CorruptData("a decision of a Spark sink in ZooKeeper", f"{data[:100]!r}: {error!r}") from None
+
+        return read_document("a decision of a Spark sink in ZooKeeper", data, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +145,12 @@ class SinkState:
     @classmethod
     def from_json(cls, data: bytes) -> SinkState:
         """Raises CorruptData."""
-        try:
-            fields: dict[str, Any] = json.loads(data)
+
+        def read(fields: dict[str, Any]) -> SinkState:
             runs = tuple(str(run) for run in fields.get("runs", ()))
             return cls(str(fields["query"]), int(fields["floor"]), runs, bool(fields.get("finished", False)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptData("the node of a Spark sink in ZooKeeper", f"{data[:100]!r}: {error!r}") from None
+
+        return read_document("the node of a Spark sink in ZooKeeper", data, read)
 
     def joined(self, sink: str, run: str) -> SinkState:
         """With a run that is about to write. Raises NotOurs when another one has followed it."""

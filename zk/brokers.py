@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError, CorruptData, Fenced
+from metamq.zk.documents import broker_numbers, items, number, passing_over, read_document
 from metamq.zk.epochs import Claim, Known, Reign, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Node, Op, SetData
@@ -58,6 +60,7 @@ REPLACED = (
     "its data folder is new, or an older copy, in the place of one that held topics, and no other replica is in sync"
 )
 
+_CLUSTER_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 RESTORING = "restoring:"
 """What stands before the cluster's id while a restore of the cluster is not finished, see metamq.zk.cluster_nodes."""
 
@@ -190,8 +193,10 @@ async def known_cluster_id(session: Session) -> str | None:
 
 
 def cluster_id_of(node: Node) -> str:
-    """The id in the cluster's node. Raises ConfigError while a restore is not finished."""
+    """The id in the cluster's node. Raises ConfigError while a restore is not finished, CorruptData."""
     found = node.data.decode(errors="replace")
+    if not _CLUSTER_ID.fullmatch(found):
+        raise CorruptData("the cluster's node in ZooKeeper", f"{node.data[:60]!r} is no id of a cluster")
     if found.startswith(RESTORING):
         raise ConfigError(
             f"the restore of cluster {found.removeprefix(RESTORING)} in this ZooKeeper is not finished",
@@ -205,15 +210,16 @@ async def read_state(session: Session, broker_id: int, watch: Watcher | None = N
     node = await session.get_or_none(session.paths.broker_state(broker_id), watch=watch)
     if node is None:
         return None
-    try:
-        document = json.loads(node.data)
-        insync = tuple((int(replica), int(incarnation)) for replica, incarnation in document["insync"])
-        reigns = tuple((int(epoch), int(master)) for epoch, master in document.get("reigns", ()))
-        is_restored = bool(document.get("is_restored"))
-        state = BrokerState(document["epoch"], document["master"], insync, document["generation"], reigns, is_restored)
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptData(f"the state of broker {broker_id} in ZooKeeper", f"{error!r}") from error
-    return state, node.version
+
+    def read(document: dict[str, Any]) -> BrokerState:
+        insync = tuple((number(replica), number(incarnation)) for replica, incarnation in items(document["insync"]))
+        reigns = tuple((number(epoch), number(master)) for epoch, master in items(document.get("reigns", [])))
+        epoch, master, generation = (number(document[name]) for name in ("epoch", "master", "generation"))
+        return BrokerState(epoch, master, insync, generation, reigns, bool(document.get("is_restored")))
+
+    hint = "Write what stood there before, from `metamq cluster export` or ZooKeeper's own backup."
+    what = f"the state of broker {broker_id} in ZooKeeper ({session.paths.broker_state(broker_id)})"
+    return read_document(what, node.data, read, hint=hint), node.version
 
 
 async def master_of(session: Session, broker_id: int, watch: Watcher | None = None) -> BrokerAddress | None:
@@ -223,11 +229,19 @@ async def master_of(session: Session, broker_id: int, watch: Watcher | None = No
 
 
 async def live_brokers(session: Session, watch: Watcher | None = None) -> dict[int, BrokerAddress]:
-    """The masters that are registered now, by broker id. `watch` is called once any of that changes."""
+    """The masters that are registered now, by broker id. `watch` is called once any of that changes.
+
+    One whose node cannot be read is passed over.
+    """
     names = await session.children_or_none(session.paths.broker_ids(), watch) or []
-    broker_ids = sorted(int(name) for name in names if name.isdecimal())
-    masters = await asyncio.gather(*(master_of(session, broker_id, watch) for broker_id in broker_ids))
+    masters = await asyncio.gather(*(_readable_master(session, one, watch) for one in broker_numbers(names)))
     return {master.broker_id: master for master in masters if master is not None}
+
+
+async def _readable_master(session: Session, broker_id: int, watch: Watcher | None) -> BrokerAddress | None:
+    with passing_over(f"broker {broker_id} is passed over"):
+        return await master_of(session, broker_id, watch)
+    return None
 
 
 def state_json(state: BrokerState) -> bytes:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import metamq
 from metamq.errors import ConfigError
 from metamq.zk.brokers import RESTORING, cluster_id_of
+from metamq.zk.documents import parse
 from metamq.zk.errors import BadVersion, NodeExists, NoNode, NotEmpty
 from metamq.zk.nodes import Create, Delete, Node, Op, SetData
 
@@ -197,8 +198,8 @@ def _is_same(path: str, stored: bytes, wanted: bytes) -> bool:
         return True
     if _OFFSET.fullmatch(path) is None:
         return False
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        left, right = json.loads(stored), json.loads(wanted)
+    with contextlib.suppress(ValueError, KeyError):
+        left, right = parse(stored), parse(wanted)
         return all(left[name] == right[name] for name in ("next", "epoch", "topic_id"))
     return False
 

@@ -6,9 +6,10 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from metamq.errors import ConfigError, CorruptData
+from metamq.errors import ConfigError
+from metamq.zk.documents import number, passing_over, read_document, text, texts
 from metamq.zk.errors import NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Create, Delete, Node, Op
 from metamq.zk.ownership import drop_owner
@@ -83,7 +84,10 @@ async def leave(session: Session, group: str, consumer_id: str) -> None:
 
 
 async def read_members(session: Session, group: str, watch: Watcher | None = None) -> dict[str, Member]:
-    """The members now, by consumer id. `watch` is called once one joins or leaves, not when one tells of itself."""
+    """The members now, by consumer id. `watch` is called once one joins or leaves, not when one tells of itself.
+
+    One whose node cannot be read is passed over: it takes no part, and the others go on.
+    """
     folder = session.paths.members(group)
     try:
         names = await session.children(folder, watch=watch)
@@ -92,7 +96,12 @@ async def read_members(session: Session, group: str, watch: Watcher | None = Non
         names = await session.children(folder, watch=watch)
     names = sorted(names)
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.member(group, name)) for name in names))
-    return {name: _from_node(group, name, node) for name, node in zip(names, nodes, strict=True) if node is not None}
+    found: dict[str, Member] = {}
+    for name, node in zip(names, nodes, strict=True):
+        with passing_over(f"group {group}: a member is passed over"):
+            if node is not None:
+                found[name] = _from_node(group, name, node)
+    return found
 
 
 async def owned_partitions(session: Session, group: str) -> dict[TopicPartition, str]:
@@ -149,21 +158,21 @@ def _to_json(member: Member) -> bytes:
 
 
 def _from_node(group: str, consumer_id: str, node: Node) -> Member:
-    try:
-        document = json.loads(node.data)
+    def read(document: dict[str, Any]) -> Member:
         return Member(
             consumer_id,
-            topics=tuple(document["topics"]),
-            strategy=document["strategy"],
-            host=document["host"],
-            pid=document["pid"],
-            since_ms=document["since_ms"],
-            progress_ms=document["progress_ms"],
-            assigned=document["assigned"],
-            version=document["version"],
-            session_timeout_ms=document["session_timeout_ms"],
+            topics=texts(document["topics"]),
+            strategy=text(document["strategy"]),
+            host=text(document["host"]),
+            pid=number(document["pid"]),
+            since_ms=number(document["since_ms"]),
+            progress_ms=number(document["progress_ms"]),
+            assigned=number(document["assigned"]),
+            version=text(document["version"]),
+            session_timeout_ms=number(document["session_timeout_ms"]),
             joined=node.czxid,
         )
-    except (ValueError, TypeError, KeyError) as error:
-        what = f"the node of member {consumer_id!r} of group {group!r} in ZooKeeper"
-        raise CorruptData(what, f"{error!r}", hint=f"`metamq group evict {group} {consumer_id}` removes it.") from error
+
+    what = f"the node of member {consumer_id!r} of group {group!r} in ZooKeeper"
+    hint = f"`metamq group evict {group} {consumer_id}` removes it."
+    return read_document(what, node.data, read, hint=hint)

@@ -87,6 +87,11 @@ def partition_name(broker_id: int, index: int) -> str:
     return name
 
 
+def is_partition(name: str) -> bool:
+    """Whether it is the name of a partition."""
+    return _PARTITION.fullmatch(name) is not None
+
+
 def parse_partition(name: str) -> tuple[int, int]:
     """(broker id, index) of a partition's name: "0-3" is (0, 3). Raises ConfigError when it is not one.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from metamq.errors import Fenced
 from metamq.zk.brokers import Mastership, Watcher, read_state
+from metamq.zk.documents import number, read_document
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Op
 from metamq.zk.paths import master_offer, slave_of_offer, slave_offer
@@ -87,6 +88,11 @@ async def _offer(
             held = await _still_master(session, held)
             continue
         return
+
+
+def offered_partitions(data: bytes) -> int:
+    """How many partitions stand in an offer. Raises CorruptData."""
+    return read_document("an offer of a topic in ZooKeeper", data, lambda document: number(document["partitions"]))
 
 
 def _fence(session: Session, held: Mastership | None) -> list[Op]:

@@ -25,9 +25,10 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from metamq.errors import CorruptData, OwnershipLost
+from metamq.errors import OwnershipLost
+from metamq.zk.documents import number, passing_over, read_document, text
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData
 from metamq.zk.partitions import TopicPartition
@@ -239,11 +240,14 @@ async def reset_offset(session: Session, group: str, tp: TopicPartition, committ
     """
     path = session.paths.offset(group, *tp)
     while True:
-        stored = await read_offset(session, group, tp)
-        record = replace(_next_record(stored[0] if stored else None, consumer_id=""), committed=committed)
+        node = await session.get_or_none(path)
+        before = None
+        with passing_over("it is written anew"):
+            before = None if node is None else _from_json(group, tp, node.data)
+        record = replace(_next_record(before, consumer_id=""), committed=committed)
         try:
-            if stored:
-                await session.set(path, _to_json(record), stored[1])
+            if node is not None:
+                await session.set(path, _to_json(record), node.version)
             else:
                 await session.create(path, _to_json(record), makepath=True)
         except (BadVersion, NodeExists, NoNode):
@@ -293,16 +297,16 @@ def _to_json(record: OffsetRecord) -> bytes:
 
 
 def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
-    try:
-        document = json.loads(data)
+    def read(document: dict[str, Any]) -> OffsetRecord:
         committed = None
         if document["next"] is not None:
-            committed = Committed(int(document["next"]), int(document["epoch"]), str(document["topic_id"]))
-        kept_by = str(document.get("kept_by", ""))
+            epoch = number(document["epoch"], low=-1)  # -1: set from outside, and not known
+            committed = Committed(number(document["next"]), epoch, text(document["topic_id"]))
+        kept_by = text(document.get("kept_by", ""))
         published = document.get("published")
         if published is not None:
-            published = Committed(int(published[0]), -1, str(published[1]))
-        return OffsetRecord(int(document["generation"]), str(document["consumer"]), committed, kept_by, published)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        what = f"the offset of group {group!r} for {tp} in ZooKeeper"
-        raise CorruptData(what, f"{error!r}", hint="`metamq group reset` writes it anew.") from error
+            published = Committed(number(published[0]), -1, text(published[1]))
+        return OffsetRecord(number(document["generation"]), text(document["consumer"]), committed, kept_by, published)
+
+    hint = "`metamq group reset` writes it anew."
+    return read_document(f"the offset of group {group!r} for {tp} in ZooKeeper", data, read, hint=hint)

@@ -23,7 +23,7 @@ from metamq.errors import ConfigError
 from metamq.zk.names import check_name
 
 DEFAULT_ROOT = "/meta"
-_SLAVE_OFFER = re.compile(r"(\d+)-s(\d+)")
+_SLAVE_OFFER = re.compile(r"([0-9]{1,9})-s([0-9]{1,9})")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from metamq.errors import ConfigError, CorruptData
+from metamq.errors import ConfigError
+from metamq.zk.documents import broker_number, fields, items, number, passing_over, read_document, text, texts
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.names import is_partition
 from metamq.zk.partitions import TopicPartition, configured_partitions
 
 if TYPE_CHECKING:
@@ -58,16 +60,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A plan and the version of its node."""
+    """A plan and the version of its node; None where nobody can read what stands there: it is to be replaced."""
 
-    plan: Plan
+    plan: Plan | None
     version: int
 
 
 async def read_plan(session: Session, group: str, watch: Watcher | None = None) -> StoredPlan | None:
     """The group's plan, None before its first; `watch` is called once there is another."""
     node = await session.get_or_none(session.paths.plan(group), watch=watch)
-    return None if node is None else StoredPlan(from_json(group, node.data), node.version)
+    if node is None:
+        return None
+    with passing_over(f"group {group}: its plan is made anew"):
+        return StoredPlan(from_json(group, node.data), node.version)
+    return StoredPlan(None, node.version)
 
 
 async def store_plan(session: Session, group: str, plan: Plan, before: StoredPlan | None) -> bool:
@@ -113,20 +119,28 @@ def to_json(plan: Plan) -> bytes:
 
 def from_json(group: str, data: bytes) -> Plan:
     """Read what a plan's node holds. Raises CorruptData."""
-    try:
-        document = json.loads(data)
-        members = {member: tuple(topics) for member, topics in document["inputs"]["members"].items()}
-        topics = {
-            topic: TopicInput(topic_id, {int(broker_id): count for broker_id, count in partitions.items()})
-            for topic, (topic_id, partitions) in document["inputs"]["topics"].items()
-        }
-        assignment = {
-            TopicPartition(topic, name): consumer_id
-            for topic, owners in document["assignment"].items()
-            for consumer_id, names in owners.items()
-            for name in names
-        }
-        return Plan(document["generation"], document["strategy"], PlanInputs(members, topics), assignment)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = f"the plan of group {group!r} in ZooKeeper"
-        raise CorruptData(what, f"{error!r}", hint="Delete the node; the members make a new plan.") from error
+    what = f"the plan of group {group!r} in ZooKeeper"
+    return read_document(what, data, _read, hint="Its members make a new one.")
+
+
+def _read(document: dict[str, Any]) -> Plan:
+    members = {member: texts(topics) for member, topics in fields(document["inputs"]["members"]).items()}
+    topics = {
+        topic: TopicInput(text(topic_id), _counts(partitions))
+        for topic, (topic_id, partitions) in fields(document["inputs"]["topics"]).items()
+    }
+    assignment = {
+        TopicPartition(topic, text(name)): consumer_id
+        for topic, owners in fields(document["assignment"]).items()
+        for consumer_id, names in fields(owners).items()
+        for name in items(names)
+    }
+    if not {tp.topic for tp in assignment} <= topics.keys():
+        raise ValueError("it assigns partitions of topics that it does not know")
+    if not all(is_partition(tp.partition) for tp in assignment):
+        raise ValueError("it assigns what is no partition")
+    return Plan(number(document["generation"]), text(document["strategy"]), PlanInputs(members, topics), assignment)
+
+
+def _counts(partitions: Any) -> dict[int, int]:
+    return {broker_number(name): number(count, 0, 1 << 20) for name, count in fields(partitions).items()}

@@ -16,7 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from metamq.errors import ConfigError, CorruptData
+from metamq.errors import ConfigError
+from metamq.zk.documents import number, read_document, text
 from metamq.zk.epochs import Claim
 from metamq.zk.nodes import Delete, Node, Op
 
@@ -124,14 +125,17 @@ def replica_json(session: Session, registration: Registration) -> bytes:
 
 
 def _document(broker_id: int, node: Node, role: Role = "master") -> dict[str, Any]:
-    what = f"the {role} node of broker {broker_id} in ZooKeeper"
-    try:
-        document: dict[str, Any] = json.loads(node.data)
-        missing = {"replica", "incarnation", "folder", "machine", "host", "port", "version"} - document.keys()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CorruptData(what, f"{error!r}") from error
+    return read_document(f"the {role} node of broker {broker_id} in ZooKeeper", node.data, _checked)
+
+
+def _checked(document: dict[str, Any]) -> dict[str, Any]:
+    missing = {"replica", "incarnation", "folder", "machine", "host", "port", "version"} - document.keys()
     if missing:
-        raise CorruptData(what, f"it lacks {sorted(missing)}")
+        raise ValueError(f"it lacks {sorted(missing)}")
+    for name in ("replica", "incarnation", "port", "session_timeout_ms", "epoch", "generation", "state_version"):
+        number(document.get(name, 0), low=-1)
+    for name in ("folder", "lock", "machine", "host", "version", "data"):
+        text(document.get(name, ""))
     return document
 
 

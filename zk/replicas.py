@@ -30,6 +30,7 @@ from metamq.zk.brokers import (
     read_state,
     state_json,
 )
+from metamq.zk.documents import broker_numbers, passing_over
 from metamq.zk.epochs import Claim, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Op, SetData
@@ -38,7 +39,7 @@ from metamq.zk.registrations import Patience, address_of, is_ours, replica_json,
 if TYPE_CHECKING:
     from metamq.zk.session import Session
 
-_SLAVE = re.compile(r"slave(\d+)")
+_SLAVE = re.compile(r"slave([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +117,18 @@ async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = No
         names = await session.children(folder, watch=watch)
     numbers = sorted(int(match[1]) for match in map(_SLAVE.fullmatch, names) if match)
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.slave(broker_id, number)) for number in numbers))
-    return [address_of(broker_id, node, "slave") for node in nodes if node is not None]
+    found: list[BrokerAddress] = []
+    for node in nodes:
+        with passing_over(f"a slave of broker {broker_id} is passed over"):
+            if node is not None:
+                found.append(address_of(broker_id, node, "slave"))
+    return found
 
 
 async def live_slaves(session: Session, watch: Watcher | None = None) -> dict[int, dict[int, BrokerAddress]]:
     """The slaves of every broker id that are registered now, by broker id and replica. `watch` as in `slaves_of`."""
     names = await session.children_or_none(session.paths.broker_ids(), watch) or []  # none before the first broker
-    broker_ids = sorted(int(name) for name in names if name.isdecimal())
+    broker_ids = broker_numbers(names)
     found = await asyncio.gather(*(slaves_of(session, broker_id, watch) for broker_id in broker_ids))
     return {
         broker_id: {slave.replica: slave for slave in slaves}

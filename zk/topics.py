@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
+from metamq.zk.documents import broker_number, fields, read_document, shown
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.names import check_node, check_topic
 from metamq.zk.partitions import TopicPartition, configured_partitions
@@ -98,7 +99,7 @@ class TopicConfig:
     def validate(self) -> None:
         """Raise ConfigError, naming the setting and its limits, unless every setting is within them."""
         check_topic(self.topic)
-        if not re.fullmatch(r"[0-9a-f]{16}", self.id):
+        if not isinstance(self.id, str) or not re.fullmatch(r"[0-9a-f]{16}", self.id):
             raise self._wrong("id", self.id, "16 hexadecimal digits")
         self._check_partitions()
         self._check_flush()
@@ -172,26 +173,25 @@ def from_json(topic: str, data: bytes) -> TopicConfig:
     Raises CorruptData when it is no such document, ConfigError when a setting is out of its limits or the document is
     of a newer format, whose known settings may mean something else.
     """
-    try:
-        document = json.loads(data)
+
+    def read(document: dict[str, Any]) -> TopicConfig:
         written_format = document.pop("format")
         if written_format != FORMAT:
             raise ConfigError(
-                f"the configuration of topic {topic!r} has format {written_format}, this metamq reads {FORMAT}",
+                f"the configuration of topic {topic!r} has format {shown(written_format)}, this metamq reads {FORMAT}",
                 hint="Upgrade metamq here.",
             )
         settings = {name: document.pop(name) for name in _PLAIN_SETTINGS}
-        partitions = {int(broker_id): count for broker_id, count in document.pop("partitions").items()}
+        partitions = {broker_number(name): count for name, count in fields(document.pop("partitions")).items()}
         flush = document.pop("flush")
         if isinstance(flush, dict):
             flush = FlushEvery(**flush)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        hint = f"`metamq topic delete {topic}` removes the topic."
-        raise CorruptData(f"the configuration of topic {topic!r} in ZooKeeper", reason, hint=hint) from error
-    config = TopicConfig(topic, partitions=partitions, flush=flush, unknown=document, **settings)
-    config.validate()
-    return config
+        config = TopicConfig(topic, partitions=partitions, flush=flush, unknown=document, **settings)
+        config.validate()
+        return config
+
+    hint = f"`metamq topic delete {topic}` removes the topic."
+    return read_document(f"the configuration of topic {topic!r} in ZooKeeper", data, read, hint=hint)
 
 
 def spread_partitions(

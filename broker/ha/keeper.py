@@ -133,7 +133,7 @@ class RoleKeeper:
                 await self._session.connected()
                 await self.settle()
                 trouble.is_over("the role is followed again")
-            except (ConnectError, *SHORTAGES) as error:
+            except (ConnectError, CorruptData, *SHORTAGES) as error:
                 trouble.lasts("the role is not followed at present", error)
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()

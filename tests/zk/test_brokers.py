@@ -15,6 +15,7 @@ from metamq.zk.brokers import (
     Registration,
     become_master,
     live_brokers,
+    master_of,
     next_term,
     read_state,
 )
@@ -147,6 +148,7 @@ def test_a_damaged_master_node_is_named(servers: str, data: bytes) -> None:
         async with await Session.open(servers) as session:
             await session.create(session.paths.master(3), data, makepath=True)
             with pytest.raises(CorruptData, match="master node of broker 3"):
-                await live_brokers(session)
+                await master_of(session, 3)
+            assert 3 not in await live_brokers(session)
 
     asyncio.run(scenario())
