@@ -75,7 +75,8 @@ class MadePartitions:
 
     def of(self, topic_folder: str) -> list[str]:
         """The partitions of a topic's folder."""
-        return [name for name in self._names if name.rpartition("/")[0] == topic_folder]
+        with self._lock:
+            return [name for name in self._names if name.rpartition("/")[0] == topic_folder]
 
     def _append(self, sign: str, names: list[str]) -> None:
         if names:

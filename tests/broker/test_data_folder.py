@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -388,4 +389,28 @@ def test_a_folder_of_a_release_that_kept_no_epoch_opens(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     folder = DataFolder.open(tmp_path, 0)
     assert folder.epoch == 0
+    folder.close(clean=True)
+
+
+def test_topics_are_made_while_others_are_removed(tmp_path: Path) -> None:
+    """Each in a thread of its own, and both look at the record of partitions."""
+    topics = 300
+    folder = DataFolder.open(tmp_path, 0)
+    for number in range(topics):
+        folder.partition_folder(f"old{number}", "1", 0)
+        folder.were_made(f"old{number}", "1", range(10))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            making = thread.submit(
+                lambda: [folder.were_made(f"new{number}", "1", range(10)) for number in range(topics)]
+            )
+            for number in range(topics):
+                folder.remove_topic(f"old{number}", "1")
+            making.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert folder.missing("new0", "1", range(10)) == set(range(10))
+    assert not folder.missing("old0", "1", range(10))
     folder.close(clean=True)
