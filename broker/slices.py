@@ -94,12 +94,13 @@ class Slices:
 
 
 def _is_done(work: Work, until: float) -> bool:
-    began = time.perf_counter()
+    now = time.perf_counter()
     try:
-        while (now := time.perf_counter()) < until:
-            work.used_s += now - began
+        while now < until:
             began = now
             next(work.steps)
+            now = time.perf_counter()
+            work.used_s += now - began
     except StopIteration:
         return True
     return False

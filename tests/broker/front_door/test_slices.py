@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from metamq.broker import look_ups
-from metamq.broker.slices import Slices, Work
+from metamq.broker.slices import SLICE_S, Slices, Work
 from metamq.errors import Timeout
 from metamq.testing import Cluster, cluster
 from metamq.wire import columns, status
@@ -56,9 +57,10 @@ def results(answer: Any) -> list[OffsetsResult]:
 
 
 def test_others_are_served_while_times_are_looked_up(
-    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any]
+    running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that asks for one thing after another is answered many times before the look-up is done."""
+    monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 60)
     asking, other = connect_to(local.port), connect_to(local.port)
     entries = filled(running, local, asking)
     plain = [entries[0]._replace(timestamp_us=LATEST)]
@@ -83,7 +85,7 @@ def test_others_are_served_while_times_are_looked_up(
 def test_a_request_has_so_much_time_and_who_asks_again_goes_on(
     running: Cluster, local: LocalBroker, connect_to: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 0.05)
+    monkeypatch.setattr(look_ups, "SEARCH_S_MAX", 0.4)
     client = connect_to(local.port)
     entries = filled(running, local, client)
     for _ in range(MANY):
@@ -151,3 +153,25 @@ def test_connections_take_turns() -> None:
         return order
 
     assert asyncio.run(run()) == ["little", "much", "much"]
+
+
+def test_a_step_that_is_longer_than_a_slice_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that takes long to read uses up the time of its request, too."""
+
+    async def run() -> float:
+        now_s = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+
+        def steps() -> Iterator[None]:
+            nonlocal now_s
+            for _ in range(10):
+                now_s += 4 * SLICE_S
+                yield
+
+        owner, work = Owner(1), Work()
+        work.steps = steps()  # type: ignore[assignment]
+        Slices().add(owner, work)
+        await owner.finished.wait()
+        return work.used_s
+
+    assert asyncio.run(run()) == pytest.approx(40 * SLICE_S)
