@@ -239,6 +239,8 @@ class _Asyncpg(Database):
 
     _own: Any = None
     """The transaction that was begun here."""
+    _is_ours = False
+    """Whether one was begun here, and no commit or rollback of it was answered: others are the application's."""
 
     async def rows(self, sql: str, values: Sequence[object] = ()) -> list[Sequence[Any]]:
         await self._begun()
@@ -254,7 +256,7 @@ class _Asyncpg(Database):
         if self._own is None and not self.connection.is_in_transaction():
             own = self.connection.transaction()
             await own.start()
-            self._own = own
+            self._own, self._is_ours = own, True
 
     @property
     def began(self) -> bool:
@@ -282,13 +284,17 @@ class _Asyncpg(Database):
         own, self._own = self._own, None
         if own is not None:
             await own.commit()
+            self._is_ours = False
 
     async def rollback(self) -> None:
         own, self._own = self._own, None
-        if own is not None:
-            await own.rollback()
-        elif self.connection.is_in_transaction():  # its commit was interrupted
-            await self.connection.execute("ROLLBACK")
+        try:
+            if own is not None:
+                await own.rollback()
+        finally:  # that, or the commit before it, may have been interrupted
+            if self._is_ours and self.connection.is_in_transaction():
+                await self.connection.execute("ROLLBACK")
+        self._is_ours = False
 
 
 async def _settled(result: Any) -> Any:

@@ -171,6 +171,7 @@ def test_what_does_not_fit_is_refused_with_the_next_step(running: Cluster, topic
                 async with connection.transaction():
                     with pytest.raises(ConfigError, match=r"in a transaction\(\)"):
                         await dbtx(connection, producer).__aenter__()
+                    assert connection.is_in_transaction(), "it is the application's, and goes on"
             if database.driver == "psycopg":
                 await connection.set_autocommit(True)
                 with pytest.raises(ConfigError, match="autocommit"):

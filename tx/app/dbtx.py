@@ -137,8 +137,10 @@ class DatabaseBlock(ABC):
         if isinstance(self._producer, TransactionalFace):
             self._producer._leave_block(self)
         if error is not None:
-            await self._warn_if_ended()
-            await self._roll_back(work)
+            try:
+                await self._warn_if_ended()
+            finally:  # also when that is cancelled: the connection may go on
+                await self._roll_back(work)
             return
         try:
             if work.is_empty:
