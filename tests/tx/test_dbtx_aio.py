@@ -245,6 +245,8 @@ def test_a_block_that_is_cancelled_as_it_ends_does_both_or_neither(
 def cancelled_at(step: str, behind: bool, tx: dbtx, patch: pytest.MonkeyPatch) -> None:
     """Cancels the task at a step of leaving the block, once."""
     owner, name = {
+        "check": (tx._outcomes, "check"),
+        "rollback": (tx._database, "rollback"),
         "prepare": (Work, "prepare"),
         "decision": (tx._outcomes, "commit"),
         "commit": (tx._database, "commit"),
@@ -268,6 +270,33 @@ def cancelled_at(step: str, behind: bool, tx: dbtx, patch: pytest.MonkeyPatch) -
         return result
 
     patch.setattr(owner, name, cancelling)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("step", ["check", "rollback"])
+def test_a_block_that_fails_and_is_cancelled_as_it_ends_rolls_back(
+    running: Cluster, topic: str, database: AioDatabase, step: str, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with opened(running, database) as (connection, producer):
+            tx = dbtx(connection, producer)
+
+            async def transact() -> None:
+                async with tx:
+                    await insert(connection, "failed")
+                    await tx.send(topic, b"failed")
+                    raise KeyError
+
+            with monkeypatch.context() as patch:
+                cancelled_at(step, behind, tx, patch)
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.create_task(transact())
+            async with dbtx(connection, producer) as tx:
+                await insert(connection, "next")
+                await tx.send(topic, b"next")
+
+    asyncio.run(scenario())
+    assert rows(database) == messages(running, topic) == [b"next"]
 
 
 def test_a_recoverer_takes_a_connection_for_asyncio(running: Cluster, topic: str, database: AioDatabase) -> None:
