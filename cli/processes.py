@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from metamq.cli.progress import download_progress
+from metamq.cli.units import Parsed, parse_bytes, show_bytes
 from metamq.errors import MetamqError, Timeout
-from metamq.zk.embedded import how_it_ended
+from metamq.zk.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, how_it_ended
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
 
@@ -190,3 +191,18 @@ def fetch_what_zookeeper_needs(signals: StopSignals) -> None:
     with download_progress() as progress, signals.at_once():
         find_java()
         find_jars(progress)
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of memory for the embedded ZooKeeper. Raises ValueError."""
+    try:
+        wanted = parse_bytes(text)
+    except ValueError:
+        wanted = 0
+    if not MEMORY_BYTES_MIN <= wanted <= MEMORY_BYTES_MAX:
+        limits = f"{show_bytes(MEMORY_BYTES_MIN)} to {show_bytes(MEMORY_BYTES_MAX)}"
+        raise ValueError(f"{text!r} is no size of ZooKeeper's memory: write it like 512MiB or 2GiB, {limits}")
+    return wanted
+
+
+MEMORY = Parsed("size", parse_memory)

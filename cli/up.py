@@ -26,12 +26,12 @@ from metamq.cli.command import Command
 from metamq.cli.context import current
 from metamq.cli.output import TEXT_OR_JSON, count, print_json_line, say
 from metamq.cli.ports import Ports
-from metamq.cli.processes import Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.cli.up_replicas import BROKER_ID, Place, Replicas
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.private_files import FILE_MODE, make_folder, restrict_process
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.embedded import MEMORY_VARIABLE, EmbeddedZooKeeper
 
 HOST = "127.0.0.1"
 ZOOKEEPER_PORT, BROKER_PORT, HTTP_PORT = 2181, 8123, 8120
@@ -57,6 +57,15 @@ ORPHANS_S = 15.0
 @click.option(
     "--slaves", type=click.IntRange(0, SLAVES_MAX), default=1, show_default=True, help="How many slaves the broker has."
 )
+@click.option(
+    "--zookeeper-memory",
+    "zookeeper_memory_bytes",
+    type=MEMORY,
+    envvar=MEMORY_VARIABLE,
+    default="512MiB",
+    show_default=True,
+    help="For what ZooKeeper holds.",
+)
 @TEXT_OR_JSON
 def up(
     data: str | None,
@@ -65,6 +74,7 @@ def up(
     broker_port: int | None,
     http_port: int | None,
     slaves: int,
+    zookeeper_memory_bytes: int,
     output: str,
 ) -> int:
     """Start a ZooKeeper and a broker, a master and a slave, on this machine. Ctrl-C ends all.
@@ -94,7 +104,9 @@ def up(
             with (
                 _folder(data, ephemeral) as folder,
                 _locked(folder, signals) as lock,
-                _zookeeper(None if ephemeral else folder / "zookeeper", port, signals) as server,
+                _zookeeper(
+                    None if ephemeral else folder / "zookeeper", port, zookeeper_memory_bytes, signals
+                ) as server,
                 _replicas(server.address, folder, slaves, (broker_port, http_port), lock, signals) as replicas,
             ):
                 _tell(server.address, replicas, folder, ephemeral, output)
@@ -200,9 +212,11 @@ def _is_alive(holder: str) -> bool:
 
 
 @contextlib.contextmanager
-def _zookeeper(folder: Path | None, wanted_port: int | None, signals: StopSignals) -> Iterator[EmbeddedZooKeeper]:
+def _zookeeper(
+    folder: Path | None, wanted_port: int | None, memory_bytes: int, signals: StopSignals
+) -> Iterator[EmbeddedZooKeeper]:
     port = Ports(HOST).take("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
-    with EmbeddedZooKeeper(folder, port, host=HOST, check=signals.check) as server:
+    with EmbeddedZooKeeper(folder, port, host=HOST, memory_bytes=memory_bytes, check=signals.check) as server:
         yield server
 
 

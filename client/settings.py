@@ -35,6 +35,7 @@ ROOT_VARIABLE = "METAMQ_ROOT"
 SECTIONS = ("broker", "producer", "consumer")
 VARIABLES = (
     CONFIG_FILE_VARIABLE, ZOOKEEPER_VARIABLE, ROOT_VARIABLE, "METAMQ_JAVA", "METAMQ_ZOOKEEPER_JARS", "METAMQ_MAVEN",
+    "METAMQ_ZOOKEEPER_MEMORY",
 )  # fmt: skip
 """Those of no section."""
 KEYS = ("zookeeper", "root", *SECTIONS)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -34,13 +35,23 @@ from typing import IO, Self
 
 from metamq.errors import ConfigError, MetamqError, Timeout
 from metamq.private_files import make_folder
+from metamq.words import size
 from metamq.zk.jars import find_jars
 from metamq.zk.java import find_java
 from metamq.zk.ports import HeldPort, is_free
-from metamq.zk.server_log import what_went_wrong
+from metamq.zk.server_log import ran_out_of_memory, what_went_wrong
 
 MIN_SESSION_TIMEOUT_MS = 1_000
 MAX_SESSION_TIMEOUT_MS = 60_000
+
+MEMORY_BYTES = 512 << 20
+"""Of Java's heap, which holds every node. It is taken as it is needed: an empty server has a tenth of it."""
+MEMORY_BYTES_MIN, MEMORY_BYTES_MAX = 32 << 20, 1 << 40
+MEMORY_VARIABLE = "METAMQ_ZOOKEEPER_MEMORY"
+START_TIMEOUT_S = 600.0
+"""Much data on a busy machine takes minutes; a server that cannot start ends by itself."""
+
+log = logging.getLogger("metamq.zk")
 
 _MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 CLIENTS_OF_A_HOST_MAX = 4000
@@ -49,6 +60,7 @@ opens sessions for ever takes all descriptors of the server."""
 _WATCHED = 'umask g-w,o=; exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S = 0.01
+_SAYS_IT_WAITS_S = 10.0
 # A server that is starting takes connections which it then never answers: better to ask again than to wait.
 _ANSWER_S_MIN, _ANSWER_S_MAX = 0.1, 1.0
 _LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -61,8 +73,8 @@ class EmbeddedZooKeeper:
 
     `data_dir` None is a temporary folder, removed by `stop`; a given folder is kept and holds the log of the
     server, `zookeeper.log`. `port` 0 chooses a free one. `host` is what it listens on. `check` is called often during
-    a start; what it raises ends that. A context manager; all methods block, for under a second as a rule, and are to be
-    called by one thread at a time.
+    a start; what it raises ends that. `memory_bytes` bounds Java's heap: a server that needs more ends. A context
+    manager; all methods block, for under a second as a rule, and are to be called by one thread at a time.
     """
 
     def __init__(
@@ -72,7 +84,8 @@ class EmbeddedZooKeeper:
         *,
         host: str = "127.0.0.1",
         tick_ms: int = 500,
-        start_timeout_s: float = 30.0,
+        memory_bytes: int = MEMORY_BYTES,
+        start_timeout_s: float = START_TIMEOUT_S,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.host = host
@@ -80,6 +93,10 @@ class EmbeddedZooKeeper:
         self._choose_port = port == 0
         self._held: HeldPort | None = None
         self._tick_ms = tick_ms
+        if not MEMORY_BYTES_MIN <= memory_bytes <= MEMORY_BYTES_MAX:
+            limits = f"{size(MEMORY_BYTES_MIN)} to {size(MEMORY_BYTES_MAX)}"
+            raise ConfigError(f"ZooKeeper's memory must be {limits}, not {memory_bytes!r} bytes")
+        self._memory_bytes = memory_bytes
         self._start_timeout_s = start_timeout_s
         self._check = check
         self._given_dir = Path(data_dir).absolute() if data_dir is not None else None
@@ -127,7 +144,7 @@ class EmbeddedZooKeeper:
 
         Raises ConfigError when the port or the data folder is taken, when there is no Java or no jars (the
         hint names every way to get them), or when the server gives up (with the last lines of its log);
-        Timeout when it does not serve within `start_timeout_s`.
+        MetamqError when it needs more memory than it may have; Timeout when it does not serve within `start_timeout_s`.
         """
         if self._process is not None:
             return self
@@ -157,7 +174,17 @@ class EmbeddedZooKeeper:
         """Raise MetamqError, saying how, when the server has ended by itself since it was started."""
         status = self._process.poll() if self._process is not None else None
         if status is not None:
+            self._check_memory()
             raise MetamqError(f"ZooKeeper {how_it_ended(status)}{self._last_words()}", hint=self._log_hint())
+
+    def _check_memory(self) -> None:
+        """Raise MetamqError when the server, which has ended, ran out of memory."""
+        if ran_out_of_memory(self.log_path, self._log_start):
+            raise MetamqError(
+                f"ZooKeeper ended: what it holds needs more memory than its {size(self._memory_bytes)}",
+                hint=f"Start it with more, such as {MEMORY_VARIABLE}={_twice(self._memory_bytes)}: `metamq zookeeper "
+                f"--memory`, `metamq up --zookeeper-memory`. Its data is kept. {self._log_hint()}".rstrip(),
+            )
 
     def _last_words(self) -> str:
         said = what_went_wrong(self.log_path, self._log_start)
@@ -221,12 +248,12 @@ class EmbeddedZooKeeper:
         """Whether it serves; False when the process ended instead."""
         config = folder / "zoo.cfg"
         config.write_text(self._config(folder))
-        with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
+        with self.log_path.open("ab") as output:
+            self._log_start = output.tell()
             self._process = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHED, "zookeeper", *self._command(java, jars, config)],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 bufsize=0,
@@ -234,23 +261,30 @@ class EmbeddedZooKeeper:
                 start_new_session=True,
             )
         _running.add(self)
-        started = time.monotonic()
+        started = said = time.monotonic()
         answer_s = _ANSWER_S_MIN
         while not self._serves(folder, answer_s):
             self._check()
             if self._process.poll() is not None:
                 self._end(signal.SIGKILL)
+                self._check_memory()
                 return False
             waited_s = time.monotonic() - started
             if waited_s > self._start_timeout_s:
                 what = f"the start of ZooKeeper in {folder}{self._last_words()}"
                 raise Timeout(what, self._start_timeout_s, hint=self._log_hint())
+            if time.monotonic() - said >= _SAYS_IT_WAITS_S:
+                said = time.monotonic()
+                what = f"ZooKeeper (process {self._process.pid}) does not serve yet after {waited_s:.0f} s"
+                log.warning("%s: waiting for it. Its log is %s", what, self.log_path)
             answer_s = min(max(waited_s / 4, _ANSWER_S_MIN), _ANSWER_S_MAX)
             time.sleep(_PROBE_INTERVAL_S)
         return True
 
     def _command(self, java: Path, jars: list[Path], config: Path) -> list[str]:
-        flags = ["-Xmx128m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
+        # Out of memory, one thread fails after another, and what is left would serve nobody without ending.
+        memory = ["-Xms16m", f"-Xmx{self._memory_bytes >> 10}k", "-XX:+ExitOnOutOfMemoryError"]
+        flags = [*memory, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
         # The default is 64 MB for each log file.
         properties = ["-Dzookeeper.preAllocSize=1024", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"]
         if self._given_dir is None:
@@ -321,6 +355,10 @@ class EmbeddedZooKeeper:
 def how_it_ended(status: int) -> str:
     """The end of a process in words, by its `returncode`."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _twice(memory_bytes: int) -> str:
+    return f"{memory_bytes * 2 >> 20}MiB"
 
 
 def freeze(pid: int) -> None:

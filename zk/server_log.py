@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ _OF_NO_MATTER = (
     "Exiting JVM with code",  # after the error
     "Error closing a command socket",  # our own question whether it serves, which came early
 )
+_OUT_OF_MEMORY = b"Terminating due to java.lang.OutOfMemoryError"
+_TAIL_BYTES = 64 << 10
 
 
 def what_went_wrong(log: Path, since_byte: int) -> str:
@@ -35,6 +38,16 @@ def what_went_wrong(log: Path, since_byte: int) -> str:
         return next((line.strip() for line in lines if line.strip() and not line.startswith(_CHATTER)), "")
     errors = [text for level, text in entries if level == "ERROR" and not text.startswith(_OF_NO_MATTER)]
     return errors[-1] if errors else ""
+
+
+def ran_out_of_memory(log: Path, since_byte: int) -> bool:
+    """Whether Java's last words are that no memory was left; its exit status 3 has other meanings, too."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(since_byte, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return _OUT_OF_MEMORY in file.read()
+    except OSError:
+        return False
 
 
 def _entries(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

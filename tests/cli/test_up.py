@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -16,7 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.nodes import Create
 from metamq.zk.ports import free_port
+from metamq.zk.session import Session
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -201,6 +206,40 @@ def test_a_zookeeper_that_ends_is_named_without_java_s_stack_traces(process: Sta
     assert running.process.returncode == 1
     log = (tmp_path / "metamq-data" / "zookeeper" / "zookeeper.log").resolve()
     assert talk.decode() == f"metamq: ZooKeeper was ended by SIGKILL\n  Its log is {log}.\n"
+
+
+@pytest.mark.parametrize("command", ["up", "zookeeper"])
+def test_zookeeper_s_memory_is_a_setting_and_its_end_is_named(process: Start, tmp_path: Path, command: str) -> None:
+    zookeeper = f"127.0.0.1:{(port := free_port())}"
+    arguments = {
+        "up": ("up", "--slaves", 0, "--port", port, "--broker-port", 0, "--http-port", -1, "-o", "json"),
+        "zookeeper": ("zookeeper", "--data", tmp_path / "zookeeper", "--port", port, "-o", "json"),
+    }
+    child = process(*arguments[command], cwd=tmp_path, env={"METAMQ_ZOOKEEPER_MEMORY": "33MiB"}, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert json.loads(child.stdout.readline())["zookeeper"] == zookeeper
+
+    async def fill() -> None:
+        async with await Session.open(zookeeper) as session:
+            with contextlib.suppress(ConnectionLost):
+                for number in range(0, 100_000, 10):
+                    await session.multi([Create(f"/n{number + of_ten}", b"x" * 10_000) for of_ten in range(10)])
+
+    asyncio.run(fill())
+    _, talk = child.communicate(timeout=90)
+    assert child.returncode == 1
+    assert "metamq: ZooKeeper ended: what it holds needs more memory than its 33 MiB\n" in talk.decode()
+    assert "METAMQ_ZOOKEEPER_MEMORY=66MiB: `metamq zookeeper --memory`, `metamq up --zookeeper-memory`" in " ".join(
+        talk.decode().split()
+    )
+
+
+@pytest.mark.parametrize("text", ["lots", "1000", "31MiB", "2TiB"])
+@pytest.mark.parametrize("command", [("up", "--zookeeper-memory"), ("zookeeper", "--memory")], ids=" ".join)
+def test_a_memory_that_cannot_be_is_named_with_examples(offline: Metamq, command: tuple[str, str], text: str) -> None:
+    refused = offline(*command, text)
+    assert refused.status == 2
+    assert f"'{text}' is no size of ZooKeeper's memory: write it like 512MiB or 2GiB" in " ".join(refused.talk.split())
 
 
 def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path) -> None:

@@ -19,8 +19,12 @@ import psutil
 import pytest
 
 from metamq.errors import ConfigError, MetamqError
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk import embedded
+from metamq.zk.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, EmbeddedZooKeeper
+from metamq.zk.errors import ConnectionLost
 from metamq.zk.jars import JARS, find_jars
+from metamq.zk.java import find_java
+from metamq.zk.nodes import Create
 from metamq.zk.ports import free_port
 from metamq.zk.session import Node, Session
 
@@ -160,6 +164,67 @@ def test_a_server_that_ended_by_itself_is_told_of(tmp_path: Path) -> None:
 
         with pytest.raises(MetamqError, match=r"^ZooKeeper was ended by SIGKILL\. Its log is .*zookeeper\.log\.$"):
             watch()
+
+
+def test_a_server_that_needs_more_memory_ends_and_names_the_setting(tmp_path: Path) -> None:
+    """It neither served nor ended. With more memory it goes on with its data."""
+    server = EmbeddedZooKeeper(tmp_path, memory_bytes=MEMORY_BYTES_MIN)
+
+    async def fill(name: str, limit: int) -> int:
+        """Writes until no answer comes, `limit` nodes at most; returns how many are stored."""
+        async with await Session.open(server.address) as session:
+            for number in range(0, limit, 10):
+                try:
+                    await session.multi([Create(f"/{name}{number + of_ten}", b"x" * 10_000) for of_ten in range(10)])
+                except ConnectionLost:
+                    return number
+        return limit
+
+    def wait_for_the_end() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            server.check_running()
+            time.sleep(0.01)
+
+    message = r"^ZooKeeper ended: what it holds needs more memory than its 32 MiB\. .*METAMQ_ZOOKEEPER_MEMORY=64MiB"
+    with server:
+        stored = asyncio.run(fill("a", 100_000))
+        with pytest.raises(MetamqError, match=message) as ended:
+            wait_for_the_end()
+        assert str(server.log_path) in ended.value.hint
+    assert stored
+    with EmbeddedZooKeeper(tmp_path) as server:
+        assert len(read(server, f"/a{stored - 1}").data) == 10_000
+        assert asyncio.run(fill("b", 4_000)) == 4_000
+    too_small = EmbeddedZooKeeper(tmp_path, memory_bytes=MEMORY_BYTES_MIN)
+    with pytest.raises(MetamqError, match=message):
+        too_small.start()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, MEMORY_BYTES_MIN - 1, MEMORY_BYTES_MAX + 1])
+def test_memory_out_of_its_limits_is_refused(memory_bytes: int) -> None:
+    with pytest.raises(ConfigError, match=f"must be 32 MiB to 1 TiB, not {memory_bytes} bytes"):
+        EmbeddedZooKeeper(memory_bytes=memory_bytes)
+
+
+def test_a_start_that_takes_long_is_waited_for_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Java begins only once the line is there."""
+    java = tmp_path / "java"
+    java.write_text(
+        f'#!/bin/sh\n[ $# -lt 5 ] || while [ ! -e {tmp_path}/go ]; do sleep 0.05; done\nexec {find_java()} "$@"\n'
+    )
+    java.chmod(0o755)
+    monkeypatch.setenv("METAMQ_JAVA", str(java))
+    monkeypatch.setattr(embedded, "_SAYS_IT_WAITS_S", 0.0)
+
+    def go_on() -> None:
+        if "does not serve yet after" in caplog.text:
+            (tmp_path / "go").touch()
+
+    with EmbeddedZooKeeper(tmp_path / "zk", check=go_on) as server:
+        write(server, "/x", b"")
 
 
 def test_it_runs_on_the_wheel_s_java_and_on_a_given_folder_of_jars(
