@@ -125,16 +125,16 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
         with self._one_loop.begun(asyncio.current_task) as goes_on:
-            if self._hand is not None and self._hand.whole and self._hand.batch.is_rejected:
-                self._finish(done=False)  # the loop before this one was left for it
+            goes_on()
+            self._finish()
             while True:
-                goes_on()
-                self._finish()
                 hand = await self._hands.take(whole=True, max_messages=max_messages or 0)
                 if hand is None:
                     return
                 self._hand = hand
                 yield hand.batch
+                goes_on()
+                self._finish(is_handled=True)
 
     def _iterate(self, hand: Hand) -> Iterator[tuple[Any, ...]]:
         try:
@@ -143,10 +143,10 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             self._hands.release(hand, in_hand=False)
             raise
 
-    def _finish(self, *, done: bool = True) -> None:
+    def _finish(self, *, is_handled: bool = False) -> None:
         hand, self._hand, self._fields = self._hand, None, None
         if hand is not None:
-            self._hands.release(hand, in_hand=done)
+            self._hands.release(hand, in_hand=is_handled or not hand.is_rejected)
 
     async def commit(self, position: Position = None, *, connection: AnyConnection | None = None) -> None:
         """As metamq.Consumer.commit.

@@ -175,22 +175,22 @@ class Consumer(ConsumerFace[T]):
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
         with self._one_loop.begun(threading.current_thread) as goes_on:
-            if self._hand is not None and self._hand.whole and self._hand.batch.is_rejected:
-                self._finish(done=False)  # the loop before this one was left for it
+            goes_on()
+            self._finish()
             while True:
-                goes_on()
-                self._finish()
                 hand = self._hands.take(whole=True, max_messages=max_messages or 0)
                 if hand is None:
                     return
                 self._hand = hand
                 yield hand.batch
+                goes_on()
+                self._finish(is_handled=True)
 
-    def _finish(self, *, done: bool = True) -> None:
-        """What is in hand is done: the next is asked for."""
+    def _finish(self, *, is_handled: bool = False) -> None:
+        """What is in hand is done, as the next is asked for; not a batch that its loop was left for."""
         self._slices = None
         if self._hand is not None:
-            self._hands.release(self._hand, in_hand=done)
+            self._hands.release(self._hand, in_hand=is_handled or not self._hand.is_rejected)
             self._hand = None  # afterwards: a Ctrl-C in release() leaves it to the next call
 
     def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:

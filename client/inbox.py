@@ -179,6 +179,11 @@ class Hand:
                 next(column)
             raise
 
+    @property
+    def is_rejected(self) -> bool:
+        """Whether `decode=` rejects what is in hand."""
+        return self.rejected is not None or (self.whole and self.batch.is_rejected)
+
     def take_back(self) -> None:
         """No further message of this batch is handed out."""
         self.taken_back = True
@@ -406,7 +411,7 @@ class Inbox:
             self.rewind(state)
             hand, released = state.hand, state.released  # a handler may be letting go of it at this moment
             if hand is not None:
-                self.finish(hand, in_hand=in_hand_done)
+                self.finish(hand, in_hand=in_hand_done and not hand.is_rejected)
             elif released is not None:
                 released()
 

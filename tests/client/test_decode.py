@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from metamq import Consumer, Message, aio
+from metamq import Consumer, Message, MessageBatch, aio
 from metamq.client.inbox import Hand, PartitionState
 from metamq.errors import DecodeError
 from tests.client.conftest import Shop
@@ -117,6 +118,48 @@ def test_a_batch_raises_it_and_comes_again(shop: Shop, group: str) -> None:
                 caught.append(error.offset)
         assert caught == [BAD]
     assert set(shop.committed(group).values()) == {len(VALUES)}
+
+
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+@pytest.mark.parametrize("left_for", ["the end", "a loop over messages"])
+def test_a_batch_whose_loop_was_left_for_it_is_not_skipped(shop: Shop, group: str, face: str, left_for: str) -> None:
+    topic = shop.topic()
+    with shop.cluster.producer() as producer:
+        producer.send_many(topic, VALUES).result(60)
+
+    def is_rejected(batch: MessageBatch[Any]) -> bool:
+        try:
+            return not batch.values
+        except DecodeError:
+            return True
+
+    def blocking() -> None:
+        with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+            for one in consumer.batches():
+                if is_rejected(one):
+                    break
+            if left_for != "the end":
+                assert read_until_rejected(consumer)[0] == [0, 1]
+
+    async def asynchronous() -> None:
+        async with aio.Consumer(
+            shop.cluster.zookeeper, topics=topic, group=group, decode=json.loads, idle_timeout_s=1
+        ) as consumer:
+            async with aclosing(consumer.batches()) as batches:
+                async for one in batches:
+                    if is_rejected(one):
+                        break
+            if left_for != "the end":
+                with pytest.raises(DecodeError):
+                    async for _message in consumer:
+                        pass
+
+    if face == "blocking":
+        blocking()
+    else:
+        asyncio.run(asynchronous())
+    with shop.consumer(topic, group, decode=json.loads, idle_timeout_s=1) as consumer:
+        assert read_until_rejected(consumer)[1].offset == BAD
 
 
 def dead_letters(shop: Shop, group: str) -> list[Message[bytes]]:
