@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from metamq.cli.output import (
     say,
 )
 from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
+from metamq.cli.terminal import inert_json
 from metamq.client.first_contact import open_session
 from metamq.errors import ConfigError
 from metamq.zk.cluster_nodes import ClusterExport, Standing, compare, restore_cluster
@@ -63,17 +65,28 @@ def export(file: Path | None, output: str) -> None:
     current().log()
     with current().admin() as admin:
         document = admin.export_cluster()
-    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    text = inert_json(json.dumps(document, indent=1)) + "\n"
     if file is None:
         sys.stdout.write(text)
     else:
-        temporary = file.with_name(f"{file.name}.tmp")  # an older export stays whole until this one is
-        temporary.write_text(text)
-        temporary.replace(file)
+        _write(file, text)
         say(f"{count(len(document['nodes']), 'node')} of cluster {document['cluster_id']} are in {file}.")
     moved = document["changed_meanwhile"]
     if moved:
         say(f"{count(len(moved), 'node')} changed while they were read, and are as they were last: {listed(moved)}.")
+
+
+def _write(file: Path, text: str) -> None:
+    """An older export stays whole until this one is on the disk."""
+    if file.exists() and not file.is_file():  # a pipe or a device is written to, and stays
+        file.write_text(text)
+        return
+    temporary = file.with_name(f"{file.name}.tmp")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
 
 
 @cluster.command()

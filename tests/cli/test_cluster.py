@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,6 +310,19 @@ def test_clients_that_run_meanwhile_wait_for_the_restore_and_go_on(tmp_path: Pat
                     continue
             finally:
                 assert broker.stop() == 0
+
+
+def test_an_export_into_a_pipe_leaves_it_a_pipe(metamq: Metamq, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)
+    try:
+        assert metamq("cluster", "export", pipe).status == 0
+        assert pipe.is_fifo()
+        assert json.loads(reader.communicate(timeout=60)[0])["kind"] == "metamq cluster export"
+    finally:
+        reader.kill()
+        reader.wait()
 
 
 def test_what_cannot_be_one_cluster_is_refused(scene: Scene, zookeeper: EmbeddedZooKeeper) -> None:
