@@ -106,7 +106,7 @@ class FolderReport:
         return {"kind": KIND, "format": REPORT_FORMAT, **plain, "settings": settings, "logs": logs}
 
     @classmethod
-    def from_json(cls, text: str, what: str) -> FolderReport:
+    def from_json(cls, text: str | bytes, what: str) -> FolderReport:
         """Reads a report. `what` names it in errors. Raises ConfigError."""
         try:
             document = json.loads(text)

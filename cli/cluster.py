@@ -150,7 +150,7 @@ def restore(
     """
     current().log()
     reports = [inspect_folder(folder) for folder in folders]
-    reports += [FolderReport.from_json(file.read_text(), str(file)) for file in files]
+    reports += [FolderReport.from_json(file.read_bytes(), str(file)) for file in files]
     if not reports:
         raise click.UsageError("Give the brokers' data folders, with --data or --folder.")
     export = None if exported is None else ClusterExport.from_json(exported.read_bytes(), str(exported))

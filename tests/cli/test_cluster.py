@@ -325,6 +325,14 @@ def test_an_export_into_a_pipe_leaves_it_a_pipe(metamq: Metamq, tmp_path: Path) 
         reader.wait()
 
 
+def test_a_file_that_is_no_text_is_refused_by_its_name(offline: Metamq, tmp_path: Path) -> None:
+    file = tmp_path / "strange.json"
+    file.write_bytes(b"\xff\xfe{}")
+    refused = offline("cluster", "restore", "--folder", file)
+    assert refused.status == 1
+    assert f"{file} does not describe a data folder" in refused.talk
+
+
 def test_what_cannot_be_one_cluster_is_refused(scene: Scene, zookeeper: EmbeddedZooKeeper) -> None:
     scene.begin()
     assert "is in use by process" in scene.restore("--yes").talk
