@@ -32,6 +32,7 @@ import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ from typing import NamedTuple
 from metamq.broker import made_partitions
 from metamq.broker.folder_lock import FolderLock, mark_of
 from metamq.broker.log import flushed
-from metamq.broker.log.files import shortage
+from metamq.broker.log.files import FileCache, shortage
+from metamq.broker.log.fresh import set_aside
 from metamq.broker.made_partitions import MadePartitions
 from metamq.errors import ConfigError, DiskFull, StorageError
 from metamq.private_files import make_folder, opener, too_open
@@ -314,6 +316,23 @@ class DataFolder:
             self._made.add(f"{topic}@{topic_id}/{index}" for index in indexes)
         except OSError as error:
             raise _failure(self.path / made_partitions.FILE_NAME, "writing it", error) from error
+
+    def forget_partition(self, topic: str, topic_id: str, index: int, name: str) -> Path | None:
+        """Gives a partition's log up, for a person: the next start makes an empty one. `name` is for errors.
+
+        The incarnation rises before the log is moved: from there on this replica lacks what it acknowledged. A crash in
+        between leaves a partition whose folder is missing, which is damaged as before. Returns where the log is now,
+        None where its folder was missing. Raises StorageError.
+        """
+        folder, target = self.path / "topics" / f"{topic}@{topic_id}" / str(index), None
+        self.raise_incarnation(f"{name} was given up")
+        if folder.exists():
+            target = Path(set_aside(folder, name, FileCache(), now_us=time.time_ns() // 1000))
+        try:
+            self._made.forget([f"{topic}@{topic_id}/{index}"])
+        except OSError as error:
+            raise _failure(self.path / made_partitions.FILE_NAME, "writing it", error) from error
+        return target
 
     def remove_topic(self, topic: str, topic_id: str) -> None:
         """Removes a topic's folder; its logs are closed. Once this returns, no start finds it again.

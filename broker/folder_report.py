@@ -129,11 +129,9 @@ class FolderReport:
 
 def inspect_folder(path: Path) -> FolderReport:
     """Reads a data folder, which no broker may be using. Raises ConfigError, OSError."""
-    path = Path(path).absolute()
-    if not (path / "meta.json").is_file() and (path / "broker" / "meta.json").is_file():
-        path = path / "broker"  # the folder of `metamq up`
-    with _locked(path) as lock_mark:
-        meta, mark = _meta(path)
+    path = data_folder(path)
+    with locked(path) as lock_mark:
+        meta, mark = read_meta(path)
         files = ReadOnlyFiles()
         try:
             logs = {log.place: log for log in _logs(path, meta["broker_id"], files)}
@@ -155,8 +153,16 @@ def inspect_folder(path: Path) -> FolderReport:
         )
 
 
+def data_folder(path: Path) -> Path:
+    """The broker's data folder that a person means: that of `metamq up` has it inside. Absolute."""
+    path = Path(path).absolute()
+    if not (path / "meta.json").is_file() and (path / "broker" / "meta.json").is_file():
+        return path / "broker"
+    return path
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[str]:
+def locked(path: Path) -> Iterator[str]:
     """Keeps brokers out of the folder; gives the mark of its lock, empty without one. Raises ConfigError, OSError."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY)
@@ -178,7 +184,7 @@ def _locked(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
-def _meta(path: Path) -> tuple[dict[str, Any], str]:
+def read_meta(path: Path) -> tuple[dict[str, Any], str]:
     """The fields of meta.json that count here, and the mark of that file. Raises ConfigError."""
     try:
         with open(path / "meta.json") as file:
@@ -192,6 +198,7 @@ def _meta(path: Path) -> tuple[dict[str, Any], str]:
         meta: dict[str, Any] = {name: int(document[name]) for name in ("broker_id", "replica", "incarnation")}
         meta["generation"] = int(document.get("generation", 0))
         meta["epoch"] = int(document.get("epoch", 0))
+        meta["state_version"] = int(document.get("state_version", -1))
         meta["clean"] = bool(document["clean"])
         meta |= {name: str(document.get(name, "")) for name in ("cluster_id", "boot_id", "lock", "file")}
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -9,7 +9,7 @@ anything in that. So a crash in between leaves a log without a line, which gets 
 
 The file is a second witness, beside the folders. Where it is missing, or lacks lines (it is of an older release,
 somebody removed it or put an older one back), the logs that are there are added. Half a line at the end was never
-durable. Who gives a log up takes its line away, with `forget()`.
+durable. Who gives a log up takes its line away, with `forget()`: `metamq log forget`, and the removal of a topic.
 """
 
 from __future__ import annotations
@@ -39,13 +39,7 @@ class MadePartitions:
         self.is_new = not self._path.exists()
         """Whether there was no record."""
         text = "" if self.is_new else self._path.read_text(errors="replace")
-        names: dict[str, None] = {}
-        for match in map(_LINE.fullmatch, text.splitlines(keepends=True)):
-            if match is not None and match[1] == "+":
-                names[match[2]] = None
-            elif match is not None:
-                names.pop(match[2], None)
-        self._names = names | dict.fromkeys(found)
+        self._names = _names_in(text) | dict.fromkeys(found)
         whole = "".join(f"+ {name}\n" for name in self._names)
         if self.is_new or text != whole:  # so it stays short, too
             temporary = self._path.with_name(f"{FILE_NAME}.tmp")
@@ -84,3 +78,21 @@ class MadePartitions:
                 file.writelines(f"{sign} {name}\n" for name in names)
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def recorded(folder: Path) -> list[str]:
+    """The partitions that a data folder's record names; changes nothing. Raises OSError."""
+    try:
+        return list(_names_in((folder / FILE_NAME).read_text(errors="replace")))
+    except FileNotFoundError:
+        return []
+
+
+def _names_in(text: str) -> dict[str, None]:
+    names: dict[str, None] = {}
+    for match in map(_LINE.fullmatch, text.splitlines(keepends=True)):
+        if match is not None and match[1] == "+":
+            names[match[2]] = None
+        elif match is not None:
+            names.pop(match[2], None)
+    return names

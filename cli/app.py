@@ -42,7 +42,7 @@ COMMANDS = {
     "ha": ("metamq.cli.ha", "ha", "Look at masters and slaves, and promote a slave."),
     "cluster": ("metamq.cli.cluster", "cluster", "Save and restore what ZooKeeper holds; remove brokers for good."),
     "tx": ("metamq.cli.tx", "tx", "Look at transactions in doubt, and decide about them."),
-    "log": ("metamq.cli.log", "log", "Check and print a broker's files, offline."),
+    "log": ("metamq.cli.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
     "bench": ("metamq.cli.bench", "bench", "Measure what a running cluster can do."),
     "doctor": ("metamq.cli.doctor", "doctor", "Look at every part, and say what is wrong."),
     "demo": ("metamq.cli.demo_command", "demo", "Watch real data go through a real cluster."),

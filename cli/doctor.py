@@ -50,7 +50,10 @@ FREE_BYTES_MIN = 1024**3
 SECTIONS: dict[str, type[Any]] = {"broker": BrokerConfig, "producer": ProducerOptions, "consumer": ConsumerOptions}
 OTHERS = ("METAMQ_TEST_WORKERS", "METAMQ_ADVERTISE", "METAMQ_PUBLISH", "METAMQ_IMAGE")
 """Variables of `./dev test` and of docker-compose.yml."""
-DAMAGE_HINT = "`metamq log verify` on the broker's data folder shows every damaged place. It changes nothing."
+DAMAGE_HINT = (
+    "`metamq log verify` on the broker's data folder shows every damaged place, and changes nothing. Where no "
+    "replica is in sync, `metamq log forget` gives the log up."
+)
 IDLE_HINTS = {
     False: "Add partitions, or start no more members than there are; one that is left over only stands by.",
     True: "Create the topic again, with `metamq topic create`, or stop the member, which waits for that.",

@@ -1,4 +1,4 @@
-"""`metamq log`: a broker's files, checked and printed, offline or beside a broker that runs."""
+"""`metamq log`: a broker's files, checked and printed, offline or beside a broker that runs; a damaged one given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
+from metamq.cli.log_forget import forget, missing_partitions
 from metamq.cli.log_reader import (
+    Finding,
     PartitionFolder,
     PartitionReport,
     find_partitions,
@@ -36,7 +38,18 @@ _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(exists=True, f
 
 @click.group(cls=Group)
 def log() -> None:
-    """Check and print a broker's files, offline. Nothing is ever changed."""
+    """Check and print a broker's files, offline, and give up a damaged log.
+
+    Only `forget` changes anything.
+
+    \b
+    metamq log verify ./metamq-data
+    metamq log dump ./metamq-data --from 5000 -n 1 --messages
+    metamq log forget ./metamq-data flights/0-1
+    """
+
+
+log.add_command(forget)
 
 
 @log.command()
@@ -46,7 +59,8 @@ def verify(folder: Path, output: str) -> int:
     """Check every batch in DIR: a broker's data folder, or that of a topic or a partition in it.
 
     Both checksums of each batch, that offsets and segments join, and whether bad bytes were ever flushed. A torn tail,
-    which was not, is no damage: the broker cuts it when it starts. Ends with status 1 when there is damage.
+    which was not, is no damage: the broker cuts it when it starts. A partition whose folder is missing, although the
+    broker had it, is damaged. Ends with status 1 when there is damage.
 
     \b
     metamq log verify ./metamq-data
@@ -58,6 +72,7 @@ def verify(folder: Path, output: str) -> int:
     total = sum(partition.size_bytes for partition in partitions)
     with progress_bar("Checking", total, unit="bytes") as advance:
         reports = [verify_partition(partition, advance) for partition in partitions]
+    reports = _with_missing(reports, folder)
     if output == "json":
         print_json([{**asdict(report), "is_damaged": report.is_damaged} for report in reports])
     else:
@@ -66,6 +81,16 @@ def verify(folder: Path, output: str) -> int:
     if damaged:
         say(f"{damaged} of {count(len(reports), 'partition')} damaged.", fg="red")
     return 1 if damaged else 0
+
+
+def _with_missing(reports: list[PartitionReport], folder: Path) -> list[PartitionReport]:
+    """And those that are not there, although the broker had them."""
+    by_path = {Path(report.path).resolve(): report for report in reports}
+    for place in missing_partitions(folder):
+        reason = f"this replica had it, and its files are not in {place.path}"
+        report = by_path.setdefault(place.path.resolve(), PartitionReport(place.name, str(place.path)))
+        report.findings.append(Finding("damage", report.path, 0, 0, 0, reason))
+    return list(by_path.values())
 
 
 def _warn_if_used(folder: Path) -> bool:

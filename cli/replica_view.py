@@ -49,8 +49,9 @@ def _sound_again(broker: BrokerReplicas, damaged: ReplicaDescription) -> str:
             "the damaged logs aside and copies them again."
         )
     return (
-        "No other replica is in sync. `metamq log verify` on the data folder shows every damaged place; a partition "
-        "whose log cannot be restored is given up by `metamq log forget`."
+        "No other replica is in sync. `metamq log verify` on the data folder shows every damaged place. Restore the "
+        "partition's folder from a copy, or seek to an offset behind the damage; or stop the broker and give the whole "
+        "log up, with `metamq log forget`."
     )
 
 

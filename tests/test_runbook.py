@@ -95,9 +95,9 @@ class Pair:
         self.kill(number)
         shutil.rmtree(self.folder / f"replica-{number}")
 
-    def damage(self, number: int) -> None:
+    def damage(self, number: int, partitions: str = "[01]") -> None:
         """Changes a byte in the first batch of a partition, under a broker that is not there."""
-        logs = (self.folder / f"replica-{number}").glob("topics/[!~]*/[01]/*.log")
+        logs = (self.folder / f"replica-{number}").glob(f"topics/[!~]*/{partitions}/*.log")
         path = next(one for one in logs if one.stat().st_size)
         with path.open("r+b") as file:
             first = file.read(1)
@@ -133,6 +133,9 @@ class Pair:
     def read(self) -> list[bytes]:
         with Consumer[bytes](self.zookeeper, topics=[TOPIC], start="earliest", idle_timeout_s=0.5) as consumer:
             return [message.value for message in read_to_end(consumer)]
+
+    def in_sync(self) -> list[int]:
+        return [one.replica for one in self.admin.replicas()[0].replicas if one.in_sync]
 
     def wait_in_sync(self) -> None:
         wait_until(self._is_in_sync, what="both replicas in sync")
@@ -203,14 +206,33 @@ def the_slaves_log_is_damaged(pair: Pair) -> None:
 
 
 def the_masters_log_is_damaged(pair: Pair) -> None:
-    """And it has noticed: at its start, or by its scrub."""
     pair.kill(0)
     pair.damage(0)
+    start_until_noticed(pair)
+    pair.wait_in_sync()
+
+
+def start_until_noticed(pair: Pair) -> None:
+    """The damage is noticed at the start, or by the scrub."""
     said = pair.folder / "replica-0.log"
     before = said.read_text().count(DAMAGED)
     pair.start(0)
     wait_until(lambda: said.read_text().count(DAMAGED) > before, what="the damage noticed")
-    pair.wait_in_sync()
+
+
+def a_log_is_damaged_while_the_slave_is_away(pair: Pair) -> None:
+    """What the section gives up does not count as sent."""
+    pair.kill(1)
+    wait_until(lambda: len(pair.in_sync()) == 1, what="the slave out of the set")
+    pair.send()
+    with Consumer[bytes](pair.zookeeper, topics=[TOPIC], start="earliest", idle_timeout_s=0.5) as consumer:
+        messages = read_to_end(consumer)
+    assert sorted(message.value for message in messages) == sorted(pair.sent)
+    pair.sent = [message.value for message in messages if message.partition != "0-1"]
+    assert 0 < len(pair.sent) < len(messages)
+    pair.kill(0)
+    pair.damage(0, "1")
+    start_until_noticed(pair)
 
 
 def the_slave_was_away_before_the_master_went(pair: Pair) -> None:
@@ -257,6 +279,7 @@ WHAT_HAPPENED: dict[str, Callable[[Pair], None]] = {
     "A data folder is moved to another disk": nothing,
     "A log of the slave is damaged": the_slaves_log_is_damaged,
     "A log of the master is damaged": the_masters_log_is_damaged,
+    "A log of the master is damaged, and no slave is in sync": a_log_is_damaged_while_the_slave_is_away,
     "Only a slave that is not in sync is left": the_slave_was_away_before_the_master_went,
     "All machines went down at once": all_machines_go_down,
     "A replica is gone for good": a_slave_is_gone,

@@ -81,8 +81,9 @@ class FlushFile:
             raise CorruptData(
                 f"{name}: {self.path}",
                 "neither of its two slots has a valid checksum",
-                hint="The log cannot tell a torn tail from damage without it: move the partition's folder aside "
-                "and let the broker copy the partition from a replica.",
+                hint="The log cannot tell a torn tail from damage without it. Promote a replica that is in sync, "
+                "and this one copies the partition. Without one: stop the broker, and give the log up with "
+                "`metamq log forget`.",
             )
         self._generation, point = max(slots)
         return point

@@ -146,8 +146,8 @@ def _refusal(name: str, path: str, reason: str, position: int) -> CorruptData:
         reason,
         position=position,
         hint="These bytes were on the disk once, so nothing was cut. `metamq log verify` shows the extent. "
-        "With a replica: move the partition's folder aside and start this broker as a slave, it copies the "
-        "partition anew. Without one: restore the folder from a backup.",
+        "With a replica in sync: promote that, and this one copies the partition. Without one: restore the folder from "
+        "a backup, or stop the broker and give the log up with `metamq log forget`.",
     )
 
 

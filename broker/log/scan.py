@@ -176,5 +176,5 @@ def damaged(what: str, position: int, reason: str) -> CorruptData:
         reason,
         position=position,
         hint="`metamq log verify` shows the extent. A slave copies such a log again by itself. At a master, promote a "
-        "slave that is in sync: `metamq ha status` names it.",
+        "slave that is in sync: `metamq ha status` names it, or says what is left.",
     )
