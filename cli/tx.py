@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +11,18 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.output import TABLE_OR_JSON, TEXT_OR_JSON, YES, confirm, count, listed, print_json, print_table, say
+from metamq.cli.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    folded,
+    listed,
+    print_json,
+    print_table,
+    say,
+)
 from metamq.cli.units import show_age, show_bytes
 from metamq.client.branches import BranchDescription
 from metamq.errors import BranchNotKnown, ConfigError, ConnectError
@@ -116,14 +128,16 @@ def show(xid: str, output: str) -> None:
         return
     first = found[0]
     is_one = len({one.xid for one in found}) == 1
-    click.echo(str(first.xid) if is_one else first.xid.whole)
-    click.echo(f"  global transaction {_readable(first.xid.gtrid)}{_branch(first) if is_one else ''}")
+    lines = [str(first.xid) if is_one else first.xid.whole]
+    lines.append(f"  global transaction {_readable(first.xid.gtrid)}{_branch(first) if is_one else ''}")
     for one in found:
         amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
         age = f", for {show_age(_age_ms(one))}" if one.prepared_us else ""
         which = "" if is_one else _branch(one)
-        click.echo(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
-    click.echo(f"  decided by: {_who_decides(first)}")
+        lines.append(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
+    lines.append(f"  decided by: {_who_decides(first)}")
+    for line in lines:
+        click.echo(folded(line, sys.stdout))
     for number in problems:
         say(f"Broker {number} cannot be asked: it may have more of it.")
     for line in _next_steps(first):

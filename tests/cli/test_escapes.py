@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from metamq.cli import tx
+from metamq.cli.app import run
+from metamq.cli.context import Globals
 from metamq.cli.message_format import as_json, as_raw, compile_format
 from metamq.cli.output import folded, print_json, print_table, say, styled
 from metamq.cli.terminal import inert, inert_bytes
+from metamq.client.branches import BranchDescription
 from metamq.client.model import Message
+from metamq.wire.xa import Xid
 
 EVIL = "a\x1b[2J\x9b1m\x07\u202etxt\u2066\x7f\r\u2028z"
 HARMLESS = "a\\x1b[2J\\x9b1m\\x07\\u202etxt\\u2066\\x7f\\x0d\\u2028z"
@@ -51,6 +57,19 @@ def test_tables_talk_and_errors_are_inert_on_a_terminal(
     assert HARMLESS in said.err
     assert "\x1b" not in said.out + said.err
     assert styled(EVIL, sys.stdout) == folded(EVIL, sys.stdout) == HARMLESS
+
+
+def test_the_owner_and_the_id_of_a_transaction_are_inert_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_terminal(monkeypatch)
+    found = BranchDescription(Xid(7, EVIL.encode()), 0, 1, "prepared", EVIL, 1, 1, 0, "0:1")
+    monkeypatch.setattr(Globals, "admin", lambda settings: nullcontext())
+    monkeypatch.setattr(tx, "_find", lambda admin, xid: ([found], []))
+    assert run(["tx", "show", str(found.xid)]) == 0
+    said = capsys.readouterr()
+    assert f"begun by {HARMLESS}" in said.out
+    assert inert(said.out) == said.out
 
 
 def test_a_pipe_gets_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
