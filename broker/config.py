@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from metamq.client.checks import check_ranges
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
+from metamq.zk.epochs import CLASSES
 
 BROKER_ID_MAX = 65_535
-REPLICA_MAX = 255
+REPLICA_MAX = CLASSES - 1
+"""Each replica of a broker id has a class of epoch numbers of its own."""
 MEBIBYTE = 1024 * 1024
 
 

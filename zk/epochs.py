@@ -25,8 +25,8 @@ Within one epoch the in-sync set changes, and an older set names members that la
 master also keeps the version of the state node, durably, before it relies on a change: an older version in the same
 epoch was taken back, too. The members of one epoch have the same master, whose folder the version is kept in.
 
-There are 2**24 epoch numbers: 2**20 terms of one broker id. Replicas 16 numbers apart share a class; for those, 2 and 3
-have to do.
+There are 2**24 epoch numbers: 2**20 terms of one broker id. A replica's number is below CLASSES: two replicas 16 apart
+would share a class, and take the same number.
 """
 
 from __future__ import annotations

@@ -104,12 +104,13 @@ class Flusher:
 
 
 def flush(partition: Partition) -> None:
-    """Raises StorageError."""
-    ticket = partition.start_flush(0)
-    if ticket is not None:
+    """All that is there now: one flush takes a bounded number of files. Raises StorageError."""
+    while (ticket := partition.start_flush(0)) is not None:
         with contextlib.suppress(StorageError):
             ticket.sync()
         partition.finish_flush(ticket)
+        if ticket.whole:
+            return
 
 
 class Replica:

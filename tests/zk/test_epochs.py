@@ -7,6 +7,8 @@ from itertools import combinations
 
 import pytest
 
+from metamq.broker.config import BrokerConfig
+from metamq.errors import ConfigError
 from metamq.zk.epochs import CLASSES, REIGNS_KEPT, Claim, Known, highest_epoch, next_epoch, taken_back, with_reign
 
 
@@ -30,6 +32,14 @@ def test_replicas_that_know_nothing_of_one_another_take_different_numbers() -> N
             numbers.add(epoch)
     for one, other in combinations(taken.values(), 2):
         assert not one & other
+
+
+def test_a_replica_without_a_class_of_its_own_is_refused() -> None:
+    """Replicas 0 and 16 would take the same numbers."""
+    assert next_epoch(40, CLASSES) == next_epoch(40, 0)
+    assert BrokerConfig(data="d", replica=CLASSES - 1).replica == 15
+    with pytest.raises(ConfigError, match="the broker's `replica` must be a whole number from 0 to 15, not 16"):
+        BrokerConfig(data="d", replica=CLASSES)
 
 
 def test_the_first_master_begins_with_1() -> None:
