@@ -318,10 +318,11 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                 self._count_unsent()
 
     def _count_unsent(self) -> int:
-        """Tells the memory of answers how much this client has not read; returns it."""
+        """Returns how much this client has not read, and tells the memory of answers, while that is above the mark."""
         unsent_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        self._answers.changed(self._counted_bytes, unsent_bytes)
-        self._counted_bytes = unsent_bytes
+        counted_bytes = 0 if self._writable else unsent_bytes
+        self._answers.changed(self._counted_bytes, counted_bytes)
+        self._counted_bytes = counted_bytes
         return unsent_bytes
 
     def pause_writing(self) -> None:

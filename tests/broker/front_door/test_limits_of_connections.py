@@ -101,6 +101,18 @@ def test_answers_that_nobody_reads_share_one_budget(running: Cluster, start: Sta
     assert len(reader.ask(Command.GET, poll(1)._replace(opened=[])).body) > MEBIBYTE // 2
 
 
+def test_answers_that_are_read_take_nothing_of_the_budget(running: Cluster, start: Start, connect_to: Connect) -> None:
+    """Else a few hundred readers that read would get one batch at a time."""
+    local = start()
+    poll = filled(running, local, connect_to)
+    answers = local.broker._answers
+    client = connect_to(local.port, receive_buffer=4096)
+    client.request(Command.GET, poll(32 * MEBIBYTE))
+    wait_until(lambda: answers.used_bytes > 8 * MEBIBYTE)
+    assert client.answer().status == status.OK
+    wait_until(lambda: answers.used_bytes == 0)
+
+
 def test_answers_may_lie_unread_for_a_while(running: Cluster, start: Start, connect_to: Connect) -> None:
     """A task works on the answer before. Only after `unread_timeout_s` it is let go."""
     local = start(unread_timeout_s=1)
