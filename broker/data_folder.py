@@ -298,6 +298,7 @@ class DataFolder:
                 if (topic.path / str(index) / flushed.FILE_NAME).exists()
             ]
             self._made = MadePartitions(self.path, found)
+            _sync(self.path)
         except OSError as error:
             raise _failure(self.path, "reading which partitions there are", error) from error
         if self._made.is_new and not self.topics() and self.cluster_id:

@@ -8,8 +8,9 @@ them apart. A line is written after the partition's log is durable, and is durab
 anything in that. So a crash in between leaves a log without a line, which gets one at the next open.
 
 The file is a second witness, beside the folders. Where it is missing, or lacks lines (it is of an older release,
-somebody removed it or put an older one back), the logs that are there are added. Half a line at the end was never
-durable. Who gives a log up takes its line away, with `forget()`: `metamq log forget`, and the removal of a topic.
+somebody removed it or put an older one back), the logs that are there are added. Half a line was never durable. After a
+write that failed, "?" ends what it may have left, which then is no line. Who gives a log up takes its line away, with
+`forget()`: `metamq log forget`, and the removal of a topic.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class MadePartitions:
     def __init__(self, folder: Path, found: Iterable[str]) -> None:
         """Reads it, and adds, durably, the partitions whose logs were `found` in the folder."""
         self._path = folder / FILE_NAME
+        self._may_be_torn = False
         self._lock = threading.Lock()
         self.is_new = not self._path.exists()
         """Whether there was no record."""
@@ -74,10 +76,12 @@ class MadePartitions:
 
     def _append(self, sign: str, names: list[str]) -> None:
         if names:
+            begins, self._may_be_torn = "?\n" if self._may_be_torn else "", True
             with open(self._path, "a", opener=opener) as file:
-                file.writelines(f"{sign} {name}\n" for name in names)
+                file.write(begins + "".join(f"{sign} {name}\n" for name in names))
                 file.flush()
                 os.fsync(file.fileno())
+            self._may_be_torn = False
 
 
 def recorded(folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data_folder import FORMAT, DataFolder
-from metamq.errors import ConfigError
+from metamq.errors import ConfigError, DiskFull
 
 HOLDER = """
 import sys
@@ -413,4 +414,38 @@ def test_topics_are_made_while_others_are_removed(tmp_path: Path) -> None:
         sys.setswitchinterval(interval)
     assert folder.missing("new0", "1", range(10)) == set(range(10))
     assert not folder.missing("old0", "1", range(10))
+    folder.close(clean=True)
+
+
+def test_a_line_that_found_no_room_spoils_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        os.ftruncate(fd, os.fstat(fd).st_size - len("2\n"))  # "+ a@1/12" becomes another partition's
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = DataFolder.open(tmp_path, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DiskFull):
+            folder.were_made("a", "1", [12])
+    folder.were_made("b", "1", [0])
+    folder.close(clean=True)
+    folder = DataFolder.open(tmp_path, 0)
+    assert folder.missing("b", "1", [0]) == {0}
+    assert not folder.missing("a", "1", [1, 12])
+    folder.close(clean=True)
+
+
+def test_the_record_of_partitions_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced at the start. Where the older file came back after a crash, what was added since would be gone."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    folder = DataFolder.open(tmp_path, 0)
+    written = synced.index(f"{tmp_path}/partitions.tmp")
+    assert str(tmp_path) in synced[written:]
     folder.close(clean=True)
