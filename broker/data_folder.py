@@ -219,6 +219,10 @@ class DataFolder:
         if (epoch, state_version) > (self._meta.epoch, self._meta.state_version):
             self._store(replace(self._meta, epoch=epoch, state_version=state_version))
 
+    def check_writable(self) -> None:
+        """Whether something can be stored at present: stores what is known once more. Raises StorageError."""
+        self._store(self._meta)
+
     def raise_incarnation(self, reason: str) -> None:
         """A new incarnation, durably: this replica lacks something. Raises StorageError."""
         if self._is_known:

@@ -206,6 +206,7 @@ class RoleKeeper:
 
     async def _be_master(self, claims: list[Claim]) -> None:
         registered = self._to_register()
+        self._folder.check_writable()  # where the term could not be noted, each attempt would use up epochs
         self._folder.incarnation_known()  # from here on, whether or not we hear of it
         try:
             mastership = await become_master(self._session, self._registration, claims)
