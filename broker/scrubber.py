@@ -20,7 +20,6 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from metamq.broker.config import BrokerConfig
@@ -30,6 +29,7 @@ from metamq.broker.log.segments import Segment
 from metamq.broker.partition import Partition
 from metamq.broker.topics import OWN, Topics
 from metamq.errors import CorruptData, MetamqError
+from metamq.threads import start_pool
 
 log = logging.getLogger("metamq.broker")
 
@@ -47,7 +47,7 @@ class Scrubber:
         self._topics = topics
         self._config = config
         self._found = found
-        self._executor = ThreadPoolExecutor(1, "metamq-scrub")
+        self._executor = start_pool(1, "metamq-scrub")
         self._reports: dict[tuple[Partition, int], None] = {}
         """The offsets that came damaged, in the order in which they were told."""
         self._reported = asyncio.Event()

@@ -46,7 +46,9 @@ def test_a_broker_that_runs_starts_no_thread(parts: Cluster, tmp_path: Path, mon
         assert broker.broker.failure is None
 
 
-@pytest.mark.parametrize("refused", ["metamq-fsync-3", "metamq-topics_1", "metamq-housekeeping_0", "metamq-http"])
+@pytest.mark.parametrize(
+    "refused", ["metamq-fsync-3", "metamq-topics_1", "metamq-housekeeping_0", "metamq-scrub_0", "metamq-http"]
+)
 def test_a_broker_that_starts_says_which_thread_it_lacks_and_lets_go_of_everything(
     parts: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
