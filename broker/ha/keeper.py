@@ -372,6 +372,7 @@ class RoleKeeper:
             handed_over, registered = False, self._to_register()
             if not in_sync and not accept_loss and not was_taken_back:
                 raise Fenced(self._what, "it is not in the in-sync set, so that messages would be lost")
+            self._folder.check_writable()  # else nobody would be the master
             if in_sync:
                 handed_over = await self._is_handed_over(state)
             mastership = await take_over(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from metamq.errors import DiskFull
 from metamq.testing import BrokerProcess
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, group, send
 from tests.broker.test_disk import RESERVE_BYTES, SmallDisk, small_disk
@@ -72,3 +73,19 @@ def test_a_slave_whose_disk_takes_no_file_lives_on_and_comes_back(
     group.wait_equal(0, 1)
     assert (slave.running, slave.pid) == (True, pid)
     assert sorted(group.read(topic)) == sorted(values)
+
+
+def test_a_slave_that_cannot_note_its_term_is_not_promoted(
+    group: Group, slave: BrokerProcess, small_disk: SmallDisk
+) -> None:
+    """The master stays the master: else there would be none until there is room."""
+    topic = a_sync_topic(group, partitions=1)
+    group.wait_insync(0, 1)
+    small_disk.use_up_files()
+    with pytest.raises(DiskFull):
+        group.promote_once(1)
+    assert group.state().master == 0
+    send(group, topic, 5, b"at the former master")
+    small_disk.empty()
+    group.promote(1)
+    group.wait_insync(0, 1, master=1)
