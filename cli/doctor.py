@@ -37,7 +37,7 @@ from metamq.wire.commands import Command as WireCommand
 from metamq.zk import jars
 from metamq.zk.java import find_java, java_version
 from metamq.zk.members import owned_partitions, read_members
-from metamq.zk.plans import read_plan
+from metamq.zk.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
 from metamq.zk.servers import parse_servers
 from metamq.zk.session import Session
 
@@ -54,6 +54,7 @@ DAMAGE_HINT = (
     "`metamq log verify` on the broker's data folder shows every damaged place, and changes nothing. Where no "
     "replica is in sync, `metamq log forget` gives the log up."
 )
+PLAN_SHARE_WARNED = 0.75
 IDLE_HINTS = {
     False: "Add partitions, or start no more members than there are; one that is left over only stands by.",
     True: "Create the topic again, with `metamq topic create`, or stop the member, which waits for that.",
@@ -356,6 +357,9 @@ async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> 
             hint = "They end with their owners' sessions; `metamq group evict` removes them at once."
             return Finding(f"group {name}", "warning", f"partitions owned by no member: {', '.join(left)}", hint)
         size = f"{count(len(present), 'member')}, {count(len(owners), 'partition')} owned"
+        if stored is not None and stored.size_bytes > PLAN_BYTES_MAX * PLAN_SHARE_WARNED:
+            told = f"{size}; its plan takes {stored.size_bytes:,} of {PLAN_BYTES_MAX:,} bytes"
+            return Finding(f"group {name}", "warning", told, PLAN_HINT)
         plan = stored.plan if stored is not None else None
         idle = {member: reason for member in present if plan is not None and (reason := why_idle(member, plan))}
         reasons = [f"{member} has none: {reason}" for member, reason in idle.items()]

@@ -211,6 +211,8 @@ async def explain_group(cluster: Cluster, group: str) -> GroupExplanation:
     await check_exists(session, group)
     stored = await read_plan(session, group)
     if stored is None or stored.plan is None:
+        if stored is not None:
+            stored.check_format(group)
         what = "no plan yet" if stored is None else "a plan that cannot be read"
         raise ConfigError(f"group {group!r} has {what}", hint="The next member that joins makes one.")
     plan = stored.plan
@@ -232,6 +234,9 @@ def _differences(plan: Plan, owners: Mapping[TopicPartition, str], present: Mapp
     gone = sorted(plan.inputs.members.keys() - present.keys())
     if gone:
         lines.append(f"  no longer in the group: {', '.join(gone)}")
+    new = sorted(present.keys() - plan.inputs.members.keys())
+    if new:
+        lines.append(f"  not in the plan yet: {', '.join(new)}")
     for tp in sorted({*plan.assignment, *owners}, key=partition_order):
         planned, owner = plan.assignment.get(tp, "nobody"), owners.get(tp, "nobody")
         if planned != owner:

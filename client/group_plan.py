@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metamq.client.rebalance_decisions import group_strategy, next_plan, plan_inputs, subscribed_topics
+from metamq.client.rebalance_decisions import group_strategy, next_plan, plan_inputs, subscribed_topics, without_growth
 from metamq.client.watched import Watched
 from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
 from metamq.zk.documents import say_once
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.members import Member, read_members
-from metamq.zk.plans import Plan, StoredPlan, read_plan, store_plan
+from metamq.zk.plans import Plan, PlanInputs, PlanTooLarge, StoredPlan, read_plan, store_plan
 from metamq.zk.topics import TopicConfig, TopicStore
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ class GroupPlan:
         """The plan that stands and was made from what is there now, made here if need be.
 
         `joined_in` is the session's generation in which this member has joined.
-        Raises CannotStay when this member was evicted or the group uses another strategy, ConnectionLost.
+        Where a plan for all is too large for ZooKeeper, the next one leaves out what is new: members that live keep
+        what they have, and get what members that are gone had. Raises PlanTooLarge where this member is new or even
+        that does not fit; CannotStay when this member was evicted or the group uses another strategy; ConfigError when
+        the plan is of a newer metamq; ConnectionLost.
         """
         while True:
             stored = await self._stored.get()
@@ -69,6 +72,8 @@ class GroupPlan:
             if self._id not in present:
                 await self._check_evicted(joined_in)
                 continue
+            if stored is not None:
+                stored.check_format(self._group)
             self._check_strategy(present, stored)
             before = stored.plan if stored is not None else None
             configs, unreadable = await self._read_configs(subscribed_topics(present.values()))
@@ -78,17 +83,33 @@ class GroupPlan:
             self.present = present
             if before is not None and (before.inputs, before.strategy) == (inputs, self._strategy):
                 return before
-            plan = next_plan(before, self._strategy, inputs)
-            if stored is not None:  # one that nobody can read had a number, too
-                plan = replace(plan, generation=max(plan.generation, stored.version + 2))
-            if await store_plan(self._session, self._group, plan, stored):
-                log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
-                self._seen = stored.version + 1 if stored is not None else 0
-            self._stored.forget()
+            try:
+                await self._store(inputs, stored)
+            except PlanTooLarge as error:
+                smaller = without_growth(before.inputs, inputs) if before is not None else None
+                if before is None or smaller is None or self._id not in smaller.members:
+                    raise
+                say_once(f"group {self._group} goes on without what is new in it: {error}")
+                if (before.inputs, before.strategy) == (smaller, self._strategy):
+                    return before
+                await self._store(smaller, stored)
+
+    async def _store(self, inputs: PlanInputs, stored: StoredPlan | None) -> None:
+        """Store the plan that these inputs give, unless another member was faster. Raises as `store_plan`."""
+        plan = next_plan(stored.plan if stored is not None else None, self._strategy, inputs)
+        if stored is not None:  # one that nobody can read had a number, too
+            plan = replace(plan, generation=max(plan.generation, stored.version + 2))
+        if await store_plan(self._session, self._group, plan, stored):
+            log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
+            self._seen = stored.version + 1 if stored is not None else 0
+        self._stored.forget()
 
     async def check(self) -> None:
-        """Raise CannotStay when the group uses another strategy than this member, ConnectionLost."""
-        self._check_strategy(await self._members.get(), await self._stored.get())
+        """Raise CannotStay when the group uses another strategy, ConfigError for a plan of a newer metamq."""
+        stored = await self._stored.get()
+        if stored is not None:
+            stored.check_format(self._group)
+        self._check_strategy(await self._members.get(), stored)
 
     def forget(self) -> None:
         """Read members and topics again at the next `agree`."""

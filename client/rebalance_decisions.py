@@ -162,6 +162,22 @@ def plan_inputs(
     return PlanInputs(taking_part, dict(sorted(given.items())))
 
 
+def without_growth(before: PlanInputs, now: PlanInputs) -> PlanInputs:
+    """`now` without what came since `before`: members, topics of members, topics, partitions. Twice is as once."""
+    members = {
+        member: tuple(topic for topic in subscribed if topic in now.members[member])
+        for member, subscribed in before.members.items()
+        if member in now.members
+    }
+    wanted = {topic for subscribed in members.values() for topic in subscribed}
+    topics = {
+        topic: given if given.id == now.topics[topic].id else now.topics[topic]
+        for topic, given in before.topics.items()
+        if topic in wanted and topic in now.topics
+    }
+    return PlanInputs(members, topics)
+
+
 def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
     """The plan that follows `previous` when the inputs are these. Raises ConfigError for an unknown strategy."""
     assignment = strategies.plan(

@@ -34,22 +34,29 @@ _WRONG = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowE
 _SHOWN_CHARS = 200
 
 
-def read_document(what: str, data: bytes, read: Callable[[dict[str, Any]], T], *, hint: str | None = None) -> T:
+def read_document(
+    what: str,
+    data: bytes,
+    read: Callable[[dict[str, Any]], T],
+    *,
+    hint: str | None = None,
+    bytes_max: int = DOCUMENT_BYTES_MAX,
+) -> T:
     """What `read` makes of the JSON object in `data`; `what` names the node in errors.
 
     Raises CorruptData where the bytes are none, or `read` stumbles over them, and any MetamqError of `read`.
     """
     try:
-        return read(parse(data))
+        return read(parse(data, bytes_max))
     except _WRONG as error:
         reason = f"{type(error).__name__}: {error}"
         raise CorruptData(what, reason[:_SHOWN_CHARS], hint=hint) from None
 
 
-def parse(data: bytes) -> dict[str, Any]:
+def parse(data: bytes, bytes_max: int = DOCUMENT_BYTES_MAX) -> dict[str, Any]:
     """The JSON object. Raises ValueError."""
-    if len(data) > DOCUMENT_BYTES_MAX:
-        raise ValueError(f"it has {len(data):,} bytes, the limit is {DOCUMENT_BYTES_MAX:,}")
+    if len(data) > bytes_max:
+        raise ValueError(f"it has {len(data):,} bytes, the limit is {bytes_max:,}")
     _check_depth(data)
     document = json.loads(data.decode(), parse_constant=_refuse)
     if not isinstance(document, dict):

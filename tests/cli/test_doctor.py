@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from metamq.client.admin_model import ReplicaDescription
-from metamq.testing import BrokerProcess, cluster
+from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.plans import Plan, PlanInputs, TopicInput, to_json
 from tests.parts import another_boot, wait_until
 
 Metamq = Callable[..., Any]
@@ -101,6 +103,18 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
         assert "topic flights" not in findings
         assert "configuration of topic 'broken' in ZooKeeper is damaged" in findings["topic broken"]["detail"]
         assert "the plan of group 'lost' in ZooKeeper is damaged" in findings["group lost"]["detail"]
+
+
+def test_a_plan_that_is_near_the_limit_is_warned_of(metamq: Metamq, running: Cluster) -> None:
+    topics = {f"{number:0200}": TopicInput("0" * 16, {0: 1}) for number in range(3_300)}
+    plan = Plan(1, "range", PlanInputs({}, topics), {})
+    _write(running.zookeeper, "/meta/consumers/large/plan", to_json(plan))
+    finding = by_name(metamq("doctor", "-o", "json").json)["group large"]
+    assert finding["status"] == "warning"
+    assert re.fullmatch(
+        r"0 members, 0 partitions owned; its plan takes 7\d\d,\d{3} of 1,000,000 bytes", finding["detail"]
+    )
+    assert "split it into groups with fewer topics each" in finding["hint"]
 
 
 def test_a_zookeeper_that_no_broker_has_ever_seen(offline: Metamq) -> None:

@@ -432,3 +432,19 @@ def test_members_tell_how_they_are_doing(servers: str, monkeypatch: pytest.Monke
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
+
+
+def test_a_dead_member_s_partitions_of_500_topics_with_long_names_go_to_the_living(servers: str) -> None:
+    """The plan took 1.2 MB, more than ZooKeeper holds in a node: it was never replaced, and nobody owned them."""
+    topics = [f"{'long-name-' * 19}{number:010}" for number in range(500)]
+
+    async def scenario() -> None:
+        async with group_with(servers, *(TopicConfig(topic, {0: 1}) for topic in topics)) as group:
+            members = [await group.member(f"member-{number:02}", topics, timeout_ms=40_000) for number in range(10)]
+            await asyncio.gather(*(member.listener.start() for member in members))
+            await group.settled(500, *members, limit_s=240)
+            assert len(members[0].consuming) == 500
+            await members[0].listener.stop()
+            await group.settled(500, *members[1:], limit_s=240)
+
+    asyncio.run(scenario())

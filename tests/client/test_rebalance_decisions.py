@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping
+from random import random
 
 import pytest
 from hypothesis import given
@@ -19,6 +22,7 @@ from metamq.client.rebalance_decisions import (
     next_plan,
     plan_inputs,
     why_idle,
+    without_growth,
 )
 from metamq.errors import CorruptData
 from metamq.zk import plans
@@ -152,6 +156,9 @@ def test_a_plan_survives_its_node(members: dict[str, tuple[str, ...]], topics: d
     inputs = PlanInputs(members, {topic: TopicInput(ID, partitions) for topic, partitions in topics.items()})
     plan = next_plan(None, "round_robin", inputs)
     assert plans.from_json("etl", plans.to_json(plan)) == plan
+    assert plans.from_bytes("etl", plans.to_bytes("etl", plan)) == plan
+    assert plans.to_bytes("etl", plan) == plans.to_json(plan), "members of yesterday can read a small one"
+    assert plans.from_bytes("etl", plans._packed("etl", plan)) == plan
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"generation": 1}'])
@@ -166,3 +173,59 @@ def test_a_large_plan_fits_into_a_node() -> None:
     plan = next_plan(None, "range", inputs)
     assert len(plan.assignment) == sum(len(configured_partitions(given.partitions)) for given in topics.values())
     assert len(plans.to_json(plan)) < plans.PLAN_BYTES_MAX
+
+
+def test_many_long_names_fit_into_a_node() -> None:
+    """In clear they take 1.6 MB."""
+    topics = {f"{'t' * 196}-{number:03}": TopicInput(f"{random():.14f}", {0: 1}) for number in range(500)}
+    inputs = PlanInputs({f"{'host.example-' * 3}{number}": tuple(topics) for number in range(14)}, topics)
+    plan = next_plan(None, "consistent_hash", inputs)
+    assert len(plans.to_json(plan)) > plans.PLAN_BYTES_MAX
+    data = plans.to_bytes("etl", plan)
+    assert len(data) < 50_000
+    assert plans.from_bytes("etl", data) == plan
+
+
+@pytest.mark.parametrize("end", [0, 1, 30, -1])
+def test_a_packed_plan_that_ends_early_is_damaged(end: int) -> None:
+    plan = next_plan(None, "range", PlanInputs({"a": ("t",)}, {"t": TopicInput(ID, {0: 3})}))
+    packed = plans._packed("etl", plan)
+    start = packed.index(b"\n") + 1
+    with pytest.raises(CorruptData, match="plan of group 'etl'"):
+        plans.from_bytes("etl", packed[: start + end] if end >= 0 else packed[:end])
+
+
+def test_a_packed_plan_that_unpacks_to_too_much_is_damaged() -> None:
+    bomb = b"metamq-plan-2\n" + zlib.compress(b" " * (plans._UNPACKED_BYTES_MAX + 1))
+    with pytest.raises(CorruptData, match="or unpacks to more than"):
+        plans.from_bytes("etl", bomb)
+    few = {"generation": 1, "strategy": "range", "topics": [["t", ID, {"0": 1 << 20}]] * 2, "subscriptions": [],
+           "members": [], "owners": [[]]}  # fmt: skip
+    with pytest.raises(CorruptData, match="it has 0 owners for 1048576 partitions"):
+        plans.from_bytes("etl", b"metamq-plan-2\n" + zlib.compress(json.dumps(few).encode()))
+
+
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.frozensets(st.sampled_from("tuv")).map(lambda s: tuple(sorted(s)))),
+    st.dictionaries(st.sampled_from("tuv"), st.tuples(st.sampled_from("12"), st.integers(1, 3))),
+    st.dictionaries(st.sampled_from("abc"), st.frozensets(st.sampled_from("tuv")).map(lambda s: tuple(sorted(s)))),
+    st.dictionaries(st.sampled_from("tuv"), st.tuples(st.sampled_from("12"), st.integers(1, 3))),
+)
+def test_without_growth_nothing_is_new_and_nothing_is_kept_that_is_gone(
+    members: dict[str, tuple[str, ...]],
+    topics: dict[str, tuple[str, int]],
+    members_now: dict[str, tuple[str, ...]],
+    topics_now: dict[str, tuple[str, int]],
+) -> None:
+    def inputs(members: dict[str, tuple[str, ...]], topics: dict[str, tuple[str, int]]) -> PlanInputs:
+        return PlanInputs(members, {topic: TopicInput(id, {0: many}) for topic, (id, many) in topics.items()})
+
+    before, now = inputs(members, topics), inputs(members_now, topics_now)
+    smaller = without_growth(before, now)
+    assert smaller.members.keys() == before.members.keys() & now.members.keys()
+    for member, subscribed in smaller.members.items():
+        assert set(subscribed) == set(before.members[member]) & set(now.members[member])
+    for topic, kept in smaller.topics.items():
+        assert kept.id == now.topics[topic].id
+        assert kept in (before.topics[topic], now.topics[topic])
+    assert without_growth(smaller, now) == smaller, "a member that looks again finds nothing to do"

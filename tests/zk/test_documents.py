@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ POISON = {
 
 READERS: dict[str, Callable[[bytes], object]] = {
     "topic": lambda data: topics.from_json("t", data),
-    "plan": lambda data: plans.from_json("g", data),
+    "plan": lambda data: plans.from_bytes("g", data),
+    "packed plan": lambda data: plans.from_bytes("g", b"metamq-plan-2\n" + zlib.compress(data)),
     "offset": lambda data: ownership._from_json("g", TopicPartition("t", "0-0"), data),
     "offer": offered_partitions,
     "decision": Decision.from_json,
@@ -67,7 +69,7 @@ FIELDS = [
     "format", "id", "partitions", "flush", "retention_ms", "retention_bytes", "cleanup", "segment_bytes",
     "max_message_bytes", "min_insync", "replication", "inputs", "members", "assignment", "generation", "strategy",
     "topics", "next", "epoch", "topic_id", "consumer", "kept_by", "content", "places", "winners", "query", "floor",
-    "runs",
+    "runs", "members", "subscriptions", "owners",
 ]  # fmt: skip
 
 
