@@ -357,6 +357,10 @@ async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> 
             hint = "They end with their owners' sessions; `metamq group evict` removes them at once."
             return Finding(f"group {name}", "warning", f"partitions owned by no member: {', '.join(left)}", hint)
         size = f"{count(len(present), 'member')}, {count(len(owners), 'partition')} owned"
+        if stored is not None and stored.plan is None:
+            stored.check_format(name)
+            told = f"{size}; the plan of group {name!r} in ZooKeeper is damaged"
+            return Finding(f"group {name}", "warning", told, "Its members make a new one.")
         if stored is not None and stored.size_bytes > PLAN_BYTES_MAX * PLAN_SHARE_WARNED:
             told = f"{size}; its plan takes {stored.size_bytes:,} of {PLAN_BYTES_MAX:,} bytes"
             return Finding(f"group {name}", "warning", told, PLAN_HINT)
