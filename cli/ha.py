@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,6 +33,9 @@ from metamq.zk.servers import parse_servers
 if TYPE_CHECKING:
     from metamq import Admin
 
+HEADINGS = [
+    "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"
+]  # fmt: skip
 WAIT_S = 0.2
 WAIT_HINT = "`metamq ha status` says what each replica does; with --broker only that one is waited for."
 
@@ -55,8 +58,9 @@ def ha() -> None:
 def status(broker_id: int | None, output: str) -> int:
     """Show each broker's replicas: roles, who is in sync, how far slaves are behind their master.
 
-    What is to be done stands below it, on standard error, and the status is then 1. A replica that is neither in sync
-    nor running is not known, and not shown.
+    STATE is up, down (not registered), or silent (a master that is registered, and was asked twice without an answer).
+    IN SYNC is what stands in ZooKeeper, also of one that is down. What is to be done stands below the table, on
+    standard error, and the status is then 1. A replica that is neither in sync nor running is not known, and not shown.
 
     \b
     metamq ha status
@@ -69,10 +73,10 @@ def status(broker_id: int | None, output: str) -> int:
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     found = list(replicas.values()) if broker_id is None else [replicas[broker_id]]
     if output == "json":
-        print_json([asdict(one) for one in found])
+        print_json([_json(one) for one in found])
     else:
         print_table(
-            ["BROKER", "REPLICA", "ROLE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"],
+            HEADINGS,
             [_row(broker, replica) for broker in found for replica in broker.replicas],
         )
     to_do = [each for broker in found for each in (*amiss(broker), *damage(broker))]
@@ -83,12 +87,19 @@ def status(broker_id: int | None, output: str) -> int:
     return 1 if to_do else 0
 
 
+def _json(broker: BrokerReplicas) -> dict[str, Any]:
+    described = asdict(broker)
+    described["replicas"] = [{**asdict(one), "state": one.state} for one in broker.replicas]
+    return described
+
+
 def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
     return [
         str(broker.broker_id),
         str(replica.replica),
         "learner" if replica.learner and replica.role == "slave" else replica.role,
-        replica.address or "down",
+        replica.state,
+        replica.address,
         "yes" if replica.in_sync else "never" if replica.learner else replica.stage or "no",
         replica.lag_messages,
         None if replica.lag_bytes is None else show_bytes(replica.lag_bytes),
@@ -136,7 +147,7 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
                 raise Timeout(f"{what} ({why})", limit_ms / 1000, hint=WAIT_HINT)
             time.sleep(WAIT_S)
     if output == "json":
-        print_json([asdict(one) for one in asked.values()])
+        print_json([_json(one) for one in asked.values()])
     else:
         say(f"{count(wanted, 'replica')} of {_brokers(asked)} in sync.")
     return 0

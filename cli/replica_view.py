@@ -66,8 +66,9 @@ def _of_master(broker: BrokerReplicas) -> Iterator[Amiss]:
         seen = f"not registered, last seen in epoch {broker.epoch}: replica {master.replica}, its master, is down"
         yield Amiss("problem", what, seen, _next_master(broker))
     elif master.problem:
-        detail = f"replica {master.replica}, its master, does not answer: {master.problem}"
-        yield Amiss("problem", what, detail, _next_master(broker))
+        detail = f"replica {master.replica}, its master, is registered and does not answer: {master.problem}"
+        slow = "It may be slow only: look again with `metamq ha status`. If it stays silent:"
+        yield Amiss("problem", what, detail, f"{slow} {_next_master(broker)}")
 
 
 def _next_master(broker: BrokerReplicas) -> str:

@@ -250,6 +250,13 @@ class ReplicaDescription:
     refused: tuple[str, ...] = ()
 
     @property
+    def state(self) -> str:
+        """ "up", "down" while it is not registered, "silent" for a master that is registered and does not answer."""
+        if self.address is None:
+            return "down"
+        return "silent" if self.problem and self.role == "master" else "up"
+
+    @property
     def holds_all(self) -> bool:
         """Whether it is in sync and runs: as the master, which answers, or as a slave with a link to it for all it has.
 

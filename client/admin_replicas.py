@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,7 @@ async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | 
     told: dict[int, dict[str, Any]] = {}
     if master is not None:
         try:
-            answer = await _ask_briefly(cluster, master)
+            answer = await _ask_twice(cluster, master)
             told[state.master] = answer["replication"]
             links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
             damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
@@ -123,6 +124,13 @@ async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, An
         raise ConnectError(address.address, f"no answer within {ASK_TIMEOUT_S:g} s") from None
 
 
+async def _ask_twice(cluster: Cluster, master: BrokerAddress) -> dict[str, Any]:
+    """A master that is slow for a moment is not to be taken for one that hangs: somebody might promote another."""
+    with contextlib.suppress(MetamqError):
+        return await _ask_briefly(cluster, master)
+    return await _ask_briefly(cluster, master)
+
+
 async def _why_apart(cluster: Cluster, slave: BrokerAddress) -> tuple[str, dict[str, Any]]:
     """Why a replica has no link to its master, or waits, as far as it says; and what it says of its replication."""
     try:
@@ -178,7 +186,7 @@ async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
     if master is None:
         return False
     try:
-        await _ask_briefly(cluster, master)
+        await _ask_twice(cluster, master)
     except MetamqError:
         return False
     return True

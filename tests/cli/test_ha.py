@@ -137,7 +137,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
     shown = ha("status")
     assert f"broker 0: replica {master} waits: it may lack what it had acknowledged" in shown.talk
     assert "No replica is in sync. Start all of them" in shown.talk
-    assert [line.split()[4] for line in shown.text.splitlines()[1:]] == ["no", "no"]
+    assert [line.split()[5] for line in shown.text.splitlines()[1:]] == ["no", "no"]
     refused = ha("promote", "--slave", master, "--yes")
     assert refused.status == 1
     assert f"Replica {master} becomes the master of broker 0 again." in refused.talk
@@ -252,8 +252,8 @@ def test_status_shows_how_far_a_slave_is_behind(offline: Metamq, behind: Behind)
         assert (master.in_sync, master.lag_messages, master.lag_bytes, master.lag_ms) == (True, None, None, None)
     before = time.monotonic()
     columns = offline("ha", "status").text.splitlines()[2].replace("catching up", "catching-up").split()
-    assert columns[4:7] == ["catching-up", str(sum(LACKED.values())), show_bytes(behind.lag_bytes)]
-    assert behind.lag_s(float(columns[7]), before, rounding=0.0505)
+    assert columns[5:8] == ["catching-up", str(sum(LACKED.values())), show_bytes(behind.lag_bytes)]
+    assert behind.lag_s(float(columns[8]), before, rounding=0.0505)
     before = time.monotonic()
     status = offline("ha", "status", "-o", "json").json[0]["replicas"][1]
     assert (status["lag_messages"], status["lag_bytes"]) == (sum(LACKED.values()), behind.lag_bytes)

@@ -31,6 +31,7 @@ APART = replica(1, "slave", "apart")
 FULL = replica(1, "slave", "apart", "no room")
 LEARNER = replica(1, "slave", "learner")
 PROMOTE = "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master"
+LOOK_AGAIN = "It may be slow only: look again with `metamq ha status`. If it stays silent:"
 START_IT = "Start it, or see its log for why it has ended."
 
 
@@ -43,7 +44,7 @@ START_IT = "Start it, or see its log for why it has ended."
         (MASTER, APART, ["Its log says why, unless it has only just begun."]),
         (MASTER, FULL, [""]),
         (DEAD, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
-        (HANGS, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
+        (HANGS, READY, [f"{LOOK_AGAIN} {PROMOTE}, unless replica 0 comes back soon."]),
         (
             DEAD,
             APART,
@@ -82,3 +83,10 @@ def test_who_is_in_sync_and_has_not_shown_yet_that_its_logs_are_whole_is_waited_
 ) -> None:
     assert replace(READY, copying=copying).holds_all is holds_all
     assert MASTER.holds_all
+
+
+@pytest.mark.parametrize(
+    ("one", "state"), [(MASTER, "up"), (HANGS, "silent"), (DEAD, "down"), (READY, "up"), (GONE, "down"), (FULL, "up")]
+)
+def test_the_state_tells_a_dead_replica_that_is_in_sync(one: ReplicaDescription, state: str) -> None:
+    assert one.state == state
