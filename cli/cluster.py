@@ -45,7 +45,7 @@ def cluster() -> None:
 
     \b
     metamq cluster export cluster.json
-    metamq cluster restore --data ./broker-0 --data ./broker-1 --export cluster.json
+    metamq cluster restore --data ./broker-0 --export cluster.json
     """
 
 
@@ -146,7 +146,7 @@ def restore(
 
     \b
     metamq cluster restore --data ./broker-0 --data ./broker-0-slave
-    metamq cluster restore --data ./broker-0 --folder broker-1.json --export cluster.json --yes
+    metamq cluster restore --data ./broker-0 --folder broker-1.json --yes
     """
     current().log()
     reports = [inspect_folder(folder) for folder in folders]

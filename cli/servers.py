@@ -25,7 +25,10 @@ from metamq.zk.embedded import MEMORY_VARIABLE
 from metamq.zk.jars import find_jars
 
 POLL_S = 0.2
-IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "drain_timeout_s"}
+IN_SECONDS = {
+    f"{name}_ms": f"{name}_s"
+    for name in ("retention_check", "scrub_every", "drain_timeout", "idle_timeout", "unread_timeout")
+}
 """Options that are settings in another unit."""
 
 
@@ -87,7 +90,30 @@ IN_SECONDS = {"retention_check_ms": "retention_check_s", "drain_timeout_ms": "dr
 @click.option(
     "--transactions-min-insync", type=int, help="A promise of a transaction needs so many in-sync replicas.  [1]"
 )
+@click.option(
+    "--scrub-rate",
+    "scrub_bytes_per_s",
+    type=SIZE,
+    help="Verify so much of the logs a second in the background; 0 verifies nothing.  [8MiB]",
+)
+@click.option("--scrub-every", "scrub_every_ms", type=DURATION, help="How often to verify all logs.  [1d]")
 @click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
+@click.option("--connections-per-address-max", type=int, help="Connections of one IP address; 0 is no limit.  [0]")
+@click.option(
+    "--idle-timeout",
+    "idle_timeout_ms",
+    type=DURATION,
+    help="Close a connection that asks for nothing in this time; 0 keeps it.  [10m]",
+)
+@click.option(
+    "--unread-timeout",
+    "unread_timeout_ms",
+    type=DURATION,
+    help="Close a connection that leaves answers unread for this time.  [5m]",
+)
+@click.option(
+    "--answer-memory", "answer_memory_bytes", type=SIZE, help="For answers not yet read, of all connections.  [256MiB]"
+)
 @click.option(
     "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"
 )

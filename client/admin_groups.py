@@ -26,7 +26,7 @@ from metamq.client.admin_model import (
 from metamq.client.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.cluster import Cluster
-from metamq.client.producer_face import timestamp_us
+from metamq.client.producer_face import asked_time_us
 from metamq.client.rebalance_decisions import why_idle
 from metamq.client.strategies import explain
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
@@ -334,9 +334,7 @@ def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None
 
 def _question(to: ResetTo) -> int:
     if isinstance(to, datetime):
-        asked = timestamp_us(to)
-        assert asked is not None
-        return max(asked, 0)
+        return asked_time_us(to)
     return EARLIEST if to == "earliest" else LATEST
 
 

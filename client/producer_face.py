@@ -189,3 +189,9 @@ def timestamp_us(timestamp: datetime | int | None) -> int | None:
         hint = "A message's time is from 1970 to 9999. Put an earlier one into the value, or a header."
         raise ConfigError(f"`timestamp` {timestamp} is before 1970", hint=hint)
     return (timestamp - EPOCH) // timedelta(microseconds=1)
+
+
+def asked_time_us(time: datetime) -> int:
+    """As timestamp_us, for a time that a reader asks for: a time before 1970 is before every message."""
+    is_before_all = time.tzinfo is not None and time < EPOCH
+    return 0 if is_before_all else timestamp_us(time) or 0

@@ -17,7 +17,7 @@ from metamq.client.assignment import AssignedPartition
 from metamq.client.cluster import MASTER, Cluster
 from metamq.client.consumer_options import Start
 from metamq.client.in_pieces import ask_offsets
-from metamq.client.producer_face import timestamp_us
+from metamq.client.producer_face import asked_time_us
 from metamq.errors import ConnectError, MetamqError, OffsetOutOfRange
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
@@ -76,10 +76,8 @@ class OffsetFinder:
         return (await self._find(tp, topic_id, where)).offset
 
     async def _find(self, tp: TopicPartition, topic_id: str, where: Start) -> OffsetsResult:
-        if isinstance(where, datetime):
-            asked = max(timestamp_us(where) or 0, 0)
-        else:
-            asked = EARLIEST if where == "earliest" else LATEST
+        named = EARLIEST if where == "earliest" else LATEST
+        asked = asked_time_us(where) if isinstance(where, datetime) else named
         question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, asked)
         answer: asyncio.Future[OffsetsResult] = asyncio.get_running_loop().create_future()
         if question not in self._waiting:

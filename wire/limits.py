@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from metamq.errors import MESSAGE_BYTES_MOST
+from metamq import errors
 
 
 class AtMost(NamedTuple):
@@ -52,7 +52,7 @@ ATTACH_EPOCHS_TARGET = 10_000
 ERROR_TEXT_CHARS_MAX = 1000
 """Of each text in an error's fields; the rest is cut."""
 
-MESSAGE_BYTES_MAX = MESSAGE_BYTES_MOST
+MESSAGE_BYTES_MAX = errors.MESSAGE_BYTES_MOST
 """Value, key and headers of one message together."""
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024

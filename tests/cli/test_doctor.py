@@ -127,7 +127,10 @@ def test_a_zookeeper_that_no_broker_has_ever_seen(offline: Metamq) -> None:
         for command in (["topic", "create", "x"], ["topic", "list"]):
             ended = offline(*command, *here)
             assert (ended.status, ended.data) == (1, b"")
-            assert ended.talk == f"metamq: {words}  Start the first with `metamq broker`.\n"
+            assert ended.talk == (
+                f"metamq: {words}  Start the first with `metamq broker`. "
+                "If ZooKeeper was lost, see `metamq cluster restore`.\n"
+            )
 
 
 def _write(zookeeper: str, path: str, data: bytes) -> None:

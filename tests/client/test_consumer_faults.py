@@ -54,9 +54,9 @@ class DamagingLine(Line):
                 end.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def parts() -> Iterator[Cluster]:
-    """A ZooKeeper without brokers."""
+    """A ZooKeeper without brokers, of each test's own: a broker id that had topics waits in a new folder."""
     with cluster(brokers=0) as running:
         yield running
 

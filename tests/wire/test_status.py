@@ -56,6 +56,12 @@ SAMPLES: list[MetamqError] = [
     errors.ClosedError("producer", "forked"),
 ]
 
+NOT_ENCODED = [
+    errors.UndecodableBatch("flights", "0-0", 5, 9, "its columns end too early"),
+    errors.DecodeError("flights", "0-0", 5, b"key", b"value", ValueError("no JSON")),
+]
+"""Errors that a consumer finds by itself, in what it has received."""
+
 NOT_ON_THE_WIRE = {
     errors.ConnectError,
     errors.TopicExists,
@@ -84,10 +90,10 @@ def state(error: MetamqError) -> dict[str, Any]:
 
 
 def test_every_class_has_a_sample() -> None:
-    assert {type(sample) for sample in SAMPLES} == set(classes())
+    assert {type(sample) for sample in SAMPLES + NOT_ENCODED} == set(classes())
 
 
-@pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", SAMPLES + NOT_ENCODED, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickling(error: MetamqError, protocol: int) -> None:
     error.args  # noqa: B018  # as raised
