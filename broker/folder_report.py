@@ -38,7 +38,7 @@ Place = tuple[str, str, int]
 """A partition of one broker id: topic, topic id, index."""
 _PLAIN: dict[str, Any] = {
     "path": str, "machine": str, "cluster_id": str, "broker_id": int, "replica": int, "incarnation": int,
-    "generation": int, "epoch": int, "becomes_new": str,
+    "generation": int, "epoch": int, "reign": int, "becomes_new": str,
 }  # fmt: skip
 _TOPIC_FOLDER = re.compile(r"([^/@.][^/@]*)@([^/@]+)")
 _NO_META_HINT = (
@@ -70,14 +70,14 @@ class LogReport:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Of two logs of a partition, the one with the higher (last epoch, end) has all that was acknowledged in the
-        other: see metamq.broker.log.epochs."""
+        """(last epoch, end). Two logs of a partition with the same reach are equal: see metamq.broker.log.epochs."""
         return (self.epochs[-1].epoch if self.epochs else -1, self.end_position)
 
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """One replica's data folder. `epoch` is the highest that it knows of.
+    """One replica's data folder. `epoch` is the highest that it knows of; `reign` is that epoch if this replica was its
+    master, else 0.
 
     `becomes_new` says why its broker will be a new incarnation at its next start; empty when it will not.
     """
@@ -90,6 +90,7 @@ class FolderReport:
     incarnation: int
     generation: int
     epoch: int
+    reign: int
     becomes_new: str
     settings: Mapping[str, tuple[TopicConfig, int]]
     """By topic folder, "topic@id": the settings, and since when they are known, in milliseconds since 1970."""
@@ -137,7 +138,7 @@ def inspect_folder(path: Path) -> FolderReport:
             logs = {log.place: log for log in _logs(path, meta["broker_id"], files)}
         finally:
             files.close()
-        highest = [epoch.epoch for log in logs.values() for epoch in log.epochs]
+        epoch = max(meta["epoch"], *(epoch.epoch for log in logs.values() for epoch in log.epochs), 0)
         return FolderReport(
             path=str(path),
             machine=socket.gethostname(),
@@ -146,7 +147,8 @@ def inspect_folder(path: Path) -> FolderReport:
             replica=meta["replica"],
             incarnation=meta["incarnation"],
             generation=meta["generation"],
-            epoch=max(meta["epoch"], *highest, 0),
+            epoch=epoch,
+            reign=epoch if epoch == meta["epoch"] and meta["state_version"] >= 0 else 0,
             becomes_new=_becomes_new(meta, lock_mark, mark),
             settings=dict(_settings(path)),
             logs=logs,

@@ -2,11 +2,21 @@
 
 Theory of operation
 -------------------
-*The master.* Of two replicas' logs of a partition, the one whose last epoch is later, or that is longer within the
-same one, has all that was acknowledged in the other (metamq.broker.log.epochs): an epoch's master began with everything
-that was acknowledged before. So a replica that is such in *every* partition, the journal of transactions among them,
-has all. Where none is, each lacks something of another, and a person chooses. Replicas that follow an older generation
-than others are no choice: a loss was accepted since, and they are on the side that was given up.
+*The master* is a replica that has everything that was acknowledged, in *every* partition, the journal of transactions
+among them. Of two logs of a partition, one has all that was acknowledged in the other if any of these holds:
+
+1. Its replica was a master, and the other's replica knows no later epoch. A master begins with everything that was
+   acknowledged before, and from then on acknowledges only what it has.
+2. It has all of the other log.
+3. Its last batch is of an epoch as late as any that the other's replica knows, and it reaches further. Such a log has
+   what the master of that epoch began with (metamq.broker.log.epochs).
+
+The later last batch alone proves nothing. Replicas 0 and 2 are in sync, and 2 becomes the master. It appends under epoch
+9, but acknowledges nothing, since 0 does not follow it. Then 0 becomes the master of epoch 10, and everything that it
+has counts as acknowledged; the batches of epoch 9 never were. So it matters which epochs a replica knows, too.
+
+Where no replica is such in every partition, each lacks something of another, and a person chooses. Replicas that follow
+an older generation than others are no choice: a loss was accepted since, and they are on the side that was given up.
 
 *The in-sync set* is the master and those whose logs are all equal to its own. The others copy what they lack. A folder
 that will come back as a new incarnation is in no set but its own: nobody knows its number yet.
@@ -191,12 +201,24 @@ def _who_has_all(able: Sequence[FolderReport], known: BrokerState | None) -> Fol
 def _is_in_sync(one: FolderReport, master: FolderReport | None, newest: int) -> bool:
     if master is None or one is master:
         return one is master
-    is_same = not _is_behind(one, master) and not _is_behind(master, one) and one.generation == newest
-    return is_same and not one.becomes_new and not master.becomes_new
+    is_same = all(_reach(one, place) == _reach(master, place) for place in one.logs.keys() | master.logs.keys())
+    return is_same and one.generation == newest and not one.becomes_new and not master.becomes_new
 
 
 def _is_behind(one: FolderReport, other: FolderReport) -> bool:
-    return any(_reach(one, place) < _reach(other, place) for place in other.logs)
+    return any(_lags(one, other, place) for place in other.logs)
+
+
+def _lags(one: FolderReport, other: FolderReport, place: Place) -> bool:
+    """Whether the other's log of a partition may have something acknowledged that this one's lacks: see above."""
+    mine, theirs = one.logs.get(place), other.logs[place]
+    reach = _reach(one, place)
+    if mine is None or mine.problem or theirs.problem:
+        return reach < _reach(other, place)
+    was_master_since = 0 < other.epoch <= one.reign
+    has_all = not _beyond(theirs, mine)
+    is_later = reach[0] >= other.epoch and reach >= theirs.reach
+    return not (was_master_since or has_all or is_later)
 
 
 def _reach(report: FolderReport, place: Place) -> tuple[int, int]:
@@ -209,7 +231,7 @@ def _lacks(one: FolderReport, others: Sequence[FolderReport]) -> dict[str, int]:
     most: dict[Place, int] = {}
     for other in others:
         for place, log in other.logs.items():
-            if not log.problem and _reach(one, place) < log.reach:
+            if not log.problem and _lags(one, other, place):
                 most[place] = max(most.get(place, 0), _beyond(log, one.logs.get(place)))
     found: dict[str, int] = defaultdict(int)
     for (topic, _id, _index), messages in most.items():

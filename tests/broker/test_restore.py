@@ -33,7 +33,7 @@ def log_report(log: Log, index: int = 0, topic: str = "t", topic_id: str = ID, *
 def folder(replica: int, *logs: LogReport, **changes: Any) -> FolderReport:
     found = {log.place: log for log in logs}
     epoch = max((epoch.epoch for log in logs for epoch in log.epochs), default=0)
-    report = FolderReport(f"{replica}", "host", "cluster", 0, replica, 1, 1, epoch, "", {}, found)
+    report = FolderReport(f"{replica}", "host", "cluster", 0, replica, 1, 1, epoch, 0, "", {}, found)
     return replace(report, **changes)
 
 
@@ -54,6 +54,8 @@ class History:
         self.rng = rng
         self.logs: list[list[Log]] = [[[] for _ in range(partitions)] for _ in range(replicas)]
         self.followed = [1] * replicas
+        self.known = [1] * replicas
+        self.reigned = [1] + [0] * (replicas - 1)
         self.epoch, self.master, self.generation = 1, 0, 1
         self.insync = {0}
         self.attached: set[int] = set()
@@ -84,7 +86,7 @@ class History:
             while same < min(len(log), len(master)) and log[same] == master[same]:
                 same += 1
             del log[same:]
-        self.followed[slave] = self.generation
+        self.followed[slave], self.known[slave] = self.generation, self.epoch
         self.attached.add(slave)
 
     def copy(self) -> None:
@@ -102,6 +104,7 @@ class History:
 
     def begin(self, master: int) -> None:
         self.epoch, self.master, self.attached = self.epoch + 1, master, set()
+        self.known[master] = self.reigned[master] = self.epoch
 
     def restart(self) -> None:
         self.begin(self.master)
@@ -121,13 +124,18 @@ class History:
         self.shown = [list(log) for log in self.logs[self.master]]
 
     def reports(self) -> list[FolderReport]:
+        """Of some folders, with one at least of the in-sync set: the others are gone."""
+        kept = self.rng.choice(sorted(self.insync))
         return [
             folder(
                 replica,
                 *(log_report(log, index) for index, log in enumerate(logs)),
                 generation=self.followed[replica],
+                epoch=self.known[replica],
+                reign=self.known[replica] if self.reigned[replica] == self.known[replica] else 0,
             )
             for replica, logs in enumerate(self.logs)
+            if replica == kept or self.rng.random() < 0.8
         ]
 
 
