@@ -97,6 +97,8 @@ class RoleKeeper:
         self._settling = asyncio.Lock()
         self._registered = (-1, -1)
         """The session, by its generation, and the incarnation that this replica is registered with."""
+        self._taken: tuple[tuple[int, int], int] | None = None
+        """What `_registered` is to be, and the epoch, of a term that is ours in ZooKeeper and has not begun here."""
         self._lease = Lease(session, self._is_my_term)
         self._has_others = False
         """Whether there may be somebody else whom one could promote, running or not."""
@@ -167,6 +169,8 @@ class RoleKeeper:
             if part.role is not Role.MASTER:
                 self._state = state
                 await self._be_slave(part.role, part.reason)
+            elif stored is not None and self._taken == (self._to_register(), stored[0].epoch):
+                await self._begin_term(Mastership(registration.broker_id, *stored), self._to_register())
             elif self.role is Role.MASTER and state is not None and state.epoch != self.epoch:
                 self._lose_term(state)
                 await self._be_master(claims)
@@ -216,15 +220,20 @@ class RoleKeeper:
         await self._begin_term(mastership, registered)
 
     async def _begin_term(self, mastership: Mastership, registered: tuple[int, int]) -> None:
-        """`registered`: as what, or as what before that: then it is to be registered anew."""
+        """`registered`: as what, or as what before that: then it is to be registered anew.
+
+        Raises SHORTAGES: settle() then begins the same term again. Each retry would use up an epoch otherwise.
+        """
         self._end_term("a new term begins")
         self._registered = -1, -1  # until all of it is done
+        self._taken = registered, mastership.epoch
         await self._stop_following()
         self._folder.know_term(mastership.epoch, mastership.version)  # before anything is written under it
         self._folder.has_caught_up()  # whatever it lacks was accepted
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
         await self._lease.begin_anew()  # that of this term: it may have taken long to get here
-        self._ids.start_epoch(mastership.epoch)
+        if self._ids.epoch != mastership.epoch:
+            self._ids.start_epoch(mastership.epoch)
         registration, state = self._registration, mastership.state
         settings = HASettings(
             broker_id=registration.broker_id,
@@ -248,6 +257,7 @@ class RoleKeeper:
             refuse_writes=self._refuse_writes,
             failed=self._log_failed,
         )
+        self._taken = None  # from here on clients may have been answered in this term
         self._processors.ha = self.ha
         self._processors.transfer = GroupTransferService(registration.broker_id, self.ha, self._may_believe)
         self._refuse_writes(None)
@@ -384,7 +394,7 @@ class RoleKeeper:
             try:
                 await self._begin_term(mastership, registered)
             except SHORTAGES:
-                self.look_again()  # this replica is the master, and begins another term
+                self.look_again()  # this replica is the master, and begins its term again
                 raise
             return mastership
 

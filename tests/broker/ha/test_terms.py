@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from metamq.broker.partition import Partition
+from metamq.broker.transactions import processor
+from metamq.errors import TooManyOpenFiles
 from metamq.testing import BrokerProcess
+from metamq.tx.store.fold import Entry
 from metamq.zk.brokers import read_state, state_json
 from metamq.zk.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, group, send
 from tests.broker.test_disk import SmallDisk, small_disk
-from tests.parts import statistics, wait_until
+from tests.parts import LocalBroker, statistics, values_to_end, wait_until
 
 __all__ = ["group", "small_disk"]
 
@@ -82,3 +90,32 @@ def test_a_full_disk_uses_up_no_epochs(group: Group, small_disk: SmallDisk) -> N
     small_disk.empty()
     wait_until(lambda: statistics(broker)["epoch"] > epoch, what="a term when there is room")
     assert broker.stop() == 0
+
+
+def test_a_term_that_lacks_descriptors_uses_up_one_epoch(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch is taken before the journal is read: each retry begins the same term again."""
+    lacking, attempts, read = 0, [], processor.read_journal
+
+    def read_or_lack(partition: Partition) -> Iterator[Entry]:
+        attempts.append(partition.name)
+        if len(attempts) <= lacking:
+            raise TooManyOpenFiles("opening the journal", 20)
+        return read(partition)
+
+    monkeypatch.setattr(processor, "read_journal", read_or_lack)
+    with LocalBroker(group.cluster.zookeeper, tmp_path / "broker", id=7) as broker, group.cluster.admin() as admin:
+        admin.create_topic("t", brokers=[7], partitions=1)
+        with group.cluster.producer() as producer:
+            with producer.transaction():
+                producer.send("t", b"before")
+            attempts.clear()
+            lacking = 3
+            epoch = raise_epoch(group, 7)
+            wait_until(lambda: statistics(broker)["epoch"] > epoch and len(attempts) > lacking, what="the term")
+            with producer.transaction():
+                producer.send("t", b"after")
+        assert known_epoch(group, 7) == 17, "the next of this replica's numbers after 1"
+        with group.cluster.consumer(topics=["t"], idle_timeout_s=0.5) as consumer:
+            assert values_to_end(consumer) == [b"before", b"after"]
