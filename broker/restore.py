@@ -11,9 +11,9 @@ among them. Of two logs of a partition, one has all that was acknowledged in the
 3. Its last batch is of an epoch as late as any that the other's replica knows, and it reaches further. Such a log has
    what the master of that epoch began with (metamq.broker.log.epochs).
 
-The later last batch alone proves nothing. Replicas 0 and 2 are in sync, and 2 becomes the master. It appends under epoch
-9, but acknowledges nothing, since 0 does not follow it. Then 0 becomes the master of epoch 10, and everything that it
-has counts as acknowledged; the batches of epoch 9 never were. So it matters which epochs a replica knows, too.
+The later last batch alone proves nothing. Replicas 0 and 2 are in sync, and 2 becomes the master. It appends under
+epoch 9, but acknowledges nothing, since 0 does not follow it. Then 0 becomes the master of epoch 10, and everything
+that it has counts as acknowledged; the batches of epoch 9 never were. So it matters which epochs a replica knows, too.
 
 Where no replica is such in every partition, each lacks something of another, and a person chooses. Replicas that follow
 an older generation than others are no choice: a loss was accepted since, and they are on the side that was given up.
