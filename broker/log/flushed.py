@@ -97,6 +97,10 @@ class FlushFile:
     def write_both(self, point: FlushPoint) -> None:
         """Stores the point in both slots and fsyncs: no slot says more any longer. Raises OSError."""
         self.write(point)
+        self.write_other(point)
+
+    def write_other(self, point: FlushPoint) -> None:
+        """Makes the point that was written last durable, and then stores it in the other slot, too. Raises OSError."""
         self.sync()
         self.write(point)
         self.sync()

@@ -57,12 +57,19 @@ def make(folder: str, files: FileCache) -> None:
 
 
 def decide_to_empty(flush_file: FlushFile, point: FlushPoint) -> None:
-    """From the return on the log is one without a batch that begins where the point says. Raises OSError."""
-    flush_file.write_both(point._replace(emptying=True))
+    """From the return on the log is one without a batch that begins where the point says, once empty() has returned.
+
+    Raises OSError: then the log is what it was.
+    """
+    flush_file.write(point._replace(emptying=True))
 
 
 def empty(folder: str, files: FileCache, flush_file: FlushFile, point: FlushPoint) -> tuple[Segment, list[str]]:
-    """Does what was decided; returns the log's only segment, and the void files. Raises OSError."""
+    """Does what was decided; returns the log's only segment, and the void files.
+
+    The decision is made durable first. Raises OSError: then this is to be called again, or the log to be opened again.
+    """
+    flush_file.write_other(point._replace(emptying=True))
     void = make_void(sorted(entry.path for entry in os.scandir(folder) if entry.name != flushed.FILE_NAME))
     segment = _first_segment(folder, files, point)
     files.sync_folder(folder)

@@ -539,27 +539,27 @@ class PartitionLog(DurableLog):
         Returns the files that hold nothing any more, to be removed in any thread. Only for a replica: readers see
         nothing until a bound says so. Raises StorageError, ClosedError.
         """
-        if isinstance(self._refusal, DiskFull):  # an attempt that found no room: nothing has been stored since
-            self._refusal = None
-        self._check_writable()
+        is_decided = isinstance(self._refusal, DiskFull)  # by an attempt that found no room for the rest
+        if not is_decided:
+            self._check_writable()
         if self._ticket is not None:
             self._finish_now(self._ticket)
         self._make_room("emptying the log")
         point = fresh.empty_point(offset, position)
-        if point == self._make_point(clean=True) and self.end_position == position:  # it is a new one
+        is_new = point == self._make_point(clean=True) and self.end_position == position
+        if is_new and not is_decided:
             self._take_point(self._point)
             return []
-        self._writing = False
+        self._writing, self._refusal = False, None
         try:
             fresh.decide_to_empty(self._flush_file, point)
-        except OSError as error:
-            raise self._fail("emptying the log", error, half_done=not is_full(error)) from error
-        try:
+            is_decided = True
             self._store.close()
             segment, void = fresh.empty(self._folder, self._files, self._flush_file, point)
         except OSError as error:
             failure = self._fail("emptying the log", error, half_done=not is_full(error))
-            self._refuse(failure)  # on a full disk, too, until it is emptied: which files count is decided already
+            if is_decided:  # on a full disk, too: an append would be gone with the next start
+                self._refuse(failure)
             raise failure from error
         self._store = SegmentStore(self._folder, self._files, [segment], [], self._config.index_interval_bytes)
         self._take_point(point)

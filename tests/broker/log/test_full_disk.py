@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -207,3 +208,51 @@ def test_a_slave_that_is_cut_or_emptied_without_room_is_so_when_there_is_some(
     assert (log.start_offset, shelf.read_all(log)) == (1000, [b"first"])
     log.close()
     assert shelf.read_all(shelf.open()) == [b"first"]
+
+
+class RoomGone:
+    """A disk that, after `left` more changes of files, has no room for the next one, and room again for all others."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.left = 1_000_000
+        patch.setattr(os, "rename", self._refusing(os.rename))
+        patch.setattr(FileCache, "create", self._refusing(FileCache.create))
+        self.files = FileCache(8, write=self._refusing(os.pwrite), sync=self._refusing(lambda fd: None))
+
+    def _refusing(self, do: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == -1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return do(*args, **kwargs)
+
+        return changed
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_no_room_at_any_step_of_emptying_leaves_one_log_for_the_disk_and_the_broker(
+    make_shelf: Callable[[], Shelf], monkeypatch: pytest.MonkeyPatch, crash: bool
+) -> None:
+    """What is stored afterwards is in the log that the next start finds. Where that would not be so, it is refused."""
+    disk = RoomGone(monkeypatch)
+    for number in range(100):
+        shelf = make_shelf()
+        disk.left = 1_000_000
+        log = shelf.open(files=disk.files)
+        stored = fill(shelf, log, range(20))
+        shelf.checkpoint(log)
+        disk.left = number
+        with contextlib.suppress(DiskFull):
+            log.reset_to(1000, 8000)
+            break
+        with contextlib.suppress(DiskFull):
+            shelf.append(log, [b"more"])
+            stored.append(b"more")
+        if crash:
+            log = shelf.open()
+            assert shelf.read_all(log) == stored or (stored[-1] != b"more" and log.size_bytes == 0)
+        log.reset_to(1000, 8000)
+        log.clear_bound()
+        shelf.append(log, [b"first"])
+        assert (log.start_offset, shelf.read_all(log)) == (1000, [b"first"])
+    assert number > 10
