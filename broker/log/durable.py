@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from metamq.broker.log.config import LogConfig
+from metamq.broker.log.derived import unlink_all
 from metamq.broker.log.files import SHORTAGES, FileCache, disk_error, is_full, storage_error
 from metamq.broker.log.flush import FILES_MAX, FlushTicket
 from metamq.broker.log.flushed import NO_EPOCHS, FlushPoint
@@ -254,6 +255,13 @@ class DurableLog:
             self.flushed_position, self.flushed_offset, self.stable_offset, self.stable_position,
             self.start_offset, self.start_position, self.last_append_us, self._own_from, self._own_to, clean,
         )  # fmt: skip
+
+    def _remove_indexes(self, segments: list[Segment]) -> None:
+        """Makes some room on a full disk with the indexes of segments that are to go. Raises StorageError."""
+        try:
+            unlink_all([segment.index_path for segment in segments])
+        except OSError as error:
+            raise self._fail("removing indexes", error) from error
 
     # -- verifying ------------------------------------------------------------------------------------------------
 

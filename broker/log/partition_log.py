@@ -404,8 +404,8 @@ class PartitionLog(DurableLog):
         states = self._producers if self._producers is not None else self._load_producers()
         try:
             with self._unless_full("a checkpoint"):
-                self._store.save_active_index()
                 self._save_producers(states)
+                self._store.save_active_index()
                 self._checkpoint_position = self.end_position
         except OSError as error:
             raise self._fail("a checkpoint", error) from error
@@ -432,10 +432,9 @@ class PartitionLog(DurableLog):
         """
         self._check_writable()
         self._expire_producers(now_us)
-        store, kept = self._store, self.end_position if keep_from is None else keep_from
-        dropped = min(drop_before or 0, self.stable_offset)
+        kept, dropped = self.end_position if keep_from is None else keep_from, min(drop_before or 0, self.stable_offset)
         try:
-            going = self._expired_segments(now_us) if drop_before is None else store.before(dropped)
+            going = self._expired_segments(now_us) if drop_before is None else self._store.before(dropped)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
         going = [segment for segment in going if segment.end_position <= kept]
@@ -447,16 +446,19 @@ class PartitionLog(DurableLog):
         if not going:
             return []
         yield from self.checkpoint()
+        if not self._store.has_producers_from(going[-1].end_position):  # the disk is full
+            self._remove_indexes(going)
+            yield from self.checkpoint()
         yield FLUSH  # the snapshot of a roll, too: it is all that stays of the producers' batches that go now
         self._check_writable()
         segments = self._store.segments
         if segments[: len(going)] != going or len(segments) == len(going):  # the log was cut
             return []
-        removed = self.segments()[: len(going)]
-        first = segments[len(going)]
+        going = [segment for segment in going if self._store.has_producers_from(segment.end_position)]
+        removed, first = self.segments()[: len(going)], segments[len(going)]
         before = self.start_offset, self.start_position
         self.start_offset, self.start_position = first.base_offset, first.base_position
-        if not (store.has_producers_from(first.base_position) and self._store_point()):  # the disk is full
+        if not (going and self._store_point()):  # the disk is full
             self.start_offset, self.start_position = before
             return []
         if self._epochs is not None:

@@ -143,13 +143,57 @@ def test_retention_removes_nothing_that_a_start_would_miss(shelf: Shelf, kind: s
     files.full = KINDS[kind]
     log = shelf.open(files=files)
     stored = fill(shelf, log, range(40))
-    log.reconfigure(LogConfig(segment_bytes=SMALL.segment_bytes, index_interval_bytes=300, retention_bytes=1))
+    log.reconfigure(KEEP_NOTHING)
     assert shelf.retain(log, 1) == []
     assert (log.start_offset, shelf.read_all(log)) == (0, stored)
     files.full = None
     assert shelf.retain(log, 1) != []
     again = shelf.open()
     assert again.start_offset > 0
+    batch = encode([b"again"], base_timestamp_us=0, producer_id=7, sequence=39)
+    assert isinstance(again.check_producer(read_header(batch)), Duplicate)
+
+
+KEEP_NOTHING = LogConfig(segment_bytes=SMALL.segment_bytes, index_interval_bytes=300, retention_bytes=1)
+
+
+def test_retention_goes_as_far_as_it_can_without_room_for_the_producers_last_numbers(shelf: Shelf) -> None:
+    """What an earlier roll has saved is enough for the segments before that, and their removal makes room."""
+    files = FullFiles()
+    log = shelf.open(files=files)
+    stored = fill(shelf, log, range(20))
+    saved = max(int(path.stem.split("-")[1]) for path in shelf.paths("producers"))
+    files.full = KINDS["producer states"]
+    stored += fill(shelf, log, range(20, 40))
+    log.reconfigure(KEEP_NOTHING)
+    removed = shelf.retain(log, 1)
+    assert files.refused
+    assert log.start_position == saved
+    assert shelf.read_all(log) == stored[removed[-1].end_offset :]
+    again = shelf.open()
+    batch = encode([b"again"], base_timestamp_us=0, producer_id=7, sequence=39)
+    assert isinstance(again.check_producer(read_header(batch)), Duplicate)
+
+
+def test_the_indexes_of_what_is_to_go_make_room_for_the_producers_last_numbers(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FullFiles()
+    files.full = KINDS["producer states"]
+    log = shelf.open(files=files)
+    fill(shelf, log, range(40))
+    log.reconfigure(KEEP_NOTHING)
+    unlink = os.unlink
+
+    def make_room(path: str) -> None:
+        unlink(path)
+        if path.endswith(".index"):
+            files.full = None
+
+    monkeypatch.setattr(os, "unlink", make_room)
+    assert shelf.retain(log, 1) != []
+    assert len(shelf.paths("log")) == 1
+    again = shelf.open()
     batch = encode([b"again"], base_timestamp_us=0, producer_id=7, sequence=39)
     assert isinstance(again.check_producer(read_header(batch)), Duplicate)
 
