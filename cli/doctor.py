@@ -23,18 +23,21 @@ from metamq.cli.output import TABLE_OR_JSON, count, folded, listed, print_json, 
 from metamq.cli.reach import look_for_cluster
 from metamq.cli.replica_view import amiss, damage
 from metamq.cli.topic_view import not_served, refuses_writes, size_in_words
+from metamq.cli.tx import PREPARED, age_ms, next_steps, who_decides
 from metamq.cli.units import show_age, show_bytes
 from metamq.client.admin_groups import children
 from metamq.client.admin_replicas import describe_broker
 from metamq.client.admin_topics import describe_topic
+from metamq.client.admin_transactions import open_branches
 from metamq.client.cluster import Cluster
 from metamq.client.consumer_options import ConsumerOptions
 from metamq.client.producer_core import ProducerOptions
 from metamq.client.rebalance_decisions import has_no_topic, why_idle
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
-from metamq.errors import ConfigError, MetamqError
+from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.wire.commands import Command as WireCommand
 from metamq.zk import jars
+from metamq.zk.documents import noting
 from metamq.zk.java import find_java, java_version
 from metamq.zk.members import owned_partitions, read_members
 from metamq.zk.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
@@ -60,6 +63,9 @@ IDLE_HINTS = {
     True: "Create the topic again, with `metamq topic create`, or stop the member, which waits for that.",
 }
 """By whether the member's topics are gone."""
+PREPARED_MS_MAX = 60_000
+"""Who coordinates a transaction decides in less; so it has failed, or waits for one who has."""
+BRANCHES_NAMED = 5
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -77,7 +83,7 @@ class Finding:
 @click.command(cls=Command)
 @TABLE_OR_JSON
 def doctor(output: str) -> int:
-    """Look at every part: settings, Java, disk, ZooKeeper, brokers, clocks, topics, groups; and say what is wrong.
+    """Look at every part, from settings, Java and disk to topics, groups and transactions, and say what is wrong.
 
     Ends with status 0 when there is no problem (a warning is none), 3 when ZooKeeper is not reachable, else 1.
 
@@ -221,6 +227,7 @@ async def _look_inside(servers: str, root: str, tell: Callable[[Finding], None])
         without_master = await _look_at_brokers(cluster, tell)
         await _look_at_topics(cluster, without_master, tell)
         await _look_at_groups(session, tell)
+        await _look_at_transactions(cluster, without_master, tell)
     finally:
         await cluster.close()
         await session.close()
@@ -232,6 +239,12 @@ async def _checked(what: str, work: Awaitable[Finding], tell: Callable[[Finding]
         tell(await work)
     except MetamqError as error:
         tell(Finding(what, "problem", error.problem, error.hint))
+
+
+def _tell_unreadable(what: str, errors: list[CorruptData], tell: Callable[[Finding], None]) -> None:
+    """Tells of the nodes in ZooKeeper that are passed over by everybody, so that nobody else complains."""
+    for problem, hint in dict.fromkeys((error.problem, error.hint) for error in errors):
+        tell(Finding(what, "problem", f"{problem}; it counts as not there", hint))
 
 
 # Brokers
@@ -254,7 +267,9 @@ async def _look_at_broker(cluster: Cluster, broker_id: int, tell: Callable[[Find
     """Tells of its master and the other replicas; False when it has no master that answers."""
     what = f"broker {broker_id}"
     try:
-        found = await describe_broker(cluster, broker_id)
+        with noting() as unreadable:
+            found = await describe_broker(cluster, broker_id)
+        _tell_unreadable(what, unreadable, tell)
         if found is None:
             tell(Finding(what, "problem", "not registered", "Start replica 0, or see its log for why it has ended."))
             return False
@@ -349,7 +364,9 @@ async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> 
     async def look(name: str) -> Finding:
         present = {}
         if await session.exists(session.paths.members(name)) is not None:
-            present = await read_members(session, name)
+            with noting() as unreadable:
+                present = await read_members(session, name)
+            _tell_unreadable(f"group {name}", unreadable, tell)
         stored = await read_plan(session, name)
         owners = await owned_partitions(session, name)
         left = sorted({owner for owner in owners.values() if owner not in present})
@@ -375,3 +392,22 @@ async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> 
 
     for name in await children(session, session.paths.groups()):
         await _checked(f"group {name}", look(name), tell)
+
+
+async def _look_at_transactions(cluster: Cluster, without_master: set[int], tell: Callable[[Finding], None]) -> None:
+    """That none is prepared for longer than it takes to decide. Of brokers without a master their findings tell."""
+    found = await open_branches(cluster)
+    for broker_id, problem in found.problems.items():
+        if broker_id not in without_master:
+            tell(Finding("transactions", "problem", f"not known: what is open at broker {broker_id}: {problem}"))
+    prepared = sorted((one for one in found.branches if one.state == PREPARED), key=lambda one: one.prepared_us)
+    late = [one for one in prepared if age_ms(one) > PREPARED_MS_MAX]
+    for one in late[:BRANCHES_NAMED]:
+        told = f"prepared at broker {one.broker_id} for {show_age(age_ms(one))}; it is decided by {who_decides(one)}"
+        tell(Finding(f"transaction {one.xid}", "warning", told, " ".join(next_steps(one))))
+    if len(late) > BRANCHES_NAMED:
+        told = f"{len(late) - BRANCHES_NAMED:,} more are prepared for more than {show_age(PREPARED_MS_MAX)}"
+        tell(Finding("transactions", "warning", told, "`metamq tx list` shows them."))
+    if not late and not found.problems:
+        told = f"{count(len({one.xid.whole for one in prepared}), 'transaction')} prepared, none for long"
+        tell(Finding("transactions", "ok", told))

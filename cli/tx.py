@@ -80,11 +80,12 @@ def list_branches(state: str | None, output: str) -> int:
 
 
 def _row(one: BranchDescription) -> list[object]:
-    age = show_age(_age_ms(one)) if one.prepared_us else None
+    age = show_age(age_ms(one)) if one.prepared_us else None
     return [str(one.xid), str(one.broker_id), one.state, age, one.messages, show_bytes(one.bytes), one.owner]
 
 
-def _age_ms(one: BranchDescription) -> int:
+def age_ms(one: BranchDescription) -> int:
+    """How long ago it was prepared, or decided about."""
     return max(time.time_ns() // 1_000_000 - one.prepared_us // 1000, 0)
 
 
@@ -96,14 +97,14 @@ def _json(one: BranchDescription) -> dict[str, Any]:
         "bqual": one.xid.bqual.hex(),
         "broker_id": one.broker_id,
         "state": one.state,
-        "age_s": _age_ms(one) / 1000 if one.prepared_us else None,
+        "age_s": age_ms(one) / 1000 if one.prepared_us else None,
         "messages": one.messages,
         "bytes": one.bytes,
         "owner": one.owner,
         "history": one.history,
         "follows": one.follows,
         "followers": list(one.followers),
-        "decides": _who_decides(one),
+        "decides": who_decides(one),
     }
 
 
@@ -132,15 +133,15 @@ def show(xid: str, output: str) -> None:
     lines.append(f"  global transaction {_readable(first.xid.gtrid)}{_branch(first) if is_one else ''}")
     for one in found:
         amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
-        age = f", for {show_age(_age_ms(one))}" if one.prepared_us else ""
+        age = f", for {show_age(age_ms(one))}" if one.prepared_us else ""
         which = "" if is_one else _branch(one)
         lines.append(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
-    lines.append(f"  decided by: {_who_decides(first)}")
+    lines.append(f"  decided by: {who_decides(first)}")
     for line in lines:
         click.echo(folded(line, sys.stdout))
     for number in problems:
         say(f"Broker {number} cannot be asked: it may have more of it.")
-    for line in _next_steps(first):
+    for line in next_steps(first):
         say(line)
 
 
@@ -153,7 +154,7 @@ def _readable(part: bytes) -> str:
     return text if text.isprintable() and "\ufffd" not in text else part.hex()
 
 
-def _who_decides(one: BranchDescription) -> str:
+def who_decides(one: BranchDescription) -> str:
     """In words; as far as the id tells."""
     gtrid = one.xid.gtrid
     if one.state == HEURISTIC:
@@ -175,7 +176,8 @@ def _who_decides(one: BranchDescription) -> str:
     return "its transaction manager"
 
 
-def _next_steps(one: BranchDescription) -> list[str]:
+def next_steps(one: BranchDescription) -> list[str]:
+    """What there is to do about a branch, in sentences."""
     if one.state == HEURISTIC:
         return ["It is kept until its transaction manager was told, and forgets it; or until `metamq tx forget`."]
     if one.state == DECIDED:
@@ -348,7 +350,7 @@ def _hint(what: str) -> str:
 def _plan(found: Sequence[BranchDescription], what: str) -> list[str]:
     lines = []
     for one in found:
-        age = f", for {show_age(_age_ms(one))}" if one.prepared_us else ""
+        age = f", for {show_age(age_ms(one))}" if one.prepared_us else ""
         amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
         lines.append(f"Broker {one.broker_id}: {one.state}{age}; {amount}; begun by {one.owner}.")
     if what == "forget":
@@ -361,5 +363,5 @@ def _plan(found: Sequence[BranchDescription], what: str) -> list[str]:
         return [*lines, "What was decided is dropped: nobody is told of it any more."]
     lines.append("Its messages are seen by everybody." if what == "commit" else "Its messages are never seen.")
     if any(one.state == PREPARED for one in found):
-        lines.append(f"It is to be decided by: {_who_decides(found[0])}. If that decides otherwise, it is torn apart.")
+        lines.append(f"It is to be decided by: {who_decides(found[0])}. If that decides otherwise, it is torn apart.")
     return lines

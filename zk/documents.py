@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ _PAIRS = re.compile(rb"\[\]|\{\}")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _WRONG = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
 _SHOWN_CHARS = 200
+_noted: ContextVar[list[CorruptData] | None] = ContextVar("noted", default=None)
 
 
 def read_document(
@@ -120,7 +122,21 @@ def passing_over(what: str) -> Iterator[None]:
     try:
         yield
     except CorruptData as error:
-        say_once(f"{what}: {error}")
+        if (noted := _noted.get()) is not None:
+            noted.append(error)
+        else:
+            say_once(f"{what}: {error}")
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[CorruptData]]:
+    """Collects what is passed over by this task, and by those it starts, instead of saying it."""
+    found: list[CorruptData] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
 
 
 @lru_cache(maxsize=1000)

@@ -125,7 +125,8 @@ def replica_json(session: Session, registration: Registration) -> bytes:
 
 
 def _document(broker_id: int, node: Node, role: Role = "master") -> dict[str, Any]:
-    return read_document(f"the {role} node of broker {broker_id} in ZooKeeper", node.data, _checked)
+    hint = "Restart that replica. If the node stays while it is down, delete it: nobody else is to write there."
+    return read_document(f"the {role} node of broker {broker_id} in ZooKeeper", node.data, _checked, hint=hint)
 
 
 def _checked(document: dict[str, Any]) -> dict[str, Any]:

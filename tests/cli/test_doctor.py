@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import socket
@@ -12,10 +13,14 @@ from typing import Any
 
 import pytest
 
+from metamq.cli.doctor import BRANCHES_NAMED
 from metamq.client.admin_model import ReplicaDescription
 from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.tx import XAResource, Xid
 from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.plans import Plan, PlanInputs, TopicInput, to_json
+from metamq.zk.session import Session
 from tests.parts import another_boot, wait_until
 
 Metamq = Callable[..., Any]
@@ -105,6 +110,51 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
         assert "the plan of group 'lost' in ZooKeeper is damaged" in findings["group lost"]["detail"]
 
 
+def test_transactions_that_are_prepared_for_long_are_named_with_the_next_step(
+    metamq: Metamq, running: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xids = [Xid(7, b"order-%d" % number) for number in range(BRANCHES_NAMED + 2)]
+    with XAResource(0, running.zookeeper) as resource:
+        for xid in xids:
+            resource.start(xid)
+            resource.send(topic, b"value")
+            resource.end(xid)
+            resource.prepare(xid)
+        looked = by_name(metamq("doctor", "-o", "json").json)
+        assert looked["transactions"]["status"] == "ok"
+        assert looked["transactions"]["detail"] == f"{len(xids)} transactions prepared, none for long"
+        monkeypatch.setattr("metamq.cli.doctor.PREPARED_MS_MAX", 0)
+        looked = by_name(metamq("doctor", "-o", "json").json)
+        finding = looked[f"transaction {xids[0]}"]
+        assert finding["status"] == "warning"
+        assert re.fullmatch(
+            r"prepared at broker 0 for \d+m?s; it is decided by its transaction manager", finding["detail"]
+        )
+        assert finding["hint"].startswith("Start its transaction manager again: it recovers what is prepared.")
+        assert f"transaction {xids[BRANCHES_NAMED]}" not in looked, "the oldest are named"
+        assert looked["transactions"]["detail"].startswith("2 more are prepared for more than")
+        for xid in xids:
+            resource.rollback(xid)
+
+
+def test_nodes_that_cannot_be_read_are_named(metamq: Metamq, running: Cluster) -> None:
+    """They are passed over by all that read them: nothing else would say so to a person who looks."""
+    member, slave = "/meta/consumers/odd/ids/m-1", "/meta/brokers/ids/0/slave3"
+    for path in (member, slave):
+        _write(running.zookeeper, path, b"[]")
+    try:
+        looked = metamq("doctor", "-o", "json")
+        assert (looked.status, looked.talk) == (1, "")
+        problems = {one["what"]: one for one in looked.json if one["detail"].endswith("it counts as not there")}
+        assert "the node of member 'm-1' of group 'odd' in ZooKeeper is damaged" in problems["group odd"]["detail"]
+        assert problems["group odd"]["hint"] == "`metamq group evict odd m-1` removes it."
+        assert "the slave node of broker 0 in ZooKeeper is damaged" in problems["broker 0"]["detail"]
+        assert problems["broker 0"]["hint"].startswith("Restart that replica.")
+    finally:
+        for path in (member, slave):
+            _delete(running.zookeeper, path)
+
+
 def test_a_plan_that_is_near_the_limit_is_warned_of(metamq: Metamq, running: Cluster) -> None:
     topics = {f"{number:0200}": TopicInput("0" * 16, {0: 1}) for number in range(3_300)}
     plan = Plan(1, "range", PlanInputs({}, topics), {})
@@ -134,15 +184,19 @@ def test_a_zookeeper_that_no_broker_has_ever_seen(offline: Metamq) -> None:
 
 
 def _write(zookeeper: str, path: str, data: bytes) -> None:
-    import asyncio
-
-    from metamq.zk.session import Session
-
     async def write() -> None:
         async with await Session.open(zookeeper) as session:
             await session.create(path, data, makepath=True)
 
     asyncio.run(write())
+
+
+def _delete(zookeeper: str, path: str) -> None:
+    async def delete() -> None:
+        async with await Session.open(zookeeper) as session:
+            await session.delete(path, ANY_VERSION)
+
+    asyncio.run(delete())
 
 
 def test_nobody_there(offline: Metamq) -> None:
