@@ -9,7 +9,7 @@ that was never flushed may be gone after a crash, and what takes its place may l
 Retention leaves alone what lies behind the mark, on every replica.
 
 A partition that is damaged, or whose topic's configuration cannot be read, holds up no other: what it lacks stays in
-the journal, for a later try here, or for the slave that is promoted because of it.
+the journal, for a later try here, or for the slave that is promoted because of it. MARKs leave that partition out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from metamq.broker.transactions.journal import Appender, JournalStore
 from metamq.errors import CorruptData, MetamqError, TopicNotFound
 from metamq.tx.store.branch import Body
 from metamq.tx.store.fold import Committed, JournalState
-from metamq.tx.store.records import Place
+from metamq.tx.store.records import Key
 from metamq.wire.batch import read_header, walk
 from metamq.words import count
 
@@ -36,9 +36,6 @@ log = logging.getLogger("metamq.broker")
 SCAN_BYTES = 256 * 1024
 """Of a partition, in one turn of the loop."""
 
-Key = tuple[str, str, int]
-"""Topic, topic id, index."""
-
 
 def key_of(partition: Partition) -> Key:
     """What the journal calls a partition."""
@@ -46,11 +43,11 @@ def key_of(partition: Partition) -> Key:
 
 
 class Stuck(NamedTuple):
-    """A commit of which something waits for a partition that is not served."""
+    """What of a commit waits for partitions that are not served."""
 
-    committed: Committed
     numbers: frozenset[int]
     """Of the bodies that wait. The others are in their partitions: nobody looks for them again in this term."""
+    keys: frozenset[Key]
 
 
 class Commits:
@@ -61,7 +58,11 @@ class Commits:
         self._topics = topics
         self._appender = appender
         self.stuck: dict[int, Stuck] = {}
-        """By LSN, those that lack a partition which is not served, but may be again. No MARK passes them by."""
+        """By LSN, those that lack a partition which is not served, but may be again. No MARK covers that partition."""
+
+    def lacking(self) -> set[Key]:
+        """The partitions that something waits for."""
+        return {key for stuck in self.stuck.values() for key in stuck.keys}
 
     def bring(self, committed: Committed, present: Mapping[Partition, set[int]] | None = None) -> int:
         """Appends what is not there yet; returns how many batches that was. Raises StorageError, CorruptData, and what
@@ -76,12 +77,12 @@ class Commits:
         blocked = self._blocked_before(committed)
         for number in self._wanted(committed):
             body, batch_id = committed.bodies[number], committed.first_batch_id + number
-            partition = self._find(body.place)
+            partition = self.find(body.place.key)
             if partition is None:
                 gone[body.place.topic] += body.place.messages
             elif isinstance(partition, MetamqError):
                 waiting[number] = partition
-            elif body.place[:3] in blocked:
+            elif body.place.key in blocked:
                 waiting[number] = f"{partition.name} lacks what was committed before"
             elif present is not None and partition not in present:
                 waiting[number] = f"{partition.name} came back only now"
@@ -90,7 +91,7 @@ class Commits:
                 brought += problem is None
                 if problem is not None:
                     waiting[number] = problem
-                    blocked.add(body.place[:3])
+                    blocked.add(body.place.key)
         for topic, messages in gone.items():
             what = count(messages, "message")
             log.warning("%s of %s dropped: topic %r is gone", what, committed.branch.xid, topic)
@@ -112,30 +113,25 @@ class Commits:
             return error
         return None
 
-    def _blocked_before(self, committed: Committed) -> set[tuple[str, str, int]]:
+    def _blocked_before(self, committed: Committed) -> set[Key]:
         """Partitions that lack what was committed before: nothing of a later commit is to overtake that."""
-        return {
-            one.committed.bodies[number].place[:3]
-            for lsn, one in self.stuck.items()
-            if lsn < committed.lsn
-            for number in one.numbers
-        }
+        return {key for lsn, stuck in self.stuck.items() if lsn < committed.lsn for key in stuck.keys}
 
     def redo(self, state: JournalState) -> Iterator[int]:
         """Brings what a former master had committed and did not bring; yields how many batches that was, after each
         commit, and 0 in between, where it may pause."""
-        yield from self._redo(state, list(state.unmarked.values()))
+        yield from self._redo(state, sorted(state.unmarked))
 
     def retry(self, state: JournalState) -> Iterator[int]:
         """Brings what was stuck, as far as its partitions are served again; yields as redo()."""
-        yield from self._redo(state, [stuck.committed for stuck in self.stuck.values()])
+        yield from self._redo(state, sorted(self.stuck))
 
-    def _redo(self, state: JournalState, commits: list[Committed]) -> Iterator[int]:
+    def _redo(self, state: JournalState, lsns: list[int]) -> Iterator[int]:
         ends = {(topic, topic_id, index): position for topic, topic_id, index, position in state.mark.ends}
         present: dict[Partition, set[int]] = {}
-        for committed in commits:
+        for committed in [state.unmarked[lsn] for lsn in lsns]:
             for number in self._wanted(committed):
-                partition = self._find(committed.bodies[number].place)
+                partition = self.find(committed.bodies[number].place.key)
                 if not isinstance(partition, Partition) or partition in present:
                     continue
                 found: set[int] = set()
@@ -155,14 +151,15 @@ class Commits:
     def _wanted(self, committed: Committed) -> Iterable[int]:
         """Which of its bodies are not known to be in their partitions."""
         stuck = self.stuck.get(committed.lsn)
-        return sorted(stuck.numbers) if stuck is not None else range(len(committed.bodies))
+        return sorted(stuck.numbers) if stuck is not None else committed.bodies
 
-    def _find(self, place: Place) -> Partition | MetamqError | None:
-        """Where it is to go, or why that is not served at present; None when the topic was deleted."""
+    def find(self, key: Key) -> Partition | MetamqError | None:
+        """A partition, or why it is not served at present; None when the topic was deleted."""
+        topic, topic_id, _index = key
         try:
-            partition = self._topics.find(place.topic, place.topic_id, place.partition)
+            partition = self._topics.find(*key)
         except TopicNotFound as error:
-            return None if self._topics.is_gone(place.topic, place.topic_id) else error
+            return None if self._topics.is_gone(topic, topic_id) else error
         except CorruptData as error:
             return error
         return partition if partition.closed_by is None else partition.closed_by
@@ -174,7 +171,8 @@ class Commits:
         if committed.lsn not in self.stuck:
             reason = next(iter(waiting.values()))
             log.error("what %s has committed waits in the journal: %s", committed.branch.xid, reason)
-        self.stuck[committed.lsn] = Stuck(committed, frozenset(waiting))
+        keys = frozenset(committed.bodies[number].place.key for number in waiting)
+        self.stuck[committed.lsn] = Stuck(frozenset(waiting), keys)
 
 
 def _ids_from(partition_log: PartitionLog, position: int) -> Iterator[list[int]]:

@@ -394,7 +394,7 @@ class TransactionalCommandProcessor:
         promises = verb in PROMISES
         try:
             if verb not in DECIDES_AGAINST:
-                for place in {body.place[:3] for body in branch.bodies}:
+                for place in {body.place.key for body in branch.bodies}:
                     self._check_served(*place)
             term.journal.admit(branch.bytes if promises else 0)
         except (NotEnoughReplicas, CorruptData, DiskFull) as error:
@@ -530,7 +530,7 @@ class TransactionalCommandProcessor:
                 generation = self._term.generation
             else:
                 retained = await self._follower.catch_up(journal)
-                needed_lsn, mark, unmarked = retained.mark.needed_lsn, retained.mark, bool(retained.unmarked)
+                needed_lsn, mark, unmarked = retained.mark.needed_lsn, retained.mark, retained.is_waited_for
         except StorageError:
             raise
         except CorruptData:  # nobody will look in it for what is to be brought: it is copied anew, or given up

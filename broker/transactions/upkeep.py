@@ -3,8 +3,12 @@
     every MARK_S with new commits   flush the partitions that they went to, and wait until every in-sync replica has
                                     what they brought; then write a MARK: a restart, or whoever is promoted, looks for
                                     batches only behind it
-    journal over CUT_BYTES,         write down once more what is remembered (REMEMBERED), and the branches whose records
-    and twice what is alive         stand in its older half (MOVE .. MOVED); write a MARK
+    journal over CUT_BYTES,         write down once more what is remembered (REMEMBERED), and what stands in its older
+    and twice what is alive         half: branches (MOVE .. MOVED), and what waits for partitions (WAITING); write a MARK
+
+A partition that is not served, or that something waits for, is left out of the MARK. For it the MARK before still counts:
+what that one did not cover is kept, and looked for from where that one says that the partition ended. So one commit that
+cannot be brought keeps its own bodies in the journal, and nothing else.
 
 A MARK says what is not needed any more; each replica removes that for itself, once the MARK is durable everywhere. The
 order is the whole of it: the partitions are flushed before a MARK says so, and what replaces an older record stands
@@ -16,18 +20,18 @@ All of it pauses, and the term may end meanwhile, or the next one begin: whateve
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from collections.abc import Iterator, Sequence
 
 from metamq.broker.flusher import Flusher
 from metamq.broker.partition import Partition
 from metamq.broker.topics import OWN, Topics
-from metamq.broker.transactions.commits import Key, key_of
+from metamq.broker.transactions.commits import key_of
 from metamq.broker.transactions.journal import SEGMENT_BYTES
 from metamq.broker.transactions.term import Term
-from metamq.errors import MetamqError, StorageError, TopicNotFound
-from metamq.tx.store.branch import BranchState
-from metamq.tx.store.fold import NO_MARK, JournalState, move_of
-from metamq.tx.store.records import Add, Mark, Moved, Record, Remembered
+from metamq.errors import MetamqError, StorageError
+from metamq.tx.store.branch import Body, BranchState
+from metamq.tx.store.fold import NO_MARK, Committed, JournalState, move_of
+from metamq.tx.store.records import Add, Key, Mark, Moved, Record, Remembered, Waiting
 
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES
@@ -48,53 +52,63 @@ class Upkeep:
         self._flusher = flusher
 
     async def mark(self, term: Term) -> None:
-        """Writes a MARK for all commits that are in their partitions. Raises StorageError, and what ended the term."""
-        if term.commits.stuck:  # they are looked for from where the last MARK says
-            return
+        """Writes a MARK for all commits that are in their partitions, unless it says nothing new. Raises StorageError, and
+        what ended the term."""
         state = term.store.journal
         lsn, memory_lsn = min(term.in_flight, default=term.journal.end_lsn), term.memory_lsn
-        partitions = [p for p in self._topics.partitions() if not p.topic.startswith(OWN) and p.closed_by is None]
-        ends = {partition: min(partition.log.end_position, partition.log.stable_position) for partition in partitions}
-        for partition in self._reached_by(state):
-            await self._settle(term, partition)
-        flushed = [
-            (*key_of(partition), min(end, partition.log.flushed_position)) for partition, end in ends.items() if end
-        ]
-        needed_lsn = state.first_needed_lsn(lsn, memory_lsn)
-        await self._write(term, Mark(lsn, needed_lsn, term.generation, flushed))
+        partitions = {key_of(p): p for p in self._topics.partitions() if not p.topic.startswith(OWN)}
+        reach = {
+            key: min(partition.log.end_position, partition.log.stable_position)
+            for key, partition in partitions.items()
+            if partition.closed_by is None
+        }
+        left_out = term.commits.lacking()
+        for key in sorted({body.place.key for one in state.unmarked.values() for body in one.bodies.values()} - left_out):
+            if not await self._settle(term, key):
+                left_out.add(key)
+        needed_lsn = state.first_needed_lsn(lsn, memory_lsn, left_out)
+        is_news = left_out != set(state.mark.left_out) or any(state.mark.lsn <= one < lsn for one in state.unmarked)
+        if not is_news and needed_lsn <= term.needed_lsn:
+            return
+        ends = {end[:3]: end[3] for end in state.mark.ends if end[:3] in partitions or end[:3] in left_out}
+        ends |= {
+            key: min(end, partitions[key].log.flushed_position) for key, end in reach.items() if key not in left_out
+        }
+        named = [(*key, end) for key, end in ends.items() if end]
+        await self._write(term, Mark(lsn, needed_lsn, term.generation, named, tuple(sorted(left_out))))
+        assert term.commits.stuck.keys() <= state.unmarked.keys(), "what waits is in the journal still"
         term.needed_lsn = term.journal.partition.needed_offset = needed_lsn
 
-    def _reached_by(self, state: JournalState) -> list[Partition]:
-        found = []
-        for place in sorted({body.place[:3] for one in state.unmarked.values() for body in one.bodies}):
-            with contextlib.suppress(TopicNotFound):
-                found.append(self._topics.find(*place))
-        return found
-
-    async def _settle(self, term: Term, partition: Partition) -> None:
-        """Until all that is there now is flushed here, and held by every in-sync replica: whoever of them is promoted
-        will not look for it in the journal. Raises StorageError, what closed the partition, and what ended the term."""
+    async def _settle(self, term: Term, key: Key) -> bool:
+        """Until all that a partition has now is flushed here, and held by every in-sync replica: whoever of them is
+        promoted will not look for it in the journal. False when the partition is not served. Raises StorageError, and
+        what ended the term."""
+        partition = term.commits.find(key)
+        if not isinstance(partition, Partition):
+            return partition is None
         log = partition.log
         end_offset, end_position = log.end_offset, log.end_position
         await self._flusher.settle(partition)
         term.journal.check_term()  # a slave's log may have been cut: that is no failure of its disk
         if partition.closed_by is not None:
-            raise partition.closed_by.with_traceback(None)
+            return False
         if log.flushed_position < end_position:
             raise StorageError(f"{partition.name} was not flushed", hint="The first error of its disk says why.")
         held: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
         if partition.when_stable(end_offset, lambda error: None if held.done() else held.set_result(error)):
-            return
+            return True
         if (error := await held) is not None:
             raise error
+        return True
 
     async def shorten(self, term: Term) -> None:
-        """Writes down once more what is remembered, and the branches whose records stand in the older half of a journal
-        that is too long, and a MARK behind them. Where no MARK can follow, or the last one let nothing be cut, that
-        is not done again before the journal is twice as long. Raises as mark()."""
+        """Writes down once more what is remembered, and what is needed of the older half of a journal that is too long, and a
+        MARK behind it. Where no MARK can follow, or the last one let nothing be cut, that is not done again before the
+        journal is twice as long. Raises as mark()."""
         state, journal = term.store.journal, term.journal
-        alive_bytes = sum(branch.bytes for branch in state.branches.values())
-        if term.commits.stuck or journal.size_bytes <= max(self.cut_bytes, 2 * alive_bytes):
+        waiting_bytes = sum(body.size_bytes for one in _waiting(state) for body in one.bodies.values())
+        alive_bytes = waiting_bytes + sum(branch.bytes for branch in state.branches.values())
+        if journal.size_bytes <= max(self.cut_bytes, 2 * alive_bytes):
             return
         size_bytes, needed_lsn = term.written_down
         if journal.size_bytes > 2 * size_bytes or term.needed_lsn != needed_lsn:
@@ -102,7 +116,9 @@ class Upkeep:
             await self._write_down(term)
             term.written_down = journal.size_bytes, term.needed_lsn
             await self.mark(term)
-        elif state.first_needed_lsn(min(term.in_flight, default=journal.end_lsn), term.memory_lsn) > needed_lsn:
+            return
+        lsn, left_out = min(term.in_flight, default=journal.end_lsn), {*state.mark.left_out, *term.commits.lacking()}
+        if state.first_needed_lsn(lsn, term.memory_lsn, left_out) > needed_lsn:
             await self.mark(term)
 
     async def _write_down(self, term: Term) -> None:
@@ -120,23 +136,29 @@ class Upkeep:
             if not branch.busy and branch.first_lsn >= 0 and state.branches.get(branch.xid) is branch:
                 self._move(term, branch)
                 await asyncio.sleep(0)
+        for committed in [one for one in _waiting(state) if one.first_lsn < middle]:
+            self._keep_waiting(term, committed)
+            await asyncio.sleep(0)
 
     def _move(self, term: Term, branch: BranchState) -> None:
         """In one turn of the loop: nothing else is written about it meanwhile."""
         begins: list[Record] = [move_of(branch)]
-        bodies: list[memoryview] = []
-        add = Add(branch.key, 0, [], branch.owner)
-        done = size = 0
-        for body in list(branch.bodies):
-            stored = memoryview(term.journal.body(body))
-            if bodies and size + len(stored) > MOVED_BYTES:
-                self._append(term, [*begins, add], bodies)
-                done += len(bodies)
-                begins, bodies, size, add = [], [], 0, Add(branch.key, done, [], branch.owner)
-            bodies.append(stored)
-            add.places.append(body.place)
-            size += len(stored) + PLACE_BYTES
-        self._append(term, [*begins, *([add] if bodies else []), Moved(branch.key)], bodies)
+        for start, bodies, data in _in_entries(term, list(branch.bodies)):
+            add = Add(branch.key, start, [body.place for body in bodies], branch.owner)
+            self._append(term, [*begins, add], data)
+            begins = []
+        self._append(term, [*begins, Moved(branch.key)], [])
+
+    def _keep_waiting(self, term: Term, committed: Committed) -> None:
+        """In one turn of the loop: nothing of it is brought meanwhile."""
+        numbers = list(committed.bodies)
+        for start, bodies, data in _in_entries(term, list(committed.bodies.values())):
+            end = start + len(bodies)
+            record = Waiting(
+                committed.branch, committed.lsn, committed.first_batch_id, numbers[start:end],
+                [body.place for body in bodies], is_last=end == len(numbers),
+            )  # fmt: skip
+            self._append(term, [record], data)
 
     def _append(self, term: Term, records: list[Record], bodies: list[memoryview]) -> None:
         term.store.written(term.journal.append(records, bodies).entry)
@@ -150,6 +172,26 @@ class Upkeep:
             raise error
         term.journal.check_term()
         term.store.written(written.entry)
+
+
+def _waiting(state: JournalState) -> list[Committed]:
+    """Commits of which the last MARK leaves something out: they may wait for long."""
+    return [committed for committed in state.unmarked.values() if committed.lsn < state.mark.lsn]
+
+
+def _in_entries(term: Term, bodies: Sequence[Body]) -> Iterator[tuple[int, Sequence[Body], list[memoryview]]]:
+    """(number of the first of them, bodies, what is stored of each), as much at a time as one entry may have."""
+    start = size = 0
+    data: list[memoryview] = []
+    for number, body in enumerate(bodies):
+        stored = memoryview(term.journal.body(body))
+        if data and size + len(stored) > MOVED_BYTES:
+            yield start, bodies[start:number], data
+            start, size, data = number, 0, []
+        data.append(stored)
+        size += len(stored) + PLACE_BYTES
+    if data:
+        yield start, bodies[start:], data
 
 
 class Guards:

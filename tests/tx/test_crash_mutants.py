@@ -11,14 +11,14 @@ import pytest
 
 from metamq.broker.partition import Done
 from metamq.broker.transactions import commits
-from metamq.broker.transactions.commits import Commits, Key, key_of
+from metamq.broker.transactions.commits import Commits, key_of
 from metamq.broker.transactions.journal import JournalStore, Written
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.broker.transactions.term import Term
 from metamq.broker.transactions.upkeep import Upkeep
 from metamq.errors import MetamqError
 from metamq.tx.store.fold import Committed, JournalState
-from metamq.tx.store.records import Commit, Heuristic, Prepare, Record
+from metamq.tx.store.records import Commit, Heuristic, Key, Prepare, Record
 from metamq.wire.batch import HEADER_BYTES, read_header
 from tests.tx.crash_history import Violation, enumerate_crashes
 from tests.tx.sim_disk import DiskOs, modelled_disk
@@ -35,7 +35,7 @@ def append_before_the_commit_record(patch: Patch, _own: DiskOs) -> None:
         record = with_ids(self, term, record)
         if isinstance(record, Commit | Heuristic) and not term.journal.holds:
             branch = term.store.branches[record.branch.xid]
-            bring(term.commits, Committed(0, 0, record.branch, list(branch.bodies), record.first_batch_id))
+            bring(term.commits, Committed(0, 0, record.branch, dict(enumerate(branch.bodies)), record.first_batch_id))
         return record
 
     def only_redo(self: Commits, committed: Committed, present: Any = None) -> int:
@@ -56,13 +56,13 @@ def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
     redo, bring = Commits._redo, Commits.bring
 
     def noted(self: Commits, committed: Committed, present: Any = None) -> int:
-        for body in committed.bodies if present is None else []:
-            partition = self._topics.find(*body.place[:3])
+        for body in committed.bodies.values() if present is None else []:
+            partition = self._topics.find(*body.place.key)
             hints.setdefault((committed.first_batch_id, key_of(partition)), partition.log.end_position)
         return bring(self, committed, present)
 
-    def from_the_hint(self: Commits, state: JournalState, wanted: list[Committed]) -> Iterator[int]:
-        ids = {one.first_batch_id for one in wanted}
+    def from_the_hint(self: Commits, state: JournalState, wanted: list[int]) -> Iterator[int]:
+        ids = {state.unmarked[lsn].first_batch_id for lsn in wanted}
         lowest: dict[Key, int] = {}
         for (first_id, key), position in hints.items():
             if first_id in ids:
@@ -159,7 +159,7 @@ def no_fsync_before_a_rename(patch: Patch, own: DiskOs) -> None:
 
 
 def cut_the_journal_below_a_live_branch(patch: Patch, _own: DiskOs) -> None:
-    patch.setattr(JournalState, "first_needed_lsn", lambda self, lsn, memory_lsn: min(lsn, memory_lsn))
+    patch.setattr(JournalState, "first_needed_lsn", lambda self, lsn, memory_lsn, _left_out: min(lsn, memory_lsn))
 
 
 def cut_the_journal_without_writing_down_what_is_remembered(patch: Patch, _own: DiskOs) -> None:

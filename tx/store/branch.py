@@ -18,6 +18,7 @@ class Body(NamedTuple):
     number: int
     """Which of the entry's values it is, from 1 on."""
     place: Place
+    size_bytes: int
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ is left then begins somewhere: records of branches that are not known are of fin
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from metamq.errors import CorruptData
@@ -21,13 +22,16 @@ from metamq.tx.store.records import (
     Decide,
     Forget,
     Heuristic,
+    Key,
     Mark,
     Move,
     Moved,
+    Place,
     Prepare,
     Record,
     Remembered,
     Rollback,
+    Waiting,
 )
 from metamq.tx.store.table import LASTING, State
 from metamq.wire.xa import Xid
@@ -53,7 +57,8 @@ class Committed(NamedTuple):
     first_lsn: int
     """Where the oldest of its records stands."""
     branch: Branch
-    bodies: list[Body]
+    bodies: dict[int, Body]
+    """Those that may not be in their partitions yet, by their number in the branch, in order."""
     first_batch_id: int
 
 
@@ -73,6 +78,8 @@ class JournalState:
         self.mark = NO_MARK
         self.epoch_max = 0
         self._moving: dict[Branch, tuple[Move, BranchState]] = {}
+        self._rewritten: dict[int, Committed] = {}
+        """Of commits that are being written down once more: what was written so far, by LSN."""
 
     def apply(self, entry: Entry) -> None:
         """Takes an entry in. Raises CorruptData when something of a promise is missing."""
@@ -83,6 +90,9 @@ class JournalState:
                 number += len(record.places)
             elif isinstance(record, Mark):
                 self._mark(record)
+            elif isinstance(record, Waiting):
+                self._wait(record, entry, number)
+                number += len(record.places)
             elif isinstance(record, Remembered):
                 self.memory.restore(record.outcomes)
             else:
@@ -99,11 +109,10 @@ class JournalState:
             self.epoch_max = max(self.epoch_max, epoch)
         if branch.first_lsn < 0:
             branch.first_lsn = entry.lsn
-        for place in record.places:
-            branch.bodies.append(Body(entry.position, number + 1, place))
-            branch.messages += place.messages
-            branch.bytes += entry.sizes[number]
-            number += 1
+        for body in _bodies(entry, number, record.places):
+            branch.bodies.append(body)
+            branch.messages += body.place.messages
+            branch.bytes += body.size_bytes
 
     def _of_branch(self, record: BranchRecord, entry: Entry) -> None:
         xid, epoch = record.branch
@@ -122,7 +131,7 @@ class JournalState:
             bodies = branch.bodies if branch is not None and branch.epoch == epoch else []
             if branch is not None and bodies:
                 self.unmarked[entry.lsn] = Committed(
-                    entry.lsn, branch.first_lsn, record.branch, list(bodies), record.first_batch_id
+                    entry.lsn, branch.first_lsn, record.branch, dict(enumerate(bodies)), record.first_batch_id
                 )
         if isinstance(record, COMMITS):
             self.memory.add(record.branch, record.time_us)
@@ -157,24 +166,41 @@ class JournalState:
 
     def _mark(self, record: Mark) -> None:
         self.mark = record
-        for lsn in [lsn for lsn in self.unmarked if lsn < record.lsn]:
-            del self.unmarked[lsn]
+        for committed in [one for one in self.unmarked.values() if one.lsn < record.lsn]:
+            waiting = {n: body for n, body in committed.bodies.items() if body.place.key in record.left_out}
+            if waiting:
+                self.unmarked[committed.lsn] = committed._replace(bodies=waiting)
+            else:
+                del self.unmarked[committed.lsn]
+
+    def _wait(self, record: Waiting, entry: Entry, number: int) -> None:
+        begun = self._rewritten.pop(record.lsn, None)
+        if begun is None:
+            begun = Committed(record.lsn, entry.lsn, record.branch, {}, record.first_batch_id)
+        begun.bodies.update(zip(record.numbers, _bodies(entry, number, record.places), strict=True))
+        (self.unmarked if record.is_last else self._rewritten)[record.lsn] = begun
 
     def drop_unprepared(self) -> list[BranchState]:
         """A new master's first step: what was not promised is rolled back. Returns what was dropped."""
         self._moving.clear()
+        self._rewritten.clear()
         dropped = [b for b in self.branches.values() if b.state not in LASTING]
         for branch in dropped:
             del self.branches[branch.xid]
         return dropped
 
-    def first_needed_lsn(self, lsn: int, memory_lsn: int) -> int:
-        """What lies before it is not needed once a MARK says that all COMMITs before `lsn` are in their partitions.
+    def first_needed_lsn(self, lsn: int, memory_lsn: int, left_out: Container[Key]) -> int:
+        """What lies before it is not needed once a MARK says that all COMMITs before `lsn` are in their partitions, but
+        for those that are left out.
 
         `memory_lsn`: from there on the journal has all that is remembered.
         """
         live = [branch.first_lsn for branch in self.branches.values() if branch.first_lsn >= 0]
-        unmarked = [committed.first_lsn for committed in self.unmarked.values() if committed.lsn >= lsn]
+        unmarked = [
+            committed.first_lsn
+            for committed in self.unmarked.values()
+            if committed.lsn >= lsn or any(body.place.key in left_out for body in committed.bodies.values())
+        ]
         return min([*live, *unmarked, lsn, memory_lsn])
 
 
@@ -184,7 +210,12 @@ class Retained:
     def __init__(self) -> None:
         self.mark = NO_MARK
         self.unmarked: list[int] = []
-        """LSNs of COMMITs that no MARK covers."""
+        """LSNs of COMMITs behind that MARK."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a COMMIT may not be in its partitions yet."""
+        return bool(self.unmarked or self.mark.left_out)
 
     def apply(self, entry: Entry) -> None:
         """Takes an entry in."""
@@ -194,6 +225,15 @@ class Retained:
                 self.unmarked = [lsn for lsn in self.unmarked if lsn >= record.lsn]
             elif isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
                 self.unmarked.append(entry.lsn)
+
+
+def _bodies(entry: Entry, number: int, places: list[Place]) -> list[Body]:
+    """Of a record whose first body is this one of the entry, counted from 0."""
+    sizes = entry.sizes[number : number + len(places)]
+    return [
+        Body(entry.position, number + 1 + n, place, size)
+        for n, (place, size) in enumerate(zip(places, sizes, strict=True))
+    ]
 
 
 def move_of(branch: BranchState) -> Move:

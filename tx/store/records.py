@@ -14,8 +14,10 @@ as it will lie in its partition. All records of an entry are there, or none.
     DECIDE       as COMMIT, and branches at other brokers follow               FORGET
     FORGET       nobody needs to know of either any more
     MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
-    MARK         every COMMIT so far is in its partitions, and flushed there; what is needed of the journal itself
+    MARK         every COMMIT so far is in its partitions, and flushed there, but for partitions that it leaves out; what is
+                 needed of the journal itself
     REMEMBERED   branches that were committed, written down once more
+    WAITING      bodies of a COMMIT that wait for partitions, written down once more: until a MARK leaves none of these out
 
 Finished branches leave nothing that could bring them back: whatever ends a branch stands behind all that made it, and
 the log is cut from its start only.
@@ -33,6 +35,10 @@ from metamq.errors import CorruptData
 from metamq.wire.xa import Xid
 
 
+Key = tuple[str, str, int]
+"""A partition of this broker: topic, topic id, index."""
+
+
 class Place(NamedTuple):
     """Where a body is to go, and how many messages it holds."""
 
@@ -41,6 +47,11 @@ class Place(NamedTuple):
     partition: int
     """The index in this broker."""
     messages: int
+
+    @property
+    def key(self) -> Key:
+        """The partition."""
+        return self[:3]
 
 
 class Branch(NamedTuple):
@@ -129,7 +140,8 @@ class Moved(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica."""
+    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica. Of the partitions
+    in `left_out` it says nothing: what waited for them at the last MARK waits still, and what came since."""
 
     lsn: int
     needed_lsn: int
@@ -137,8 +149,9 @@ class Mark(NamedTuple):
     generation: int
     """Of the broker id: in another one the positions may mean something else."""
     ends: list[tuple[str, str, int, int]]
-    """(topic, topic id, index, position): whatever a later COMMIT brought lies behind these; partitions that are not
-    named were empty."""
+    """(topic, topic id, index, position): whatever a COMMIT brings that this MARK does not cover lies behind these;
+    partitions that are not named were empty."""
+    left_out: tuple[Key, ...] = ()
 
 
 Outcome = tuple[bytes, bytes]
@@ -171,7 +184,20 @@ class Remembered(NamedTuple):
     outcomes: list[Outcome]
 
 
-Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide | Remembered
+class Waiting(NamedTuple):
+    """Bodies of a COMMIT that no MARK covers. With the last of them they take the place of all of it that stands before."""
+
+    branch: Branch
+    lsn: int
+    """Of the COMMIT."""
+    first_batch_id: int
+    numbers: list[int]
+    """Which of the branch's bodies they are, from 0 on."""
+    places: list[Place]
+    is_last: bool
+
+
+Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide | Remembered | Waiting
 _KINDS: dict[int, type[Any]] = {
     1: Add,
     2: Prepare,
@@ -184,6 +210,7 @@ _KINDS: dict[int, type[Any]] = {
     9: Mark,
     10: Decide,
     11: Remembered,
+    12: Waiting,
 }
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 
@@ -214,7 +241,7 @@ def unpack(value: bytes, bodies: int) -> list[Record]:
         found = [_unpack_one(packed) for packed in msgpack.unpackb(value)]
     except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException, struct.error) as error:
         raise CorruptData("a transaction journal's entry", f"{type(error).__name__}: {error}") from None
-    named = sum(len(record.places) for record in found if isinstance(record, Add))
+    named = sum(len(record.places) for record in found if isinstance(record, Add | Waiting))
     if named != bodies:
         raise CorruptData("a transaction journal's entry", f"it has {bodies} bodies and names {named}")
     return found
@@ -225,12 +252,14 @@ def _unpack_one(packed: Sequence[Any]) -> Record:
     fields = list(packed[1 : 1 + len(kind._fields)])
     if kind is Mark:
         fields[3] = [tuple(end) for end in fields[3]]
+        fields[4:] = [tuple(tuple(key) for key in keys) for keys in fields[4:]]
     elif kind is Remembered:
         fields[0] = [pack_outcome(_branch(branch), time_us) for branch, time_us in fields[0]]
     else:
         fields[0] = _branch(fields[0])
-    if kind is Add:
-        fields[2] = [Place(*place) for place in fields[2]]
+    if kind in (Add, Waiting):
+        at = kind._fields.index("places")
+        fields[at] = [Place(*place) for place in fields[at]]
     for name in ("follows", "followers"):
         if name in kind._fields and len(fields) > (at := kind._fields.index(name)):
             fields[at] = tuple(fields[at])
