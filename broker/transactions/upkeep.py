@@ -4,11 +4,11 @@
                                     what they brought; then write a MARK: a restart, or whoever is promoted, looks for
                                     batches only behind it
     journal over CUT_BYTES,         write down once more what is remembered (REMEMBERED), and what stands in its older
-    and twice what is alive         half: branches (MOVE .. MOVED), and what waits for partitions (WAITING); write a MARK
+    and twice what is alive         half: branches (MOVE .. MOVED), what waits for partitions (WAITING); write a MARK
 
-A partition that is not served, or that something waits for, is left out of the MARK. For it the MARK before still counts:
-what that one did not cover is kept, and looked for from where that one says that the partition ended. So one commit that
-cannot be brought keeps its own bodies in the journal, and nothing else.
+A partition that is not served, or that something waits for, is left out of the MARK. For it the MARK before still
+counts: what that one did not cover is kept, and looked for from where that one says that the partition ended. So one
+commit that cannot be brought keeps its own bodies in the journal, and nothing else.
 
 A MARK says what is not needed any more; each replica removes that for itself, once the MARK is durable everywhere. The
 order is the whole of it: the partitions are flushed before a MARK says so, and what replaces an older record stands
@@ -52,8 +52,8 @@ class Upkeep:
         self._flusher = flusher
 
     async def mark(self, term: Term) -> None:
-        """Writes a MARK for all commits that are in their partitions, unless it says nothing new. Raises StorageError, and
-        what ended the term."""
+        """Writes a MARK for all commits that are in their partitions, unless it says nothing new. Raises StorageError,
+        and what ended the term."""
         state = term.store.journal
         lsn, memory_lsn = min(term.in_flight, default=term.journal.end_lsn), term.memory_lsn
         partitions = {key_of(p): p for p in self._topics.partitions() if not p.topic.startswith(OWN)}
@@ -63,7 +63,9 @@ class Upkeep:
             if partition.closed_by is None
         }
         left_out = term.commits.lacking()
-        for key in sorted({body.place.key for one in state.unmarked.values() for body in one.bodies.values()} - left_out):
+        for key in sorted(
+            {body.place.key for one in state.unmarked.values() for body in one.bodies.values()} - left_out
+        ):
             if not await self._settle(term, key):
                 left_out.add(key)
         needed_lsn = state.first_needed_lsn(lsn, memory_lsn, left_out)
@@ -102,9 +104,9 @@ class Upkeep:
         return True
 
     async def shorten(self, term: Term) -> None:
-        """Writes down once more what is remembered, and what is needed of the older half of a journal that is too long, and a
-        MARK behind it. Where no MARK can follow, or the last one let nothing be cut, that is not done again before the
-        journal is twice as long. Raises as mark()."""
+        """Writes down once more what is remembered, and what is needed of the older half of a journal that is too long,
+        and a MARK behind it. Where no MARK can follow, or the last one let nothing be cut, that is done again only when
+        the journal is twice as long. Raises as mark()."""
         state, journal = term.store.journal, term.journal
         waiting_bytes = sum(body.size_bytes for one in _waiting(state) for body in one.bodies.values())
         alive_bytes = waiting_bytes + sum(branch.bytes for branch in state.branches.values())

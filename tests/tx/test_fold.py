@@ -31,7 +31,9 @@ def essence(state: JournalState) -> Any:
         for branch in state.branches.values()
         if branch.state in LASTING
     }  # fmt: skip
-    commits = [(c.branch, {n: body.place for n, body in c.bodies.items()}, c.first_batch_id) for c in state.unmarked.values()]
+    commits = [
+        (c.branch, {n: body.place for n, body in c.bodies.items()}, c.first_batch_id) for c in state.unmarked.values()
+    ]
     return kept, list(state.memory.items()), commits
 
 

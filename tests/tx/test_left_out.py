@@ -168,7 +168,7 @@ def says_where_a_partition_ends_that_it_leaves_out(patch: pytest.MonkeyPatch) ->
 
     def moved(self: Upkeep, term: Any, record: Any) -> Any:
         ends = {end[:3]: end[3] for end in record.ends}
-        ends |= {key: 1 << 30 for key in record.left_out}
+        ends |= dict.fromkeys(record.left_out, 1 << 30)
         return write(self, term, record._replace(ends=[(*key, end) for key, end in ends.items()]))
 
     patch.setattr(Upkeep, "_write", moved)

@@ -14,6 +14,7 @@ from metamq.broker.transactions import commits, upkeep
 from metamq.broker.transactions.journal import JournalStore, Written
 from metamq.broker.transactions.term import Term
 from metamq.errors import MetamqError
+from metamq.tx.store.records import Key
 from metamq.tx.store.verbs import JournalTransactionStore
 from metamq.wire.xa import Verb
 from tests.tx.crash_history import Violation
@@ -47,8 +48,11 @@ def test_two_replicas_whatever_happens_to_them(seconds: float, report_figures: C
 
 
 def marks_that_do_not_wait_for_the_slave(patch: pytest.MonkeyPatch) -> None:
-    async def settle(self: upkeep.Upkeep, term: Term, partition: upkeep.Partition) -> None:
-        await self._flusher.settle(partition)
+    async def settle(self: upkeep.Upkeep, term: Term, key: Key) -> bool:
+        partition = term.commits.find(key)
+        if isinstance(partition, Partition):
+            await self._flusher.settle(partition)
+        return True
 
     patch.setattr(upkeep.Upkeep, "_settle", settle)
 

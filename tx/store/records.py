@@ -14,10 +14,10 @@ as it will lie in its partition. All records of an entry are there, or none.
     DECIDE       as COMMIT, and branches at other brokers follow               FORGET
     FORGET       nobody needs to know of either any more
     MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
-    MARK         every COMMIT so far is in its partitions, and flushed there, but for partitions that it leaves out; what is
+    MARK         every COMMIT so far is in its partitions, and flushed there, but for those that it leaves out; what is
                  needed of the journal itself
     REMEMBERED   branches that were committed, written down once more
-    WAITING      bodies of a COMMIT that wait for partitions, written down once more: until a MARK leaves none of these out
+    WAITING      bodies of a COMMIT, written down once more                    a MARK covers their partitions
 
 Finished branches leave nothing that could bring them back: whatever ends a branch stands behind all that made it, and
 the log is cut from its start only.
@@ -33,7 +33,6 @@ import msgpack
 
 from metamq.errors import CorruptData
 from metamq.wire.xa import Xid
-
 
 Key = tuple[str, str, int]
 """A partition of this broker: topic, topic id, index."""
@@ -140,8 +139,8 @@ class Moved(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica. Of the partitions
-    in `left_out` it says nothing: what waited for them at the last MARK waits still, and what came since."""
+    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica. It says nothing
+    of the partitions in `left_out`: for them the MARK before still counts."""
 
     lsn: int
     needed_lsn: int
@@ -185,7 +184,7 @@ class Remembered(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Bodies of a COMMIT that no MARK covers. With the last of them they take the place of all of it that stands before."""
+    """Bodies of a COMMIT that no MARK covers. With the last of them they take the place of all that stands before."""
 
     branch: Branch
     lsn: int
