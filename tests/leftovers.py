@@ -57,11 +57,12 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Looks when the other fixtures of the module are gone.
 
-    Not at tests of Spark: a Python process that plans, reads or writes for Spark keeps its session for its whole life.
+    Not at tests that run Spark: a Python process that plans, reads or writes for it keeps its session for its life.
     """
     before = alive()
     yield
-    if "spark" not in request.path.parent.parts:
+    items = (item for item in request.session.items if item.path == request.path)
+    if not any(item.get_closest_marker("spark") for item in items):
         check(before)
 
 

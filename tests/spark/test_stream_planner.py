@@ -23,6 +23,16 @@ from metamq.wire import columns
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
 from tests.spark.conftest import send
 
+PLANNERS: list[StreamPlanner] = []
+
+
+@pytest.fixture(autouse=True)
+def planners_are_closed() -> Iterator[None]:
+    """As Spark does when a query ends."""
+    yield
+    while PLANNERS:
+        PLANNERS.pop().close()
+
 
 class Query:
     """In the place of Spark: keeps how far it is, as JSON."""
@@ -37,6 +47,7 @@ class Query:
         """As after a restart."""
         self._given |= options
         self.planner = StreamPlanner(parse_options(self._given, streaming=True))
+        PLANNERS.append(self.planner)
 
     def planned(self, *, is_only_batch: bool = False) -> tuple[str, list[FetchTask]]:
         start = json.loads(self.at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,15 +195,15 @@ def test_a_branch_begins_once_its_broker_is_there(
 
 def test_queries_with_other_options_share_their_process_session(two: Cluster) -> None:
     two.create_topic("t", partitions=1)
-    first = sink_client(options(two))
-    others = [
-        sink_client(options(two, topic="u")),
-        sink_client(options(two, compression="zstd", deliveryTimeoutMs="5000")),
-        sink_client(options(two, sinkId="mine", transactionTimeoutMs="5000")),
-    ]
-    assert {id(one.cluster) for one in others} == {id(first.cluster)}
-    assert others[1].shipment()._sender is not first.shipment()._sender
-    assert others[0].shipment()._sender is first.shipment()._sender
+    with contextlib.closing(sink_client(options(two))) as first:
+        others = [
+            sink_client(options(two, topic="u")),
+            sink_client(options(two, compression="zstd", deliveryTimeoutMs="5000")),
+            sink_client(options(two, sinkId="mine", transactionTimeoutMs="5000")),
+        ]
+        assert {id(one.cluster) for one in others} == {id(first.cluster)}
+        assert others[1].shipment()._sender is not first.shipment()._sender
+        assert others[0].shipment()._sender is first.shipment()._sender
 
 
 @pytest.mark.parametrize(("is_first", "tries"), [(True, 1), (False, 5)])
