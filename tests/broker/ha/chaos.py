@@ -19,6 +19,7 @@ from typing import Any
 from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
+from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group
 from tests.network import Network, Way
 from tests.parts import statistics, wait_until
@@ -49,7 +50,13 @@ IN_CALM = "promoted, nothing else amiss"
 ALIVE = "promoted amid faults, the master alive"
 DEAD = "promoted, the master dead or frozen"
 ASKED, ASKED_IN_CALM = "promotion asked for", "promotion asked for, nothing else amiss"
-LEADS_TO = {ASKED: {ALIVE}, ASKED_IN_CALM: {IN_CALM}, ALONE: {CUT, DEAD}, "cut off from ZooKeeper": {EXPIRED}}
+LEADS_TO = {
+    ASKED: {ALIVE, NO_ROOM},
+    ASKED_IN_CALM: {IN_CALM},
+    ALONE: {CUT, DEAD},
+    "cut off from ZooKeeper": {EXPIRED},
+    TAKEN_BACK: {WAITED},
+}
 """What comes of actions, by chance."""
 OVERTIME_S = 240.0
 """For so long only that is done which has not happened yet, or may lead to it: there may be two slow cores."""
@@ -72,20 +79,25 @@ class NetworkedGroup(Group):
         folder: Path,
         *,
         replicas: int = REPLICAS,
+        with_disk: bool = False,
         made_by: type[BrokerProcess] = BrokerProcess,
         **settings: object,
     ) -> None:
+        self.disk = temporary_disk(folder / f"replica-{replicas - 1}-disk") if with_disk else None
+        """Of the last replica; None where none can be mounted."""
+        self._last = replicas - 1
         self.network = Network(self.pids, CLIENT)
         self.cluster = Cluster(zookeeper, folder)
         self.replicas = []
         self.zookeeper = self.network.line(ZOOKEEPER, "127.0.0.9", zookeeper.port)
         """For the clients under test: it can be cut. That of `cluster` cannot."""
         for _ in range(replicas):
-            self._add(made_by, {"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, **settings})
+            self._add(made_by, {"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, **SCRUB, **settings})
 
     def _add(self, made_by: type[BrokerProcess], settings: dict[str, object]) -> None:
         number = len(self.replicas)
-        folder, advertise = self.cluster.folder / f"replica-{number}", f"127.0.0.{10 + number}"
+        place = self.disk.folder if self.disk is not None and number == self._last else self.cluster.folder
+        folder, advertise = place / f"replica-{number}", f"127.0.0.{10 + number}"
         replica = made_by(self.zookeeper, folder, 0, replica=number, advertise=advertise, **settings)
         self.replicas.append(replica)
         self.cluster.brokers.append(replica)
@@ -113,6 +125,8 @@ class NetworkedGroup(Group):
                 replica.thaw()
                 replica.kill()
         self.network.close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 @contextlib.contextmanager
@@ -136,6 +150,7 @@ class Chaos:
         self.seen: Counter[str] = Counter()
         """What came of it."""
         self.frozen: set[int] = set()
+        self.storage = StorageFaults(self)
         self._accept_loss = False
         self._passing: dict[str, tuple[float, Callable[[], None]]] = {}
         """What ends by itself: when, and how."""
@@ -164,13 +179,14 @@ class Chaos:
             "ZooKeeper frozen": self.freeze_zookeeper,
             "ZooKeeper restarted": self.restart_zookeeper,
             **cuts,
-            **({LOST: self.lose} if self._accept_loss else {}),
+            **({LOST: self.lose} if self._accept_loss else self.storage.actions()),
         }
 
     @property
     def missing(self) -> set[str]:
         """What happens in a run that is long enough, and has not happened yet."""
         kinds = {*self._actions(), IN_CALM, ALIVE, DEAD, SLAVES_READ, *SAID}
+        kinds |= set() if self._accept_loss else {WAITED}
         return kinds - (+self.done).keys() - (+self.seen).keys()
 
     def run(
@@ -180,8 +196,11 @@ class Chaos:
         until = time.monotonic() + duration_s
         self._accept_loss = accept_loss
         due: list[Callable[[], None]] = []
+        in_vain = 0
+        """How many of what is due were tried since something was done last."""
         while time.monotonic() < until or not (is_enough() or time.monotonic() > until + OVERTIME_S):
-            if not due:  # all of them, in any order: none is left out for long
+            if in_vain >= len(due):  # all of them, in any order: none is left out for long
+                in_vain = 0
                 due = self._actions_for(self.missing if time.monotonic() > until else set())
                 self.random.shuffle(due)
             time.sleep(self.random.uniform(*PAUSE_S))
@@ -189,6 +208,9 @@ class Chaos:
             action()
             if self.done.total() == before:  # there was no master, or whatever it takes
                 due.insert(0, action)
+                in_vain += 1
+            else:
+                in_vain = 0
             self.mend()
         self.end_all()
         self._accept_loss = False
@@ -246,7 +268,7 @@ class Chaos:
 
     # -- the network --------------------------------------------------------------------------------------------------
 
-    def _for_a_while(self, key: str, end: Callable[[], None]) -> None:
+    def for_a_while(self, key: str, end: Callable[[], None]) -> None:
         self._passing[key] = time.monotonic() + self.random.uniform(*FAULT_S), end
 
     def _cut(self, what: str, *ways: Way) -> None:
@@ -254,7 +276,7 @@ class Chaos:
         self.group.network.cut(*ways)
         broken = self.random.random() < 0.5
         for way in ways:
-            self._for_a_while(str(way), lambda way=way: self.group.network.heal(way, broken=broken))  # type: ignore[misc]
+            self.for_a_while(str(way), lambda way=way: self.group.network.heal(way, broken=broken))  # type: ignore[misc]
 
     def cut_both_ways(self, what: str, ways: Sequence[Way]) -> None:
         way = self.random.choice(ways)
@@ -287,7 +309,7 @@ class Chaos:
         self._did("slow link")
         way = self.random.choice(ALL_LINKS)
         self.group.network.slow_down(self.random.uniform(0.01, 0.3), way, way.back)
-        self._for_a_while(f"slow {way}", lambda: self.group.network.heal(way, way.back))
+        self.for_a_while(f"slow {way}", lambda: self.group.network.heal(way, way.back))
 
     # -- ZooKeeper ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +317,7 @@ class Chaos:
         self._did("ZooKeeper frozen")
         zookeeper = self.group.cluster.zookeeper_server
         zookeeper.freeze()
-        self._for_a_while("ZooKeeper", zookeeper.thaw)
+        self.for_a_while("ZooKeeper", zookeeper.thaw)
 
     def restart_zookeeper(self) -> None:
         self._did("ZooKeeper restarted")
@@ -404,14 +426,24 @@ class Chaos:
         for number in list(self.frozen):
             if self.random.random() < 0.3:
                 self._thaw(number)
-        if self.master() is None and self.random.random() < 0.5:
-            self.promote_any()
+        self.repair()
         for number in range(REPLICAS):
             if not self.group.replicas[number].running and self.random.random() < 0.6:
                 self.group.start_again(number)
         logs = [replica.log_path.read_text() for replica in self.group.replicas]
         for what, said in SAID.items():
             self.seen[what] = sum(len(said.findall(log)) for log in logs)
+
+    def repair(self) -> None:
+        """What a person would do: promotes another one than a damaged master; by the plan, if ZooKeeper went back."""
+        master = self.master()
+        with contextlib.suppress(MetamqError):
+            if master is None:
+                wants_another = not self.storage.decide() and self.random.random() < 0.5
+            else:
+                wants_another = statistics(self.group.replicas[master])["damaged_count"] > 0
+            if wants_another:
+                self.promote_any()
 
     def end_all(self) -> None:
         for _, end in self._passing.values():
@@ -428,9 +460,9 @@ class Chaos:
             for number in range(REPLICAS):
                 if not self.group.replicas[number].running:
                     self.group.start_again(number)
+            self.repair()
             master = self.master()
-            if master is None:
-                self.promote_any()
+            if master is None or not self.storage.is_mended:
                 return False
             with contextlib.suppress(MetamqError):
                 linked = [self.group.replication(n).get("link") == "transfer" for n in range(REPLICAS) if n != master]

@@ -96,6 +96,11 @@ class Given:
             if offset > upto:
                 self.faults.append(f"{self._name} has committed {partition}/{offset}, and was given it up to {upto}")
 
+    def zookeeper_goes_back(self) -> None:
+        """Offsets that are committed go back, once, since they stand in ZooKeeper; what was given is not forgotten."""
+        with self._lock:
+            self._committed.clear()
+
     def taken_back(self, log: Mapping[str, Sequence[bytes]]) -> list[str]:
         """What was given, and is not in the log."""
         with self._lock:

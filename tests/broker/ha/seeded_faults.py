@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from metamq.broker import __main__ as broker
-from metamq.broker.ha import keeper, service
+from metamq.broker.ha import keeper, role, service
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Decision, Side, Verdict, decide
 from metamq.broker.ha.role import Cast, Role, cast
 from metamq.broker.ha.service import HAService
 from metamq.broker.partition import Partition
 from metamq.testing import BrokerProcess
+from metamq.zk import brokers, replicas
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.replicas import Confirmed, change_insync
 
@@ -85,8 +86,21 @@ def stale_epoch_accepted() -> None:
     HAService.state_read = state_read  # type: ignore[method-assign]
 
 
+def zookeeper_of_yesterday_believed() -> None:
+    """What ZooKeeper says counts, though replicas know of later terms."""
+    for module in (keeper, role, brokers, replicas):
+        module.taken_back = lambda *_: ""  # type: ignore[attr-defined]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (acknowledged_early, seen_early, cut_at_the_wrong_place, stale_epoch_accepted)
+    fault.__name__: fault
+    for fault in (
+        acknowledged_early,
+        seen_early,
+        cut_at_the_wrong_place,
+        stale_epoch_accepted,
+        zookeeper_of_yesterday_believed,
+    )
 }
 
 

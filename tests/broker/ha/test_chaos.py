@@ -47,6 +47,7 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round]) -> O
     report(f"METAMQ_SEED={seed}")
     chaos = Chaos(group, seed)
     loads = begin(group, seed, losses=any(one.losses_s for one in rounds))
+    chaos.storage.zookeeper_goes_back += [load.group.zookeeper_goes_back for load in loads]
     logs: dict[str, Logs] = {}
     try:
         for number, one in enumerate(rounds):
@@ -62,7 +63,7 @@ def survive(group: NetworkedGroup, report: Report, rounds: Sequence[Round]) -> O
         report(", ".join(f"{count} x {what}" for what, count in sorted((chaos.done + chaos.seen).items())))
         for load in loads:
             report(load.figures())
-    losses = group.state().generation - 1
+    losses = group.state().generation - 1 - chaos.storage.accepted
     report(f"{chaos.done.total()} faults, {losses} losses accepted")
     for load in loads:
         assert load.found(logs[load.topic]) == []
@@ -77,12 +78,12 @@ def go_through(chaos: Chaos, loads: Sequence[Load], one: Round) -> None:
         before = chaos.done[LOST]
         chaos.run(one.losses_s, accept_loss=True, is_enough=lambda: chaos.done[LOST] > before)
         chaos.healed()
-    generation = chaos.group.state().generation
+    generation = chaos.group.state().generation - chaos.storage.accepted
     for load in loads:
         load.begin_period()
     chaos.run(one.without_s, is_enough=lambda: one.losses_s or not chaos.missing)
     chaos.healed()
-    assert chaos.group.state().generation == generation, "a loss that nobody accepted"
+    assert chaos.group.state().generation - chaos.storage.accepted == generation, "a loss that nobody accepted"
 
 
 def begin(group: NetworkedGroup, seed: int, *, losses: bool) -> list[Load]:
@@ -125,7 +126,7 @@ def logs_of(group: NetworkedGroup, topic: str) -> Logs:
 
 @contextlib.contextmanager
 def a_group(folder: Path) -> Iterator[NetworkedGroup]:
-    with networked_group(folder, far_behind_bytes=FAR_BEHIND_BYTES) as group:
+    with networked_group(folder, far_behind_bytes=FAR_BEHIND_BYTES, with_disk=True) as group:
         yield group
 
 

@@ -21,6 +21,7 @@ from tests.broker.ha import seeded_faults
 from tests.broker.ha.chaos import NetworkedGroup, party
 from tests.broker.ha.history import Given, History, faults
 from tests.broker.ha.seeded_faults import FaultyBroker
+from tests.broker.ha.test_taken_back import Copy
 from tests.network import Way
 from tests.parts import wait_until
 
@@ -123,13 +124,36 @@ def thaws_after_a_promotion(group: FaultyGroup) -> None:
     group.check()
 
 
+def zookeeper_goes_back(group: FaultyGroup) -> None:
+    """To a copy of before a promotion; whoever waits is given the replica that has most."""
+    group.send(7)
+    copy = Copy(group)
+    group.lose_master(group.replicas[0].kill, 1)
+    group.promote(1)
+    group.send(8)
+    group.replicas[1].kill()
+    copy.put_back()
+    for number in (1, 0):
+        group.replicas[number].start()
+    wait_until(lambda: has_role(group, 0, "master") or has_role(group, 1, "waiting"), what="a decision")
+    if has_role(group, 1, "waiting"):
+        group.promote(1, accept_loss=True)
+        group.together(1)
+    group.check()
+
+
+def has_role(group: FaultyGroup, number: int, role: str) -> bool:
+    return bool(group.replication(number)["role"] == role)
+
+
 SCRIPTS = {
     "acknowledged_early": dies_with_what_nobody_else_has,
     "seen_early": dies_with_what_nobody_else_has,
     "cut_at_the_wrong_place": dies_with_what_nobody_else_has,
     "stale_epoch_accepted": thaws_after_a_promotion,
+    "zookeeper_of_yesterday_believed": zookeeper_goes_back,
 }
-LAG_MS = {dies_with_what_nobody_else_has: 120_000, thaws_after_a_promotion: 1000}
+LAG_MS = {dies_with_what_nobody_else_has: 120_000, thaws_after_a_promotion: 1000, zookeeper_goes_back: 1000}
 """A slave that is cut off stays in the set in the one, and a promoted one may be thrown out in the other."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,15 +34,17 @@ class Copy:
         self._server = group.cluster.zookeeper_server
         assert self._server.data_dir is not None
         self._data, self._copy = self._server.data_dir / "data", group.cluster.folder / "yesterday"
+        shutil.rmtree(self._copy, ignore_errors=True)
         self._server.freeze()
         shutil.copytree(self._data, self._copy)
         self._server.thaw()
 
-    def put_back(self) -> None:
-        """The server is started again with it."""
+    def put_back(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """The server is started again with it. `meanwhile` is called while it is down."""
         self._server.kill()
         shutil.rmtree(self._data)
         shutil.copytree(self._copy, self._data)
+        meanwhile()
         self._server.restart()
 
 

@@ -1,0 +1,247 @@
+"""What befalls data in the chaos tests: folders, bits, disks, and ZooKeeper's own data, which goes back in time.
+
+Each happens to a slave while every replica is in sync, and the next one only once the last one was made good. So there
+is always a replica that has all that was acknowledged, and what is lost all the same is a fault of the brokers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from metamq.errors import MetamqError
+from tests.broker.ha.test_taken_back import Copy
+from tests.parts import wait_until
+
+if TYPE_CHECKING:
+    from tests.broker.ha.chaos import Chaos, NetworkedGroup
+
+REMOVED = "a partition's folder removed at a stopped slave"
+FLIPPED = "a bit flipped in a stopped slave's log"
+NO_ROOM = "a slave's disk full for a while"
+TAKEN_BACK = "ZooKeeper taken back to a copy"
+WAITED = "ZooKeeper taken back, a replica chosen by the plan"
+SCRUB = {"scrub_every_s": 2.0, "scrub_bytes_per_s": 64 * 1024 * 1024}
+"""So a flipped bit is found within a run."""
+CALM_S = 30.0
+FOUND_S = 120.0
+
+
+class Flipped(NamedTuple):
+    """Where a bit is wrong."""
+
+    path: Path
+    copies: tuple[Path, ...]
+    """The same log at the other replicas."""
+    inode: int
+    at: int
+    value: int
+    """The wrong one, of the whole byte."""
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether the wrong byte is gone.
+
+        The log may have been copied again, into another file. Or the byte lay behind what the broker had flushed, and
+        the broker took it for a torn tail: it cut there, and the log goes on in the same file.
+        """
+        inode, value = _byte(self.path, self.at)
+        return inode != self.inode or value != self.value or value in [_byte(copy, self.at)[1] for copy in self.copies]
+
+
+def _byte(path: Path, at: int) -> tuple[int, int]:
+    """The inode and the byte there; 0 and -1 where there is none."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(at)
+        return os.fstat(file.fileno()).st_ino, (file.read(1) or [-1])[0]
+    return 0, -1
+
+
+class TemporaryDisk:
+    """A file system of its own for a folder. Raises OSError, CalledProcessError where none can be mounted."""
+
+    SIZE = "size=4g"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self._mount("-t", "tmpfs", "-o", self.SIZE, "tmpfs")
+
+    def _mount(self, *words: str) -> None:
+        subprocess.run(["mount", *words, str(self.folder)], check=True, capture_output=True)
+
+    def fill(self) -> None:
+        """Not a page is left."""
+        wait_until(self._has_shrunk, what="a disk no larger than its files")
+
+    def _has_shrunk(self) -> bool:
+        disk = os.statvfs(self.folder)
+        used_bytes = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        with contextlib.suppress(subprocess.CalledProcessError):  # a page was written in between
+            self._mount("-o", f"remount,size={used_bytes}")
+            return True
+        return False
+
+    def make_room(self) -> None:
+        self._mount("-o", f"remount,{self.SIZE}")
+
+    def close(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+def temporary_disk(folder: Path) -> TemporaryDisk | None:
+    """None where this user, or this machine, mounts nothing."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return TemporaryDisk(folder)
+    return None
+
+
+class StorageFaults:
+    """Chaos's actions on data. `zookeeper_goes_back` is called while no ZooKeeper runs."""
+
+    def __init__(self, chaos: Chaos) -> None:
+        self.zookeeper_goes_back: list[Callable[[], None]] = []
+        self.accepted = 0
+        """Promotions after which the generation is one more: a person picked a replica that lacks nothing."""
+        self._chaos = chaos
+        self._flipped: Flipped | None = None
+
+    @property
+    def _group(self) -> NetworkedGroup:
+        return self._chaos.group
+
+    @property
+    def _random(self) -> random.Random:
+        return self._chaos.random
+
+    def actions(self) -> dict[str, Callable[[], None]]:
+        """By what they leave in `done`."""
+        found = {REMOVED: self.remove_partition, FLIPPED: self.flip, TAKEN_BACK: self.take_back}
+        return found if self._group.disk is None else {**found, NO_ROOM: self.fill_disk}
+
+    @property
+    def is_mended(self) -> bool:
+        """Whether nothing is wrong that nobody has found yet."""
+        return self._flipped is None or self._flipped.is_mended
+
+    def _calm_master(self) -> int | None:
+        """The master, once all replicas are in sync and sound; None where that takes long."""
+        if not self.is_mended:
+            return None
+        self._chaos.end_all()
+        with contextlib.suppress(AssertionError):
+            self._chaos.healed(CALM_S)
+            return self._chaos.master()
+        return None
+
+    def _stop_slave(self) -> Path | None:
+        """Its folder."""
+        master = self._calm_master()
+        if master is None:
+            return None
+        self._number = self._random.choice([n for n in range(len(self._group.replicas)) if n != master])
+        replica = self._group.replicas[self._number]
+        self._random.choice([replica.kill, replica.stop])()
+        return replica.data
+
+    def remove_partition(self) -> None:
+        data = self._stop_slave()
+        if data is not None:
+            shutil.rmtree(self._random.choice(sorted((data / "topics").glob("[!~]*/[0-9]"))))
+            self._chaos.done[REMOVED] += 1
+            self._group.start_again(self._number)
+
+    def flip(self) -> None:
+        """In the older half of a log, which no replica cuts."""
+        data = self._stop_slave()
+        if data is None:
+            return
+        paths = [path for path in sorted((data / "topics").glob("[!~]*/[0-9]/*.log")) if path.stat().st_size > 1]
+        if paths:
+            path = self._random.choice(paths)
+            at, bit = self._random.randrange(path.stat().st_size // 2), 1 << self._random.randrange(8)
+            inode, value = _byte(path, at)
+            with path.open("r+b", buffering=0) as file:
+                file.seek(at)
+                file.write(bytes([value ^ bit]))
+            others = [replica.data for replica in self._group.replicas if replica.data != data]
+            copies = tuple(other / path.relative_to(data) for other in others)
+            self._flipped = Flipped(path, copies, inode, at, value ^ bit)
+            self._chaos.done[FLIPPED] += 1
+        self._group.start_again(self._number)
+
+    def fill_disk(self) -> None:
+        """That of the last replica, while it is a slave. It may be promoted before there is room again."""
+        disk, number = self._group.disk, len(self._group.replicas) - 1
+        if disk is not None and self._chaos.master() not in (None, number):
+            disk.fill()
+            self._chaos.done[NO_ROOM] += 1
+            self._chaos.for_a_while("disk", disk.make_room)
+
+    # -- ZooKeeper ----------------------------------------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        """To a copy of a moment before, in which there was a promotion, a slave left the set, or only messages came."""
+        master = self._calm_master()
+        if master is None:
+            return
+        copy = Copy(self._group)
+        self._random.choice([self._promote, self._leave_set, lambda: None])()
+        last = self._chaos.master()
+        if last is None:
+            return
+        numbers = range(len(self._group.replicas))
+        if self._random.random() < 0.5:
+            for number in self._random.sample(numbers, len(numbers)):
+                self._group.replicas[number].kill()
+        copy.put_back(lambda: [goes_back() for goes_back in self.zookeeper_goes_back])
+        self._chaos.done[TAKEN_BACK] += 1
+        for number in sorted(numbers, key=lambda number: number != last):  # who knows most first
+            if not self._group.replicas[number].running:
+                self._group.start_again(number)
+                self._group.replicas[number].wait_ready()
+        with contextlib.suppress(AssertionError, MetamqError, KeyError):
+            wait_until(self.waits_or_serves, FOUND_S, "the replicas wait, or serve")
+
+    def _promote(self) -> None:
+        self._chaos.promote_any()
+
+    def _leave_set(self) -> None:
+        master = self._chaos.master()
+        others = [n for n in range(len(self._group.replicas)) if n != master]
+        slave = self._random.choice(others)
+        self._group.replicas[slave].kill()
+        with contextlib.suppress(AssertionError, MetamqError, KeyError):
+            wait_until(lambda: slave not in self._group.replication(master)["insync"], FOUND_S)  # type: ignore[arg-type]
+
+    def waits_or_serves(self) -> bool:
+        """Whether a replica serves, or all are there and wait for a person; then the person decides."""
+        return self._chaos.master() is not None or self.decide()
+
+    def decide(self) -> bool:
+        """Where ZooKeeper was taken back and all replicas are there: promotes the one that lacks least by the plan.
+
+        The plan of at least one lists nothing that is lost, since each slave's log is the beginning of the master's.
+        """
+        numbers = range(len(self._group.replicas))
+        with contextlib.suppress(MetamqError), self._group.cluster.admin() as admin:
+            broker = admin.replicas().get(0)
+            if broker is None or not broker.taken_back:
+                return False
+            plans = {number: admin.plan_promotion(0, number) for number in numbers}
+            whole = [number for number in numbers if plans[number].lost == {}]
+            assert whole, f"every replica lacks something: {plans}"
+            chosen = self._random.choice(whole)
+            with contextlib.suppress(MetamqError):  # it may be done all the same
+                admin.promote(0, chosen, accept_loss=True)
+            wait_until(lambda: self._chaos.master() is not None, what=f"replica {chosen} the master")
+            self.accepted += max(self._group.state().generation - broker.generation, 0)
+            self._chaos.done[WAITED] += 1
+            return True
+        return False
