@@ -272,7 +272,9 @@ def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
     if plan.in_sync_and_down:
         lines.append(in_sync_and_down(plan.in_sync_and_down))
     if plan.lost is None:
-        lines.append("What it lacks nobody can tell: no other replica answers.")
+        lines.append(f"What it would lose cannot be known: {plan.unknown}.")
+        if plan.promote_instead is not None and not (plan.master_lives and plan.promote_instead == plan.master):
+            lines.append(f"Start replica {plan.promote_instead}; if it runs, promote that one.")
     for topic, messages in (plan.lost or {}).items():
         lines.append(f"{'LOST' if accept_loss else 'It would lose'}: {count(messages, 'message')} of topic {topic}.")
     return lines

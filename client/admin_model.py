@@ -285,10 +285,11 @@ class BrokerReplicas:
 
 @dataclass(frozen=True, slots=True)
 class PromotionPlan:
-    """What a promotion would do. `lost`: messages by topic that the slave lacks; None when nobody can tell.
+    """What a promotion would do. `lost`: messages by topic that the slave lacks; None when that cannot be known.
 
     `master` is `replica` itself where that is the master of before, which waits. `in_sync_and_down`: other replicas,
-    whose folders hold what was acknowledged.
+    whose folders hold what was acknowledged. Where `lost` is None, `unknown` says why, and `promote_instead` is the
+    replica that has what was acknowledged, and may be down; None where that is not known, or no other one has it.
     """
 
     broker_id: int
@@ -299,6 +300,8 @@ class PromotionPlan:
     lost: Mapping[str, int] | None
     learner: bool
     in_sync_and_down: tuple[int, ...]
+    unknown: str = ""
+    promote_instead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,12 @@ from metamq.client import in_pieces
 from metamq.client.admin_groups import children
 from metamq.client.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.cluster import Cluster
+from metamq.client.promotion_plan import Has, Loss, loss_of
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
 from metamq.zk.brokers import BrokerAddress, BrokerState, StateAt, known, master_of, read_state
-from metamq.zk.epochs import taken_back
+from metamq.zk.epochs import highest_epoch, taken_back
 from metamq.zk.replicas import slaves_of
 from metamq.zk.session import Session
 
@@ -158,27 +158,32 @@ async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> Prom
     in_sync = _in_sync(state, replica, slave)
     others = [master] if master is not None else []
     others += [one for one in await slaves_of(cluster.session, broker_id) if one.replica != replica]
-    lost: dict[str, int] | None = {}
+    lives = await _lives(cluster, master)
+    loss = Loss({})
     if not in_sync:
-        mine = _ends(await _ask(cluster, slave))
-        known: dict[tuple[str, int], int] = defaultdict(int)
-        answered = 0
+        mine, has = await _has(cluster, state, slave), []
         for other in others:
-            try:
-                ends = _ends(await _ask(cluster, other))
-            except MetamqError:
-                continue
-            answered += 1
-            for place, end in ends.items():
-                known[place] = max(known[place], end)
-        missing: dict[str, int] = defaultdict(int)
-        for (topic, index), end in known.items():
-            missing[topic] += max(end - mine.get((topic, index), 0), 0)
-        lost = {topic: count for topic, count in sorted(missing.items()) if count} if answered else None
+            with contextlib.suppress(MetamqError):
+                has.append(await _has(cluster, state, other))
+        loss = loss_of(mine, has, known(stored), highest_epoch(0, [one.claim for one in others]))
     running = {one.replica for one in others}
     down = tuple(number for number, _ in stored[0].insync if number != replica and number not in running)
-    lives = await _lives(cluster, master)
-    return PromotionPlan(broker_id, replica, state.master, lives, in_sync, lost, slave.learner, down)
+    return PromotionPlan(
+        broker_id, replica, state.master, lives, in_sync, loss.lost, slave.learner, down, loss.unknown,
+        loss.promote_instead,
+    )  # fmt: skip
+
+
+async def _has(cluster: Cluster, state: BrokerState, replica: BrokerAddress) -> Has:
+    """Raises MetamqError when it does not answer, or makes no sense. `state`: as _state_to_go_by() gives it."""
+    answer = await _ask(cluster, replica)
+    try:
+        epoch = max(replica.epoch, int(answer["replication"].get("known_epoch", 0)))
+        ends = {(entry["topic"], entry["partition"]): entry["end_offset"] for entry in answer["partitions"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"the statistics of the broker at {replica.address} make no sense: {error!r}"
+        raise MetamqError(problem, hint="Is it of another metamq release? See `metamq doctor`.") from error
+    return Has(replica.replica, epoch, ends, _in_sync(state, replica.replica, replica))
 
 
 async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
@@ -230,7 +235,3 @@ async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnecti
 
 async def _ask(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
     return await in_pieces.ask_statistics(await _connected(cluster, address))
-
-
-def _ends(statistics: dict[str, Any]) -> dict[tuple[str, int], int]:
-    return {(entry["topic"], entry["partition"]): entry["end_offset"] for entry in statistics["partitions"]}

@@ -55,6 +55,11 @@ def next_epoch(highest: int, replica: int) -> int:
     return highest + 1 + (replica - highest) % CLASSES
 
 
+def master_of_epoch(epoch: int) -> int:
+    """The replica whose term has this number."""
+    return (epoch - 1) % CLASSES
+
+
 def highest_epoch(epoch: int, claims: Iterable[Claim]) -> int:
     """The highest epoch that is known: the state node's, or a replica's."""
     return max([epoch, *(claim.epoch for claim in claims)])
@@ -75,7 +80,11 @@ class Known(NamedTuple):
     def gave_out(self, epoch: int) -> bool:
         """Whether an epoch may be one of those that led to this state."""
         masters = [master for first, master in self.reigns if first <= epoch]
-        return not masters or (epoch - 1 - masters[-1]) % CLASSES == 0
+        return not masters or master_of_epoch(epoch) == masters[-1] % CLASSES
+
+    def parted_from(self, epoch: int) -> bool:
+        """Whether this state went on past an epoch without having given it out."""
+        return epoch < self.epoch and not self.gave_out(epoch)
 
 
 def with_reign(reigns: Sequence[Reign], epoch: int, master: int) -> tuple[Reign, ...]:

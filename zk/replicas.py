@@ -185,7 +185,7 @@ def promoted(
         return BrokerState(epoch, me[0], tuple(sorted([*kept, me])), state.generation, reigns)
     if is_taken_back and not accept_loss:
         error = Fenced(str(registration), is_taken_back)
-        error.hint = "Start all replicas, and promote the one that has most, with --accept-loss."
+        error.hint = "Start all replicas, the last master first, and promote that one, with --accept-loss."
         raise error
     if not accept_loss:
         others = ", ".join(str(replica) for replica, _ in state.insync)

@@ -567,6 +567,7 @@ class RoleKeeper:
             "role": self.role.value,
             "reason": self.reason,
             "epoch": self.followed_epoch,
+            "known_epoch": self._folder.epoch,
         }
         if self.ha is not None:
             found |= self.ha.statistics()

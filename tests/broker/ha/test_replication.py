@@ -168,7 +168,7 @@ def metrics(broker: BrokerProcess) -> dict[tuple[str, str], float]:
 @contextmanager
 def replica_group(**settings: object) -> Iterator[Group]:
     """A cluster of one broker id, whose slaves end with the block. `settings` are those of its first master."""
-    with cluster(session_timeout_ms=SESSION_MS, insync_lag_ms=LAG_MS, **settings) as running:
+    with cluster(**{"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, **settings}) as running:
         group = Group(running)
         try:
             yield group

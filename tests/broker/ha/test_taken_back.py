@@ -71,6 +71,10 @@ def assert_waits(group: Group, topic: str, *numbers: int) -> None:
     assert [group.ends(number) for number in numbers] == before
 
 
+def knows(group: Group, number: int) -> int:
+    return int(group.replication(number)["known_epoch"])
+
+
 def epochs_of(data: Path) -> set[int]:
     return {header.epoch for log in log_bytes(data).values() for _at, header in walk(memoryview(log))}
 
@@ -88,6 +92,7 @@ def test_across_a_promotion_the_replica_that_has_most_is_promoted_and_nothing_is
     group.wait_insync(0, 1)
     group.promote(1)
     group.wait_insync(0, 1, master=1)
+    wait_until(lambda: knows(group, 0) == group.state().epoch, what="replica 0 knows of it")
     values += send(group, topic, both, b"B")
     group.replicas[0].kill()
     values += send(group, topic, alone, b"C")
@@ -107,6 +112,40 @@ def test_across_a_promotion_the_replica_that_has_most_is_promoted_and_nothing_is
     assert group.read(topic) == values
 
 
+def test_a_former_master_with_a_longer_log_is_not_said_to_lose_nothing() -> None:
+    """It has more messages than the last master, which nobody acknowledged, and lacks those that were acknowledged."""
+    with replica_group(insync_lag_ms=120_000) as group:
+        topic = a_sync_topic(group, partitions=1)
+        slave = group.add_slave()
+        group.wait_insync(0, 1)
+        values = send(group, topic, 5, b"both")
+        slave.kill()
+        with group.cluster.producer(delivery_timeout_s=1) as producer:
+            tail = [producer.send(topic, b"tail-%d" % number) for number in range(30)]
+            assert all(isinstance(one.exception(60), DeliveryTimeout) for one in tail)
+        unacknowledged = group.ends(0)[topic, 0][0] - len(values) - 1
+        """More than what comes after it."""
+        assert unacknowledged > 0
+        group.replicas[0].kill()
+        slave.start()
+        copy = Copy(group)
+        group.promote(1)
+        values += send(group, topic, 1, b"acknowledged")
+        slave.kill()
+        copy.put_back()
+        slave.start()
+        group.replicas[0].start()
+        assert_waits(group, topic, 0, 1)
+        with group.cluster.admin() as admin:
+            former, last = admin.plan_promotion(0, 0), admin.plan_promotion(0, 1)
+        assert (former.lost, former.promote_instead) == (None, 1)
+        assert (last.promote_instead, last.lost) == (None, {topic: unacknowledged})
+        group.promote(1, accept_loss=True)
+        group.wait_insync(0, 1, master=1)
+        group.wait_equal(0, 1)
+        assert group.read(topic) == values
+
+
 def test_a_replica_that_knows_no_more_than_zookeeper_goes_on_until_one_comes_that_does(group: Group) -> None:
     """It takes no epoch that the other one has had, so that both logs show where they parted."""
     topic = a_sync_topic(group, partitions=1)
@@ -124,6 +163,8 @@ def test_a_replica_that_knows_no_more_than_zookeeper_goes_on_until_one_comes_tha
     assert epochs_of(group.replicas[0].data) & epochs_of(slave.data) == {1}
     slave.start()
     assert_waits(group, topic, 0, 1)
+    with group.cluster.admin() as admin:
+        assert [admin.plan_promotion(0, number).lost for number in (0, 1)] == [None, None]
     group.promote(0, accept_loss=True)
     group.wait_insync(0, 1)
     group.wait_equal(0, 1)
