@@ -17,8 +17,9 @@ import pytest
 
 from tests.broker.ha.chaos import FAR_BEHIND_BYTES, LOST, REPLICAS, Chaos, NetworkedGroup, networked_group
 from tests.broker.ha.chaos_load import PARTITIONS, Load
+from tests.broker.ha.chaos_storage import Flipped
 from tests.broker.ha.history import Given, History, faults
-from tests.parts import wait_until
+from tests.parts import SLOW_S, wait_until
 
 Report = Callable[[str], None]
 Logs = dict[str, list[bytes]]
@@ -190,3 +191,44 @@ def test_the_check_of_consumers_bites() -> None:
     assert ["nothing from 3 on" in given.faults[0], "back to 2" in given.faults[1], "up to 5" in given.faults[2]] == [
         True, True, True,
     ]  # fmt: skip
+
+
+def test_a_wrong_byte_is_waited_for_until_it_is_gone(tmp_path: Path) -> None:
+    log, copy, other = tmp_path / "log", tmp_path / "copy", tmp_path / "other"
+    for path in (log, copy, other):
+        path.write_bytes(b"abcd")
+    log.write_bytes(b"abXd")
+    flipped = Flipped(log, (copy,), log.stat().st_ino, 2, ord("X"))
+    assert not flipped.is_mended
+    log.write_bytes(b"ab")  # cut as a torn tail
+    assert flipped.is_mended
+    log.write_bytes(b"abcde")  # and written again
+    assert flipped.is_mended
+    log.write_bytes(b"abXde")
+    assert not flipped.is_mended
+    copy.write_bytes(b"abXde")  # it went on with other messages, and the byte is right
+    assert flipped.is_mended
+    copy.unlink()
+    assert not flipped.is_mended
+    other.write_bytes(b"abXd")
+    other.replace(log)
+    assert flipped.is_mended
+
+
+def test_what_cannot_be_done_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DoneThrice(Exception): ...
+
+    class Some(Chaos):
+        def _actions(self) -> dict[str, Callable[[], None]]:
+            return {"done": self.do, "never": lambda: None}
+
+        def do(self) -> None:
+            self.done["done"] += 1
+            if self.done["done"] == 3:
+                raise DoneThrice
+
+        def mend(self) -> None: ...
+
+    monkeypatch.setattr("tests.broker.ha.chaos.PAUSE_S", (0, 0))
+    with pytest.raises(DoneThrice):
+        Some(NetworkedGroup.__new__(NetworkedGroup), 1).run(SLOW_S)
