@@ -53,6 +53,8 @@ FORMAT = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RIGHT_ZOOKEEPER = "Give the ZooKeeper, chroot and --root that the folder was used with."
 LOST_ZOOKEEPER = "If ZooKeeper was lost, `metamq cluster restore` makes what it held anew, from the data folders."
+GONE = "this replica had it, and its files are not there"
+REPLACED = "its files are not those that this replica used last, but a copy, which may lack what was acknowledged later"
 _REMOVED = ".removed-"
 _COPIED = "of another folder"
 """In the place of a lock's mark: meta.json came from elsewhere."""
@@ -295,30 +297,53 @@ class DataFolder:
         Raises StorageError.
         """
         try:
-            found = [
-                f"{topic.path.name}/{index}"
+            found = {
+                f"{topic.path.name}/{index}": mark
                 for topic in self.topics()
                 for index in topic.partitions
-                if (topic.path / str(index) / flushed.FILE_NAME).exists()
-            ]
-            self._made = MadePartitions(self.path, found)
+                if (mark := self._mark(topic.path.name, index)) is not None
+            }
+            self._made = MadePartitions(self.path, found, is_copy=self.is_copy)
             _sync(self.path)
         except OSError as error:
             raise _failure(self.path, "reading which partitions there are", error) from error
         if self._made.is_new and not self.topics() and self.cluster_id:
             self._store(replace(self._meta, cluster_id=""))
 
-    def missing(self, topic: str, topic_id: str, indexes: Iterable[int]) -> set[int]:
-        """Partitions that were made here, and whose files are gone. Any thread."""
-        name = f"{topic}@{topic_id}"
-        folder = self.path / "topics" / name
-        made = [index for index in indexes if f"{name}/{index}" in self._made]
-        return {index for index in made if not os.path.exists(f"{folder}/{index}/{flushed.FILE_NAME}")}
+    def missing(self, topic: str, topic_id: str, indexes: Iterable[int]) -> dict[int, str]:
+        """Partitions that were made here, and whose files are gone or others: what to say of each. Any thread. Raises
+        StorageError."""
+        found = {}
+        for index in indexes:
+            made = self._made.mark(f"{topic}@{topic_id}/{index}")
+            if made is None:
+                continue
+            mark = self._mark(f"{topic}@{topic_id}", index)
+            if mark is None:
+                found[index] = GONE
+            elif made not in ("", mark):
+                found[index] = REPLACED
+        return found
+
+    def _mark(self, topic_folder: str, index: int) -> str | None:
+        """Which file a partition's `flushed` is; None without one. Raises StorageError."""
+        path = f"{self.path}/topics/{topic_folder}/{index}/{flushed.FILE_NAME}"
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _failure(Path(path), "looking for it", error) from error
+        try:
+            return mark_of(fd)
+        finally:
+            os.close(fd)
 
     def were_made(self, topic: str, topic_id: str, indexes: Iterable[int]) -> None:
         """Makes it durable that there are these partitions. Their logs are. Any thread. Raises StorageError."""
+        folder = f"{topic}@{topic_id}"
         try:
-            self._made.add(f"{topic}@{topic_id}/{index}" for index in indexes)
+            self._made.add({f"{folder}/{index}": self._mark(folder, index) or "" for index in indexes})
         except OSError as error:
             raise _failure(self.path / made_partitions.FILE_NAME, "writing it", error) from error
 
@@ -338,6 +363,15 @@ class DataFolder:
         except OSError as error:
             raise _failure(self.path / made_partitions.FILE_NAME, "writing it", error) from error
         return target
+
+    def accept_partition(self, topic: str, topic_id: str, index: int, name: str) -> None:
+        """Takes files of a partition that came from elsewhere for this replica's own, for a person.
+
+        The incarnation rises before, since they may lack what this replica acknowledged. `name` is for the log. Raises
+        StorageError.
+        """
+        self.raise_incarnation(f"{name} may be an older copy")
+        self.were_made(topic, topic_id, [index])
 
     def remove_topic(self, topic: str, topic_id: str) -> None:
         """Removes a topic's folder; its logs are closed. Once this returns, no start finds it again.

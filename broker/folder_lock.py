@@ -31,6 +31,7 @@ _EMPTY_PATH = 0x1000
 _BIRTH_TIME = 0x800
 _STATX_BYTES = 256
 _BIRTH_TIME_AT = 80
+_LIBC = ctypes.CDLL(None)
 
 
 class FolderLock:
@@ -82,7 +83,7 @@ def _born_ns(fd: int) -> int:
     """When the file was made; 0 where that is not known. Python's own stat has it from 3.15 on."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
     try:
-        status = ctypes.CDLL(None).statx(fd, b"", _EMPTY_PATH, _BIRTH_TIME, found)
+        status = _LIBC.statx(fd, b"", _EMPTY_PATH, _BIRTH_TIME, found)
     except (AttributeError, OSError):  # not on this system
         return 0
     (mask,) = struct.unpack_from("I", found)

@@ -62,7 +62,10 @@ THREADS = 3
 """One may be long at removing a topic, and one at what is left of an emptied log."""
 RETRY_S = 1.0
 MISSING_HINT = "Put its folder back. Or promote a replica that is in sync, and this one copies the partition."
-FORGET_HINT = " Without one: stop the broker, and `metamq log forget` begins an empty log."
+FORGET_HINT = (
+    " Without one: stop the broker; `metamq log forget` begins an empty log, and `metamq log accept` takes a copy that "
+    "you put there."
+)
 """What follows `MISSING_HINT` for a topic of users."""
 OWN = "~"
 """What the names of a broker's own logs begin with: no topic's name can."""
@@ -246,8 +249,7 @@ class Topics:
             folder = self._folder.partition_folder(topic, config.id, index)
             try:
                 if index in missing:
-                    reason = f"this replica had it, and its files are not in {folder}"
-                    raise CorruptData(name, reason, hint=hint)
+                    raise CorruptData(name, f"{missing[index]}: {folder}", hint=hint)
                 opened = await self._open_log(str(folder), name, settings)
                 if self._folder.asks_logs_for_epoch:
                     self._folder.know_term(opened.epochs().last)
@@ -259,7 +261,7 @@ class Topics:
             self.opened(indexed[index])
             await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
 
-    async def _made(self, config: TopicConfig, indexes: list[int], anew: bool) -> set[int]:
+    async def _made(self, config: TopicConfig, indexes: list[int], anew: bool) -> dict[int, str]:
         trouble = Trouble()
         while True:
             try:
@@ -284,12 +286,12 @@ class Topics:
     def _name(self, topic: str, index: int) -> str:
         return f"{topic}/{partition_name(self._broker_id, index)}"
 
-    def _make(self, config: TopicConfig, indexes: list[int], anew: bool) -> set[int]:
+    def _make(self, config: TopicConfig, indexes: list[int], anew: bool) -> dict[int, str]:
         """Makes the logs that are not there, and notes the topic's settings beside them. In a thread.
 
-        Returns the partitions that are missing: they were there, and are not made `anew`.
+        Returns the partitions that are missing, and how: they were there, and are not made `anew`.
         """
-        missing = set() if anew else self._folder.missing(config.topic, config.id, indexes)
+        missing = {} if anew else self._folder.missing(config.topic, config.id, indexes)
         indexes = [index for index in indexes if index not in missing]
         for index in indexes:
             folder = self._folder.partition_folder(config.topic, config.id, index)

@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
+from metamq.broker.data_folder import GONE
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.log_forget import forget, missing_partitions
+from metamq.cli.log_forget import accept, forget, missing_partitions
 from metamq.cli.log_reader import (
     Finding,
     PartitionFolder,
@@ -38,9 +39,9 @@ _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(exists=True, f
 
 @click.group(cls=Group)
 def log() -> None:
-    """Check and print a broker's files, offline, and give up a damaged log.
+    """Check and print a broker's files, offline; give up a damaged log, or accept a copy.
 
-    Only `forget` changes anything.
+    Only `forget` and `accept` change anything.
 
     \b
     metamq log verify ./metamq-data
@@ -50,6 +51,7 @@ def log() -> None:
 
 
 log.add_command(forget)
+log.add_command(accept)
 
 
 @log.command()
@@ -87,7 +89,7 @@ def _with_missing(reports: list[PartitionReport], folder: Path) -> list[Partitio
     """And those that are not there, although the broker had them."""
     by_path = {Path(report.path).resolve(): report for report in reports}
     for place in missing_partitions(folder):
-        reason = f"this replica had it, and its files are not in {place.path}"
+        reason = f"{GONE}: {place.path}"
         report = by_path.setdefault(place.path.resolve(), PartitionReport(place.name, str(place.path)))
         report.findings.append(Finding("damage", report.path, 0, 0, 0, reason))
     return list(by_path.values())

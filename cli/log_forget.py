@@ -1,4 +1,5 @@
 """`metamq log forget`: gives up one partition of a broker that is stopped, since its log is damaged or missing.
+`metamq log accept`: takes the files of one that came from elsewhere, and may lack something.
 
 What lies in the folder is moved, never removed. What the plan says follows from the rules of roles and in-sync sets: a
 replica that gave something up is a new incarnation, so it is in sync with nobody (metamq.broker.data_folder). As a
@@ -95,6 +96,44 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     say(f"{place.name} is given up." + ("" if moved_to is None else f" Its log is in {moved_to}."))
 
 
+@click.command(cls=Command)
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("partition", metavar="TOPIC/PARTITION")
+@YES
+@TEXT_OR_JSON
+def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
+    """Accept the files of one partition in DIR that were put there from elsewhere, such as a backup.
+
+    The broker does not serve such a partition, since it may lack messages. DIR is the data folder of a broker that is
+    stopped. At a master without a slave in sync, what the files lack is lost, and consumers are told.
+
+    \b
+    metamq log accept ./broker-0 flights/0-1
+    metamq log accept ./broker-0 flights/0-1 --yes
+    """
+    current().log()
+    folder = data_folder(folder)
+    with locked(folder):
+        meta, _mark = read_meta(folder)
+        place = _find(places(folder, meta["broker_id"]), partition, folder)
+        if place.is_missing:
+            hint = f"Put them there first. Or begin an empty log with `metamq log forget {folder} {place.name}`."
+            raise ConfigError(f"{place.name} has no files in {place.path}", hint=hint)
+        plan = _plan(place, meta)
+    readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
+    lines = [f"{place.name} is accepted as it is: {readable}, {count(plan.damaged_places, 'damaged place')}."]
+    confirm([*lines, *_what_follows(plan, "what these files lack")], yes=yes)
+    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
+    try:
+        opened.accept_partition(place.topic, place.topic_id, place.index, place.name)
+    finally:
+        opened.close(clean=False)
+    if output == "json":
+        print_json(asdict(plan))
+        return
+    say(f"{place.name} is accepted. Start the broker.")
+
+
 def places(folder: Path, broker_id: int) -> list[Place]:
     """The partitions that a data folder has, and those that it had by its record. Raises OSError."""
     folders = (folder / "topics").glob("[!.]*@*/*")
@@ -171,15 +210,17 @@ def _plan_lines(plan: ForgetPlan, place: Place) -> list[str]:
         lines = [f"{plan.partition} lacks its file `flushed`, and has {readable}. Its folder is moved aside."]
     else:
         lines = [f"No damage is found in {plan.partition}, which has {readable}. Its folder is moved aside."]
+    return [*lines, *_what_follows(plan, "every message of the partition")]
+
+
+def _what_follows(plan: ForgetPlan, lost: str) -> list[str]:
     replica = f"Replica {plan.replica} of broker {plan.broker_id}"
     if not plan.was_master:
-        return [*lines, f"{replica} was a slave: it copies the partition from its master, and is in sync after that."]
+        return [f"{replica} was a slave: it copies what it lacks from its master, and is in sync after that."]
     promote = f"metamq ha promote --broker {plan.broker_id} --slave NUMBER"
     return [
-        *lines,
         f"{replica} was the master, in epoch {plan.epoch}. If a slave is in sync, it waits until that is promoted. "
         f"Better promote now, and give up nothing: `{promote}`; `metamq ha status` shows who is in sync.",
-        "Without a slave in sync all messages of the partition are LOST. It begins again at offset 0, in a new epoch; "
-        "consumers that had read further are told, and go by their `on_data_loss`. A slave that is not in sync gives "
-        "up what it has of the partition, too.",
+        f"Without a slave in sync, {lost} is LOST. A new epoch begins, and consumers that had read further go by their "
+        "`on_data_loss`. A slave that is not in sync gives up what this replica lacks, too.",
     ]

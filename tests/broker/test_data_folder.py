@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.data_folder import FORMAT, DataFolder
+from metamq.broker.data_folder import FORMAT, GONE, DataFolder
 from metamq.errors import ConfigError, DiskFull
 
 HOLDER = """
@@ -412,7 +412,7 @@ def test_topics_are_made_while_others_are_removed(tmp_path: Path) -> None:
             making.result()
     finally:
         sys.setswitchinterval(interval)
-    assert folder.missing("new0", "1", range(10)) == set(range(10))
+    assert folder.missing("new0", "1", range(10)) == dict.fromkeys(range(10), GONE)
     assert not folder.missing("old0", "1", range(10))
     folder.close(clean=True)
 
@@ -430,7 +430,7 @@ def test_a_line_that_found_no_room_spoils_no_later_one(tmp_path: Path, monkeypat
     folder.were_made("b", "1", [0])
     folder.close(clean=True)
     folder = DataFolder.open(tmp_path, 0)
-    assert folder.missing("b", "1", [0]) == {0}
+    assert folder.missing("b", "1", [0]) == {0: GONE}
     assert not folder.missing("a", "1", [1, 12])
     folder.close(clean=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from metamq.broker.data_folder import REPLACED
 from metamq.testing import BrokerProcess, Cluster, cluster
 from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
@@ -80,7 +81,7 @@ def test_at_a_lone_broker_readers_are_told_and_miss_nothing_of_what_comes_after(
     before = fingerprint(broker.data)
     planned = offline("log", "forget", broker.data, name)
     assert planned.status == 1
-    assert "Without a slave in sync all messages of the partition are LOST." in planned.talk
+    assert "Without a slave in sync, every message of the partition is LOST." in planned.talk
     assert "metamq ha promote --broker 0 --slave" in planned.talk
     assert planned.talk.endswith("Nothing was done. Give --yes to do it.\n")
     assert fingerprint(broker.data) == before, "the plan changes nothing"
@@ -181,7 +182,7 @@ def test_a_slave_copies_the_partition_again_and_a_master_beside_it_waits(offline
             flip(of(slave, 1))
             done = offline("log", "forget", slave.data, f"{TOPIC}/0-1", "--yes")
             assert done.status == 0
-            assert "Replica 1 of broker 0 was a slave: it copies the partition from its master" in done.talk
+            assert "Replica 1 of broker 0 was a slave: it copies what it lacks from its master" in done.talk
             slave.start()
             group.wait_insync(0, 1)
             group.wait_equal(0, 1)
@@ -196,3 +197,40 @@ def test_a_slave_copies_the_partition_again_and_a_master_beside_it_waits(offline
             assert sorted(group.read(TOPIC)) == sorted(sent)
         finally:
             slave.kill()
+
+
+def test_files_from_a_backup_are_served_once_a_person_accepts_them(
+    running: Cluster, offline: Metamq, tmp_path: Path
+) -> None:
+    broker, name = running.broker, f"{TOPIC}/0-1"
+    with running.consumer(topics=[TOPIC], group="told", start="earliest", idle_timeout_s=1) as consumer:
+        assert len(read_to_end(consumer)) == 2 * BEFORE
+    broker.stop()
+    shutil.copytree(of(broker, 1), tmp_path / "backup")
+    broker.start()
+    put(running, "0-1", b"later", 5)
+    broker.stop()
+    refused = offline("log", "accept", broker.data, f"{TOPIC}/0-7", "--yes")
+    assert refused.status == 1
+    assert f"there is no partition '{TOPIC}/0-7'" in refused.talk
+    lose(of(broker, 1))
+    refused = offline("log", "accept", broker.data, name, "--yes")
+    assert refused.status == 1
+    assert f"{name} has no files in" in refused.talk
+    shutil.copytree(tmp_path / "backup", of(broker, 1))
+    broker.start()
+    assert f"{name} is damaged: {REPLACED}" in http_get(broker.http_port, "/readyz")[1]
+    broker.stop()
+
+    before = fingerprint(broker.data)
+    planned = offline("log", "accept", broker.data, name)
+    assert f"{name} is accepted as it is: {BEFORE} messages" in planned.talk
+    assert "Without a slave in sync, what these files lack is LOST." in planned.talk
+    assert fingerprint(broker.data) == before, "the plan changes nothing"
+    done = offline("log", "accept", broker.data, name, "--yes", "-o", "json")
+    assert (done.status, done.json["messages"]) == (0, BEFORE), done.talk
+    broker.start()
+    assert http_get(broker.http_port, "/readyz")[0] == 200
+    after = put(running, "0-1", b"after", AFTER)
+    with running.consumer(topics=[TOPIC], group="told", idle_timeout_s=1) as consumer:
+        assert [message.value for message in read_to_end(consumer)] == after

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from metamq.broker.data_folder import GONE, REPLACED
 from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess
 from tests.broker.ha.test_replication import Group, replica_group
@@ -156,15 +157,11 @@ def test_at_a_slave(scene: Scene, tmp_path: Path) -> None:
         assert scene.stored(1, topic) == scene.acknowledged[topic], CASES[topic]
 
 
-NOT_KNOWN = {("folder", "yesterdays")}
-"""What nobody can see at a broker without slaves: see docs/replication.md."""
-
-
 def test_at_a_broker_without_slaves(scene: Scene, tmp_path: Path) -> None:
     """What is whole is served, and what is not is told, and takes nothing more."""
-    topics = [topic for topic, case in CASES.items() if case not in NOT_KNOWN]
+    topics = list(CASES)
     broker = scene.group.replicas[0]
-    make_history(scene, broker, list(CASES), tmp_path / "yesterday")
+    make_history(scene, broker, topics, tmp_path / "yesterday")
     broker.kill()
     spoil(broker, tmp_path / "yesterday")
     broker.start()
@@ -180,7 +177,10 @@ def test_at_a_broker_without_slaves(scene: Scene, tmp_path: Path) -> None:
             assert topic in served
             assert scene.stored(0, topic) == scene.acknowledged[topic], CASES[topic]
     (gone,) = [topic for topic, case in CASES.items() if case == ("folder", "removed")]
-    assert f"{gone}/0-0 is damaged: this replica had it" in damage
+    assert f"{gone}/0-0 is damaged: {GONE}" in damage
+    for file in ("folder", "flushed"):
+        (older,) = [topic for topic, case in CASES.items() if case == (file, "yesterdays")]
+        assert f"{older}/0-0 is damaged: {REPLACED}" in damage
 
 
 FILES = ["meta.json", "partitions", "lock", "topics", f"topics/{JOURNAL}@*", "topics/t@*", "topics/t@*/settings.json"]
@@ -199,8 +199,6 @@ def test_the_files_that_are_not_a_partitions(scene: Scene, tmp_path: Path, file:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     else:
         DOES[happens](path, tmp_path / "yesterday" / path.relative_to(broker.data))
-    if happens == "yesterdays" and path.is_dir():
-        return  # as with a partition's folder
     with contextlib.suppress(MetamqError, AssertionError, TimeoutError):
         broker.start()
     before = list(scene.acknowledged["t"])
