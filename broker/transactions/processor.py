@@ -22,7 +22,7 @@ from metamq.broker.flusher import Flusher
 from metamq.broker.log.files import SHORTAGES
 from metamq.broker.partition import BatchIds, Partition
 from metamq.broker.topics import Topics
-from metamq.broker.transactions.commits import Commits
+from metamq.broker.transactions.commits import Commits, key_of
 from metamq.broker.transactions.journal import (
     TOPIC,
     TOPIC_ID,
@@ -49,7 +49,7 @@ from metamq.errors import (
     TryLater,
 )
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.fold import COMMITS
+from metamq.tx.store.fold import COMMITS, JournalState, Retained
 from metamq.tx.store.records import Add, Heuristic, Place, Record
 from metamq.tx.store.table import LASTING, State
 from metamq.tx.store.verbs import JournalTransactionStore, Limits, Step
@@ -525,12 +525,11 @@ class TransactionalCommandProcessor:
             if journal.closed_by is not None:
                 raise journal.closed_by.with_traceback(None)
             if self._term is not None:
-                state = self._term.store.journal
-                needed_lsn, mark, unmarked = self._term.needed_lsn, state.mark, bool(state.unmarked)
-                generation = self._term.generation
+                found: JournalState | Retained = self._term.store.journal
+                needed_lsn, generation = self._term.needed_lsn, self._term.generation
             else:
-                retained = await self._follower.catch_up(journal)
-                needed_lsn, mark, unmarked = retained.mark.needed_lsn, retained.mark, retained.is_waited_for
+                found = await self._follower.catch_up(journal)
+                needed_lsn = found.mark.needed_lsn
         except StorageError:
             raise
         except CorruptData:  # nobody will look in it for what is to be brought: it is copied anew, or given up
@@ -539,7 +538,9 @@ class TransactionalCommandProcessor:
             return (None, 0) if is_journal else (0, None)
         if is_journal:
             return None, needed_lsn
-        return self._guards.keep_from(mark, partition, generation) if unmarked else None, None
+        if not found.is_needed(key_of(partition)):
+            return None, None
+        return self._guards.keep_from(found.mark, partition, generation), None
 
     def tick(self, now_s: float) -> None:
         """Lets time pass."""

@@ -126,7 +126,8 @@ class Journal(RuleBasedStateMachine):
         retained = Retained()
         for entry in self.entries:
             retained.apply(entry)
-        assert retained.is_waited_for or not self.store.journal.unmarked
+        for key in [place.key for place in PLACES]:
+            assert retained.is_needed(key) >= self.store.journal.is_needed(key)
         self.entries = [entry for entry in self.entries if entry.lsn >= retained.mark.needed_lsn]
 
     @rule()

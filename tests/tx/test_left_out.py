@@ -14,8 +14,10 @@ from metamq.broker.transactions.upkeep import Upkeep
 from metamq.errors import MetamqError
 from metamq.tx.store.fold import JournalState
 from metamq.tx.store.records import Waiting
+from metamq.wire.batch import read_header
+from metamq.wire.columns import encode
 from metamq.wire.xa import Verb, XACode, Xid
-from tests.tx.sim_broker import JOURNAL_LOG, TOPIC, TOPIC_ID, Replica, new_replica
+from tests.tx.sim_broker import JOURNAL_LOG, TOPIC, TOPIC_ID, TOPIC_LOG, Replica, new_replica
 from tests.tx.sim_disk import DiskOs, modelled_disk
 from tests.tx.test_journal_rules import DAMAGE, committed, prepared
 from tests.tx.test_upkeep import upkeep_of
@@ -234,3 +236,23 @@ def test_nothing_is_written_while_nothing_changes() -> None:
         for _ in range(5):
             upkeep_of(replica)
         assert replica.journal.log.end_offset == end_offset
+
+
+def test_retention_goes_on_at_partitions_that_nothing_waits_for() -> None:
+    with modelled_disk() as own:
+        replica = new_replica(own, "a", topic_log=replace(TOPIC_LOG, segment_bytes=100, retention_bytes=1))
+        replica.begin_term(1)
+        prepared(replica, Xid(1, b"waits"), (1, b"w"), (0, b"there"))
+        away = replica.logs.open.pop((TOPIC, TOPIC_ID, 1))
+        assert replica.do(Xid(1, b"waits"), Verb.COMMIT) == [XACode.OK]
+        for one in (replica.part(0), away):
+            for number in range(5):
+                batch = memoryview(encode([b"%d" % number], base_timestamp_us=0))
+                replica.append(one, batch, read_header(batch), None)
+        replica.retain()
+        assert replica.part(0).log.start_offset == 0
+        replica.mark()
+        replica.logs.open[TOPIC, TOPIC_ID, 1] = away
+        away.unbound()
+        replica.retain()
+        assert (replica.part(0).log.start_offset, away.log.start_offset) == (5, 0)

@@ -180,6 +180,10 @@ class JournalState:
         begun.bodies.update(zip(record.numbers, _bodies(entry, number, record.places), strict=True))
         (self.unmarked if record.is_last else self._rewritten)[record.lsn] = begun
 
+    def is_needed(self, key: Key) -> bool:
+        """Whether a COMMIT may still have to be compared with what a partition has."""
+        return key in self.mark.left_out or any(lsn >= self.mark.lsn for lsn in reversed(self.unmarked))
+
     def drop_unprepared(self) -> list[BranchState]:
         """A new master's first step: what was not promised is rolled back. Returns what was dropped."""
         self._moving.clear()
@@ -212,10 +216,9 @@ class Retained:
         self.unmarked: list[int] = []
         """LSNs of COMMITs behind that MARK."""
 
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether a COMMIT may not be in its partitions yet."""
-        return bool(self.unmarked or self.mark.left_out)
+    def is_needed(self, key: Key) -> bool:
+        """Whether a COMMIT may still have to be compared with what a partition has."""
+        return bool(self.unmarked) or key in self.mark.left_out
 
     def apply(self, entry: Entry) -> None:
         """Takes an entry in."""
