@@ -76,21 +76,23 @@ class Slices:
         self._is_slicing = True
         began = time.perf_counter()
         until = began + SLICE_S
-        while self._queues and time.perf_counter() < until:
-            owner = next(iter(self._queues))
-            queue = self._queues[owner]
-            is_done = _is_done(queue[0], until)
-            if self._queues.pop(owner, None) is None:  # it was dropped
-                continue
-            if is_done:
-                queue.popleft()
-            if queue:
-                self._queues[owner] = queue  # at the back
-            if is_done:
-                owner.has_less_to_do()
-        self._is_slicing = False
-        if self._queues:
-            self._timer = asyncio.get_running_loop().call_later(time.perf_counter() - began, self._slice)
+        try:
+            while self._queues and time.perf_counter() < until:
+                owner = next(iter(self._queues))
+                queue = self._queues[owner]
+                is_done = _is_done(queue[0], until)
+                if self._queues.pop(owner, None) is None:  # it was dropped
+                    continue
+                if is_done:
+                    queue.popleft()
+                if queue:
+                    self._queues[owner] = queue  # at the back
+                if is_done:
+                    owner.has_less_to_do()
+        finally:  # what goes wrong with one request is not to keep the others waiting for ever
+            self._is_slicing = False
+            if self._queues:
+                self._timer = asyncio.get_running_loop().call_later(time.perf_counter() - began, self._slice)
 
 
 def _is_done(work: Work, until: float) -> bool:

@@ -175,3 +175,37 @@ def test_a_step_that_is_longer_than_a_slice_counts(monkeypatch: pytest.MonkeyPat
         return work.used_s
 
     assert asyncio.run(run()) == pytest.approx(40 * SLICE_S)
+
+
+def test_a_fault_of_one_request_does_not_keep_the_others_waiting() -> None:
+    """Work raises nothing, by contract; who owns it may still fail when it goes on."""
+
+    class Connection:
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+            self.done = 0
+
+        def has_less_to_do(self) -> None:
+            self.done += 1
+            if self.fails:
+                raise RuntimeError("a fault of ours")
+
+    def work() -> Work:
+        made = Work()
+        made.steps = (None for _ in range(3))
+        return made
+
+    async def run() -> None:
+        faults: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _loop, context: faults.append(str(context["exception"])))
+        slices, faulty, sound = Slices(), Connection(fails=True), Connection(fails=False)
+        slices._is_slicing = True  # as if both came while others are served
+        for owner in (faulty, sound):
+            slices.add(owner, work())
+        slices._is_slicing = False
+        loop.call_soon(slices._slice)
+        await asyncio.to_thread(wait_until, lambda: sound.done)
+        assert (faulty.done, sound.done, faults) == (1, 1, ["a fault of ours"])
+
+    asyncio.run(run())
