@@ -23,11 +23,13 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq.broker.config import BrokerConfig
+from metamq.broker.log.files import no_descriptor
 from metamq.broker.log.scan import damaged
 from metamq.broker.log.scrub import Walk
 from metamq.broker.log.segments import Segment
 from metamq.broker.partition import Partition
 from metamq.broker.topics import OWN, Topics
+from metamq.broker.trouble import Trouble
 from metamq.errors import CorruptData, MetamqError
 from metamq.threads import start_pool
 
@@ -38,6 +40,8 @@ IDLE_SHARE = 50
 REPORTS_MAX = 100
 OF_ONE_MAX = 10
 REPORTS_PER_S = 10.0
+RETRY_S = 1.0
+"""So long the scrub waits for descriptors, before it looks again."""
 
 
 class Scrubber:
@@ -51,6 +55,7 @@ class Scrubber:
         self._reports: dict[tuple[Partition, int], None] = {}
         """The offsets that came damaged, in the order in which they were told."""
         self._reported = asyncio.Event()
+        self._trouble = Trouble()
         self._verified_bytes = self._pass_bytes = 0
         self._pass_ended_s = time.time()
         self._is_complete = False
@@ -104,11 +109,20 @@ class Scrubber:
 
     async def _step(self, partition: Partition, cuts: int, walk: Walk) -> bool:
         """One step of a walk, in the thread; False: this log is not to be looked at any more."""
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, walk.step)
-        except OSError as error:
-            log.warning("%s: %s was not verified: %s", partition.name, walk.piece.path, error)
-            return False
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._executor, walk.step)
+                break
+            except OSError as error:
+                lack = no_descriptor("verifying logs", error)
+                if lack is None:
+                    log.warning("%s: %s was not verified: %s", partition.name, walk.piece.path, error)
+                    return False
+                self._trouble.lasts("logs are not verified at present", lack)
+            await asyncio.sleep(RETRY_S)  # a pass that went on would end without having verified anything
+            if not _is_same(partition, cuts, walk.piece):
+                return False
+        self._trouble.is_over("logs are verified again")
         if walk.problem is None or not _is_same(partition, cuts, walk.piece):
             return True
         self._found(partition, damaged(walk.piece.path, walk.position, walk.problem))

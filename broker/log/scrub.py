@@ -86,7 +86,8 @@ class Walk:
         return self.problem is not None or self.position >= self.piece.end_position
 
     def step(self) -> None:
-        """Verifies a little more. Raises OSError for what says nothing of the bytes, such as a lack of descriptors."""
+        """Verifies a little more. Raises OSError for what says nothing of the bytes, such as a lack of descriptors; the
+        next step then tries the same again."""
         began_s = time.thread_time()
         try:
             self.problem = self._verify(self._batches)
@@ -96,6 +97,7 @@ class Walk:
             self.problem = f"the file {self.piece.path} is missing"
         except OSError as error:
             if error.errno not in _UNREADABLE:
+                self._batches = checked_batches(ColdFiles(1), self.piece, self.position)
                 raise
             self.problem = f"it cannot be read: {error.strerror}"
         finally:

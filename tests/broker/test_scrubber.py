@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from metamq.broker import scrubber as scrubber_module
 from metamq.broker.config import BrokerConfig
+from metamq.broker.data_folder import DataFolder
+from metamq.broker.log import FileCache
 from metamq.broker.log.segments import take_inventory
+from metamq.broker.partition import BatchIds
 from metamq.broker.scrubber import OF_ONE_MAX, REPORTS_MAX, Scrubber
+from metamq.broker.topics import Topics
 from metamq.client.damage import report_of
 from metamq.client.in_pieces import ask_offsets
 from metamq.client.transport import BrokerConnection
-from metamq.errors import CorruptData
+from metamq.errors import ClosedError, CorruptData
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.wire.batch import walk
+from metamq.wire.batch import read_header, walk
+from metamq.wire.columns import encode
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
 from tests.broker.test_disk import flip
@@ -155,3 +165,43 @@ def test_reports_that_wait_are_bounded() -> None:
         return len(scrubber._reports)
 
     assert asyncio.run(report()) == REPORTS_MAX
+
+
+def test_without_descriptors_the_scrub_waits_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pass that left out what it could not open would call all of the logs verified."""
+    partitions, lacking = 5, [20]
+    opened = os.open
+
+    def open_or_lack(path: Any, flags: int, *more: Any, **settings: Any) -> int:
+        if str(path).endswith(".log") and lacking[0] > 0:
+            lacking[0] -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return opened(path, flags, *more, **settings)
+
+    async def run() -> None:
+        topics = Topics(0, DataFolder.open(tmp_path, 0), FileCache())
+        await topics.apply({"t": TopicConfig("t", {0: partitions}, segment_bytes=1000)}, {})
+        ids, sizes = BatchIds(1), 0
+        for partition in topics.partitions():
+            batch = memoryview(encode([bytes(100)], base_timestamp_us=0))
+            partition.append(batch, read_header(batch), ids)
+            partition.log._flush_now()
+            sizes += len(batch)
+        scrubber = Scrubber(topics, BrokerConfig(), lambda partition, error: None)
+        monkeypatch.setattr("metamq.broker.log.scrub.os.open", open_or_lack)
+        task = asyncio.ensure_future(scrubber.run())
+        await asyncio.to_thread(wait_until, lambda: scrubber.statistics()["is_complete"])
+        task.cancel()
+        assert scrubber.statistics()["pass_bytes"] == sizes
+        scrubber.close()
+        topics.close(ClosedError("broker"))
+
+    monkeypatch.setattr(scrubber_module, "RETRY_S", 0.001)
+    with caplog.at_level(logging.INFO, "metamq.broker"):
+        asyncio.run(run())
+    assert lacking == [0]
+    assert caplog.text.count("logs are not verified at present: verifying logs: all ") == 1
+    assert caplog.text.count("logs are verified again") == 1
+    assert "was not verified" not in caplog.text
