@@ -21,6 +21,7 @@ from metamq.broker.data_folder import DataFolder, TopicFolder
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
 from metamq.broker.log.derived import remove_leftovers
 from metamq.broker.log.files import SHORTAGES
+from metamq.broker.log.fresh import is_half_made
 from metamq.broker.partition import Partition
 from metamq.broker.trouble import Trouble
 from metamq.errors import (
@@ -83,6 +84,8 @@ class Topics:
         """The open partitions, by topic and index. To be read, not changed."""
         self._broken: dict[tuple[str, int], CorruptData] = {}
         """Partitions whose logs are damaged: they are not served, the others are."""
+        self._set_aside: set[Path] = set()
+        """Folders of damaged logs that were moved away, and in whose place no new log is open yet."""
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
         self._executor = start_pool(THREADS, "metamq-topics")
         self.opened: Callable[[Partition], None] = lambda partition: None
@@ -186,14 +189,17 @@ class Topics:
                         closed.close(error, clean=False)
                 self._broken[topic, index] = error  # until it is moved
                 folder = self._folder.partition_folder(topic, config.id, index)
-                moving = partial(self._set_aside, folder, name)
-                await asyncio.get_running_loop().run_in_executor(self._executor, moving)
+                if folder not in self._set_aside:
+                    moving = partial(self._move_aside, folder, name)
+                    await asyncio.get_running_loop().run_in_executor(self._executor, moving)
+                    self._set_aside.add(folder)
                 await self._open(topic, config, [index], anew=True)
+                self._set_aside.discard(folder)
                 if index in self.open[topic]:
                     del self._broken[topic, index]
 
-    def _set_aside(self, folder: Path, name: str) -> None:
-        if folder.exists():
+    def _move_aside(self, folder: Path, name: str) -> None:
+        if folder.exists() and not is_half_made(folder):
             set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:

@@ -56,6 +56,13 @@ def make(folder: str, files: FileCache) -> None:
     files.sync_folder(folder)
 
 
+def is_half_made(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is nothing but what make() leaves where it is broken off. Raises OSError."""
+    found = take_inventory(os.fspath(folder))
+    has_bytes = any(segment.size_bytes for segment in found.segments)
+    return not (has_bytes or found.snapshots or found.indexes or os.path.exists(f"{folder}/{flushed.FILE_NAME}"))
+
+
 def decide_to_empty(flush_file: FlushFile, point: FlushPoint) -> None:
     """From the return on the log is one without a batch that begins where the point says, once empty() has returned.
 

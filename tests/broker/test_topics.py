@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 
 from metamq.broker.data_folder import DataFolder
 from metamq.broker.log import FileCache, set_aside
+from metamq.broker.made_partitions import MadePartitions
 from metamq.broker.topics import Topics
-from metamq.errors import ClosedError, CorruptData, PartitionNotFound
+from metamq.errors import ClosedError, CorruptData, DiskFull, PartitionNotFound
 from metamq.zk.topics import TopicConfig
 
 
@@ -74,4 +77,47 @@ def test_a_damaged_log_is_moved_away_beside_the_loop(tmp_path: Path, monkeypatch
     asyncio.run(run())
     assert len(movers) == 1
     assert movers[0] is not threading.main_thread()
+    assert len(list((tmp_path / "topics").glob("*/1.damaged-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("lacks_room_at", "restarts"),
+    [("making the log", False), ("making the log", True), ("noting that it is made", False)],
+)
+def test_a_damaged_log_is_moved_away_once_however_often_the_new_one_finds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks_room_at: str, restarts: bool
+) -> None:
+    """It would be moved away at each attempt, and leave a folder with nothing in it."""
+
+    def lack(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def opened(folder: DataFolder, files: FileCache, config: TopicConfig) -> Topics:
+        topics = Topics(0, folder, files)
+        await topics.apply({"t": config}, {})
+        return topics
+
+    async def run() -> None:
+        folder, files, config = DataFolder.open(tmp_path, 0), FileCache(), TopicConfig("t", {0: 2})
+        topics = await opened(folder, files, config)
+        topics.is_damaged(topics.find("t", config.id, 1), CorruptData("t/0-1", "a checksum"))
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                if lacks_room_at == "making the log":
+                    patch.setattr(files, "sync", lack)
+                else:
+                    patch.setattr(MadePartitions, "add", lack)
+                with pytest.raises(DiskFull):
+                    await topics.set_damaged_aside()
+            if restarts:
+                topics.close(ClosedError("broker"))
+                folder.close(clean=True)
+                folder, files = DataFolder.open(tmp_path, 0), FileCache()
+                topics = await opened(folder, files, config)
+        await topics.set_damaged_aside()
+        assert topics.damage() == {}
+        assert topics.find("t", config.id, 1).log.end_offset == 0
+        topics.close(ClosedError("broker"))
+
+    asyncio.run(run())
     assert len(list((tmp_path / "topics").glob("*/1.damaged-*"))) == 1
