@@ -13,6 +13,8 @@ without an error.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import re
 import sys
@@ -255,7 +257,14 @@ class _Asyncpg(Database):
     async def _begun(self) -> None:
         if self._own is None and not self.connection.is_in_transaction():
             own = self.connection.transaction()
-            await own.start()
+            starting = asyncio.ensure_future(own.start())
+            try:
+                await asyncio.shield(starting)
+            except asyncio.CancelledError:  # the server may carry BEGIN out, and nobody would end what it began
+                with contextlib.suppress(Exception):  # then the connection is lost, and the transaction with it
+                    await starting
+                    await own.rollback()
+                raise
             self._own, self._is_ours = own, True
 
     @property

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from metamq import aio
+from metamq.client.dbapi import database_of
 from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer
@@ -324,3 +325,30 @@ def test_a_recoverer_takes_a_connection_for_asyncio(running: Cluster, topic: str
         assert recoverer.run_once() == Recovered(1, 1, 0)
         assert recoverer.run_once() == Recovered(0, 0, 0)
     assert rows(database) == messages(running, topic) == [b"True"]
+
+
+@pytest.mark.parametrize("database", ["asyncpg"], indirect=True)
+def test_a_cancelled_begin_leaves_no_transaction_open(database: AioDatabase) -> None:
+    """At whatever moment: the connection is the application's, which works with it afterwards."""
+
+    async def scenario() -> None:
+        begun = 0
+        for turns in range(30):
+            connection = await database.connect()
+            try:
+                task = asyncio.ensure_future(database_of(connection).begin())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                if not task.cancelled():
+                    begun += 1
+                    continue
+                async with connection.transaction():
+                    await connection.execute(f"INSERT INTO orders VALUES ('{turns}'::bytea)")
+                assert not connection.is_in_transaction()
+            finally:
+                await connection.close()
+        assert len(rows(database)) == 30 - begun > 2
+
+    asyncio.run(scenario())
