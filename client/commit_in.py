@@ -14,13 +14,17 @@ there already. Then the row holds more than it may, and the new transaction is r
 
 Whoever is refused rolls back and goes on with what comes next. If only a part of the messages is counted, what comes
 next is the rest of them.
+
+Another task, or thread, may seek while the database is waited for. The results are of messages from before that seek,
+so the commit counts as the first of the two: it goes by what held when it was asked for, and changes nothing of where
+the seek went.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from metamq.client.dbapi import Database
 from metamq.client.inbox import PartitionState
@@ -45,20 +49,35 @@ def counted_limit(state: PartitionState, position: Position, offset: int) -> flo
     return limit if sought is None else min(limit, sought)
 
 
-async def commit_in(
-    storage: DatabaseOffsets,
-    database: Database,
-    state: PartitionState,
-    request: CommitRequest,
-    position: Position,
-) -> int | None:
+class Asked(NamedTuple):
+    """One offset that is to be written, and what held when that was asked for."""
+
+    state: PartitionState
+    request: CommitRequest
+    limit: float
+    """The highest offset that the row may hold."""
+    guess: Committed | None
+    """What the row holds if the last transaction went well: so that one statement is enough, as a rule."""
+    seeks: int
+
+    @property
+    def was_sought(self) -> bool:
+        """Whether there was a seek meanwhile."""
+        return self.state.seeks != self.seeks
+
+
+def asked(state: PartitionState, request: CommitRequest, position: Position) -> Asked:
+    """To be called before anything is waited for."""
+    return Asked(state, request, counted_limit(state, position, request.offset), _guess(state, request), state.seeks)
+
+
+async def commit_in(storage: DatabaseOffsets, database: Database, one: Asked) -> int | None:
     """Writes one offset; or not, and returns up to where messages are counted already, and these with them.
 
     Raises OwnershipLost when the row is another owner's.
     """
-    limit = counted_limit(state, position, request.offset)
+    state, request, limit, held = one.state, one.request, one.limit, one.guess
     claim = request.claim
-    held = _guess(state, request)
     if _counted(held, claim) > limit or not await storage._update_in(database, request.with_known(held)):
         held = await storage._read_in(database, claim)
         if _counted(held, claim) > limit:
@@ -66,13 +85,12 @@ async def commit_in(
         if not await storage._update_in(database, request.with_known(held)):
             raise OwnershipLost(*claim.tp, reason="another transaction of this consumer commits for it")
     state.committed_offset = None if _counted(held, claim) < 0 else _counted(held, claim)
-    state.assumed_offset = request.offset
-    state.sought_offset = None
+    if not one.was_sought:
+        state.assumed_offset, state.sought_offset = request.offset, None
     return None
 
 
 def _guess(state: PartitionState, request: CommitRequest) -> Committed | None:
-    """What the row holds if the last transaction went well: so that one statement is enough, as a rule."""
     offset = state.assumed_offset if state.assumed_offset is not None else state.committed_offset
     if offset is None:
         return request.claim.committed

@@ -467,6 +467,7 @@ class ConsumerCore:
         if stuck is not None and stuck is self.inbox.error:
             self.inbox.error = next(iter(self._stuck.values()), None)
         state.sought_offset, state.assumed_offset = offset, None
+        state.seeks += 1
         # Up to there it has read what the log has: unless a further loss is accepted, which it is told then.
         epoch = stuck.epoch if isinstance(stuck, OffsetDiverged) and offset == stuck.agreed else -1
         self.inbox.rewind(state, offset, epoch)

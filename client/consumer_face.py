@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Generic
 
 from metamq.client.checks import partition_of, wrong_type
-from metamq.client.commit_in import Position, commit_in
+from metamq.client.commit_in import Position, asked, commit_in
 from metamq.client.consumer_core import ConsumerCore
 from metamq.client.dbapi import Database
 from metamq.client.health import ConsumerHealth
@@ -80,17 +80,22 @@ class ConsumerFace(Generic[T]):
     async def _commit_in(self, storage: DatabaseOffsets, position: Position, database: Database) -> None:
         """Writes offsets into the application's own transaction. Waits for nothing but the database."""
         database.check_in_transaction()
+        states, everything = self._core.inbox.states, []
         for request in self._requests(position):
-            state = self._core.inbox.states.get(request.claim.tp)
-            if state is None:
+            if (state := states.get(request.claim.tp)) is None:
                 raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
-            counted = await commit_in(storage, database, state, request, position)
+            everything.append(asked(state, request, position))
+        for one in everything:
+            counted = await commit_in(storage, database, one)
             if counted is not None:
-                if counted < request.offset:
-                    self._seek_now(request.claim.tp, counted)
+                tp, offset = one.request.claim.tp, one.request.offset
+                if one.was_sought or states.get(tp) is not one.state:
+                    pass  # where it goes on is decided already
+                elif counted < offset:
+                    self._seek_now(tp, counted)
                 else:
-                    state.sought_offset = request.offset  # what comes next begins there
-                raise OwnershipLost(*request.claim.tp, reason=f"it is counted up to offset {counted} already")
+                    one.state.sought_offset = offset  # what comes next begins there
+                raise OwnershipLost(*tp, reason=f"it is counted up to offset {counted} already")
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
         """Seeks; in the blocking consumer, waits for it."""

@@ -47,7 +47,7 @@ class PartitionState:
     __slots__ = (
         "assumed_offset", "buffered", "buffered_bytes", "claim", "closing", "committed_offset", "epoch",
         "first_offset", "hand", "lowest_offset", "next_offset", "paused", "reached_offset", "released", "rewinding",
-        "sought_offset", "stable_offset", "start_offset", "starting", "tp",
+        "seeks", "sought_offset", "stable_offset", "start_offset", "starting", "tp",
     )  # fmt: skip
 
     def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
@@ -65,6 +65,8 @@ class PartitionState:
         """Between these two is what was handed out since the partition is ours, before the last seek."""
         self.sought_offset: int | None = None
         """Where the application went by a seek, until the next commit in a transaction of its own."""
+        self.seeks = 0
+        """How often it went anywhere."""
         self.epoch = -1
         """The master's term that wrote the message before `next_offset`; -1: not known."""
         self.buffered: deque[MessageBatch[Any]] = deque()

@@ -9,14 +9,14 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiosqlite
 import pytest
 
-from metamq import DatabaseOffsets, Message, aio
+from metamq import DatabaseOffsets, Message, TopicPartition, aio
 from metamq.errors import ConfigError, OwnershipLost, WrongType
 from tests.aio_databases import ASYNCIO_DRIVERS, AioDatabase, aio_database
 
@@ -337,3 +337,51 @@ def test_each_message_counts_once_through_kills_freezes_and_rollbacks(
             worker.kill()
             worker.wait()
     assert seen(database) == list(range(400))
+
+
+@pytest.mark.parametrize("counted_before", [False, True])
+def test_a_seek_of_another_task_beside_a_commit_goes_where_it_said(
+    shop: Shop, group: str, database: AioDatabase, monkeypatch: pytest.MonkeyPatch, counted_before: bool
+) -> None:
+    """The commit is of messages from before the seek. It was taken for one behind that, and forgot or undid it."""
+    topic = shop.topic()
+    shop.numbers(topic, 6)
+    update = DatabaseOffsets._update_in
+
+    async def scenario() -> None:
+        async with (
+            AsyncExitStack() as closing,
+            consuming(shop, topic, group, database, idle_timeout_s=60) as consumer,
+        ):
+            connection = await database.connect()
+            closing.push_async_callback(connection.close)
+            messages = aiter(consumer)
+            for _ in range(3):
+                last = await anext(messages)
+            tp = TopicPartition(topic, last.partition)
+            async with transaction(connection, database):
+                await consumer.commit({tp: 2}, connection=connection)
+            if counted_before:  # as after a commit whose answer was lost
+                database.execute("UPDATE metamq_offsets SET next_offset = 4")
+
+            async def update_and_seek(self: DatabaseOffsets, *args: Any) -> bool:
+                monkeypatch.setattr(DatabaseOffsets, "_update_in", update)
+                is_written = await update(self, *args)
+                await consumer.seek(tp, 0)
+                return is_written
+
+            monkeypatch.setattr(DatabaseOffsets, "_update_in", update_and_seek)
+            refused = pytest.raises(OwnershipLost, match="counted up to offset 4") if counted_before else nullcontext()
+            with refused:
+                async with transaction(connection, database):
+                    await consumer.commit(last, connection=connection)
+            assert stored_offsets(database) == [4 if counted_before else 3]
+            again = await anext(messages)
+            assert again.value == b"0"
+            if not counted_before:
+                async with transaction(connection, database):
+                    await consumer.commit(again, connection=connection)
+                assert stored_offsets(database) == [1], "the application went back, and means to count again"
+            await messages.aclose()
+
+    asyncio.run(scenario())
