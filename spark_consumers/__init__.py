@@ -38,5 +38,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # On first use: each Python worker of Spark imports this package, and has no use for them.
     if name in _HOMES:
-        return getattr(importlib.import_module(f"metamq.spark_consumers.{_HOMES[name]}"), name)
+        try:
+            home = importlib.import_module(f"metamq.spark_consumers.{_HOMES[name]}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "pyspark":
+                raise
+            problem = f"{name} needs Spark, which is not installed. Install it with: pip install 'metamq[spark]'"
+            raise ModuleNotFoundError(problem, name=error.name) from error
+        return getattr(home, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -152,3 +152,13 @@ def test_import_contracts_name_every_package() -> None:
     }
     assert no_io["source_modules"] == ["metamq.wire"]
     assert set(only_zk["source_modules"]) == packages - {"metamq.zk"} | {"metamq.errors"}
+
+
+@pytest.mark.parametrize("name", ["session", "LagListener"])
+def test_without_pyspark_the_error_names_what_to_install(name: str, tmp_path: Path) -> None:
+    without = (
+        f"import sys\nsys.modules['pyspark'] = None\nimport metamq.spark_consumers\nmetamq.spark_consumers.{name}()\n"
+    )
+    python = run(sys.executable, "-c", without, cwd=tmp_path)
+    assert python.returncode == 1
+    assert "not installed. Install it with: pip install 'metamq[spark]'" in python.stderr
