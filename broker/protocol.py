@@ -97,6 +97,12 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """When that was less, or nothing was left to be sent."""
         self._counted_bytes = 0
         """What the memory of answers counts of this connection."""
+        self._read_bytes = 0
+        """How much its client had read when its unread bytes were last counted."""
+        self._answer_bytes = 0
+        """The size of the last answer."""
+        self._empty_at_bytes = 0
+        """How much had been written when all was last seen to be read."""
         self._greeted_at = math.inf
         """When it was greeted; endless once it has asked for something."""
         self._place = Place.SERVED
@@ -312,27 +318,45 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _write(self, buffers: list[Buffer]) -> None:
         if self._transport is not None and not self._ended and not self._transport.is_closing():
-            self._written_bytes += sum(map(len, buffers))
+            self._answer_bytes = sum(map(len, buffers))
+            self._written_bytes += self._answer_bytes
             self._transport.writelines(buffers)
-            if not self._writable:
-                self._count_unsent()
+            self.count_unread()
+            self._answers.keep_below_ceiling(self)
 
-    def _count_unsent(self) -> int:
-        """Returns how much this client has not read, and tells the memory of answers, while that is above the mark."""
-        unsent_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        counted_bytes = 0 if self._writable else unsent_bytes
+    def count_unread(self) -> int:
+        """Returns how much this client has not read, and passes it to the memory of answers.
+
+        That has the bytes above the mark in its budget, and the memory of all answers that are not read to their end
+        below its ceiling; a slave's link has limits of its own.
+        """
+        unread_bytes = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        counted_bytes = 0 if self._writable else unread_bytes
         self._answers.changed(self._counted_bytes, counted_bytes)
         self._counted_bytes = counted_bytes
-        return unsent_bytes
+        is_held = self._transport is not None and not self._transport.is_closing() and self._link is None
+        read_bytes = self._written_bytes - unread_bytes
+        if not unread_bytes:
+            self._empty_at_bytes = self._written_bytes
+        # An answer stays in memory whole until its last byte is sent.
+        held_bytes = min(unread_bytes + self._answer_bytes, self._written_bytes - self._empty_at_bytes)
+        self._answers.holds(self, held_bytes if is_held else 0, has_read=read_bytes > self._read_bytes)
+        self._read_bytes = read_bytes
+        return unread_bytes
+
+    def give_up(self) -> None:
+        """Closes it for the memory of answers."""
+        self._let_go("has read nothing for longest, and unread answers take too much memory")
+        self.count_unread()
 
     def pause_writing(self) -> None:
         self._writable = False
-        self._count_unsent()
+        self.count_unread()
         self._regulate()
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._count_unsent()
+        self.count_unread()
         if self._link is not None:
             self._link[0].pump()
         self.fetches.serve()
@@ -343,7 +367,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         if self._transport is None or self._ended or self._connection.state is not State.OPEN:
             return
         now = self._loop.time()
-        unsent_bytes = self._count_unsent()
+        unsent_bytes = self.count_unread()
         sent_bytes = self._written_bytes - unsent_bytes
         reads = sent_bytes > self._sent_bytes or not unsent_bytes
         if reads:
@@ -371,7 +395,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._count_unsent()
+        self.count_unread()
         self._admission.leave(self._address)
         self._deadline.cancel()
         self._reserve(0)

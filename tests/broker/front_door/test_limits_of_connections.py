@@ -15,6 +15,7 @@ import pytest
 
 from metamq.broker import admission, protocol, server
 from metamq.broker.admission import Admission, Place
+from metamq.broker.answer_memory import AnswerMemory
 from metamq.client.blocking_connection import BlockingConnection
 from metamq.client.transport import BrokerConnection, keep_alive
 from metamq.errors import ConnectError, ProtocolError
@@ -99,6 +100,76 @@ def test_answers_that_nobody_reads_share_one_budget(running: Cluster, start: Sta
     wait_until(lambda: answers.used_bytes < budget // 2)  # from then on the others may take their time
     assert answers.stalled >= 2
     assert len(reader.ask(Command.GET, poll(1)._replace(opened=[])).body) > MEBIBYTE // 2
+
+
+def test_unread_answers_have_a_ceiling(running: Cluster, start: Start, connect_to: Connect) -> None:
+    """One large batch for each of many idle readers is too much, before any sweep. A reader that reads gets its own."""
+    local = start(answer_memory_bytes=MEBIBYTE)
+    with running.admin() as admin:
+        topic_id = admin.create_topic("ceiling", partitions=1, brokers=[local.broker_id]).id
+    batch = bytes(batch_of([bytes(MEBIBYTE - 100)] * 15))
+    writer = connect_to(local.port)
+    assert writer.ask(Command.PUT, [PutEntry("ceiling", topic_id, 0, len(batch))], [batch]).header[0][0] == status.OK
+    poll = get(
+        wait_ms=0, bytes_max=1, partition_bytes_max=1, opened=[GetPartition(1, "ceiling", topic_id, 0)], armed=[(1, 0)]
+    )
+    answers = local.broker._answers
+    counters = local.broker._processors.counters
+    idle = [connect_to(local.port, receive_buffer=4096) for _ in range(READERS)]
+    for number, client in enumerate(idle, 1):
+        client.request(Command.GET, poll)
+        wait_until(lambda number=number: counters.snapshot()["fetches"] == number)
+        # Read in another thread: the answer may be counted a moment before connections are closed for it.
+        wait_until(lambda: answers.held_bytes <= answers.ceiling_bytes)
+    assert answers.stalled >= READERS // 3
+    assert len(connect_to(local.port).ask(Command.GET, poll).body) == len(batch)
+    open_connections = local.broker._connections
+    assert answers.held_bytes <= answers.ceiling_bytes
+    wait_until(lambda: len(open_connections) <= READERS + 2 - answers.stalled)
+
+
+class Reader:
+    """What the memory of answers knows of a connection."""
+
+    def __init__(self, answers: AnswerMemory) -> None:
+        self.answers = answers
+        self.unread_bytes = 0
+        self.is_closed = False
+        self._counted_bytes = 0
+
+    def get(self, size: int) -> None:
+        self.unread_bytes += size
+        self._counted_bytes += size
+        self.count_unread()
+        self.answers.keep_below_ceiling(self)
+
+    def count_unread(self) -> int:
+        has_read = self.unread_bytes < self._counted_bytes
+        self._counted_bytes = self.unread_bytes
+        self.answers.holds(self, self.unread_bytes, has_read=has_read)
+        return self.unread_bytes
+
+    def give_up(self) -> None:
+        self.is_closed = True
+        self.unread_bytes = 0
+        self.count_unread()
+
+
+def test_many_small_buffers_have_a_ceiling_and_readers_that_read_are_kept() -> None:
+    answers = AnswerMemory(256 * MEBIBYTE)
+    readers = [Reader(answers) for _ in range(1000)]
+    for number, reader in enumerate(readers):
+        reader.get(4 * MEBIBYTE)
+        if number % 8 == 0:
+            reader.unread_bytes = 0
+        assert answers.held_bytes <= answers.ceiling_bytes == 512 * MEBIBYTE
+        assert not reader.is_closed
+    assert sum(reader.unread_bytes for reader in readers) <= answers.held_bytes
+    closed = [number for number, reader in enumerate(readers) if reader.is_closed]
+    assert closed
+    assert not any(number % 8 == 0 for number in closed)
+    first_open = next(n for n, reader in enumerate(readers) if n % 8 and not reader.is_closed)
+    assert max(closed) < first_open, "those that have read nothing for longest"
 
 
 def test_answers_that_are_read_take_nothing_of_the_budget(running: Cluster, start: Start, connect_to: Connect) -> None:
