@@ -82,6 +82,8 @@ class _Meta:
     """The highest epoch that this replica has served or followed; 0: none, or an older release did not write it."""
     state_version: int = -1
     """The version of the state node that the master of that epoch saw last; -1 at a slave."""
+    reigned_as: int = 0
+    """The incarnation that began that epoch as its master; 0 at a slave, or if an older release did not write it."""
     is_replaced: bool = False
     """Whether the folder is in the place of one that had more, as far as anybody knows."""
 
@@ -219,7 +221,10 @@ class DataFolder:
         """Stores, durably, that this epoch has begun: before anything is done under it. `state_version` is for a
         master, which also tells each later version. What is known stays as it is. Raises StorageError."""
         if (epoch, state_version) > (self._meta.epoch, self._meta.state_version):
-            self._store(replace(self._meta, epoch=epoch, state_version=state_version))
+            reigned_as = self._meta.reigned_as
+            if epoch != self._meta.epoch:
+                reigned_as = self.incarnation if state_version >= 0 else 0
+            self._store(replace(self._meta, epoch=epoch, state_version=state_version, reigned_as=reigned_as))
 
     def check_writable(self) -> None:
         """Whether something can be stored at present: stores what is known once more. Raises StorageError."""

@@ -77,7 +77,7 @@ class LogReport:
 @dataclass(frozen=True, slots=True)
 class FolderReport:
     """One replica's data folder. `epoch` is the highest that it knows of; `reign` is that epoch if this replica was its
-    master, else 0.
+    master, and has lost nothing since; else 0.
 
     `becomes_new` says why its broker will be a new incarnation at its next start; empty when it will not.
     """
@@ -138,6 +138,7 @@ def inspect_folder(path: Path) -> FolderReport:
             logs = {log.place: log for log in _logs(path, meta["broker_id"], files)}
         finally:
             files.close()
+        becomes_new = _becomes_new(meta, lock_mark, mark)
         epoch = max(meta["epoch"], *(epoch.epoch for log in logs.values() for epoch in log.epochs), 0)
         return FolderReport(
             path=str(path),
@@ -148,8 +149,8 @@ def inspect_folder(path: Path) -> FolderReport:
             incarnation=meta["incarnation"],
             generation=meta["generation"],
             epoch=epoch,
-            reign=epoch if epoch == meta["epoch"] and meta["state_version"] >= 0 else 0,
-            becomes_new=_becomes_new(meta, lock_mark, mark),
+            reign=epoch if epoch == meta["epoch"] and _is_whole(meta, becomes_new) else 0,
+            becomes_new=becomes_new,
             settings=dict(_settings(path)),
             logs=logs,
         )
@@ -201,6 +202,7 @@ def read_meta(path: Path) -> tuple[dict[str, Any], str]:
         meta["generation"] = int(document.get("generation", 0))
         meta["epoch"] = int(document.get("epoch", 0))
         meta["state_version"] = int(document.get("state_version", -1))
+        meta["reigned_as"] = int(document.get("reigned_as", 0))
         meta["clean"] = bool(document["clean"])
         meta |= {name: str(document.get(name, "")) for name in ("cluster_id", "boot_id", "lock", "file")}
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -223,6 +225,11 @@ def _becomes_new(meta: Mapping[str, Any], lock_mark: str, mark: str) -> str:
     if not meta["clean"] and (not boot_id or boot_id != meta["boot_id"]):
         return "its host went down without a clean stop of the broker"
     return ""
+
+
+def _is_whole(meta: Mapping[str, Any], becomes_new: str) -> bool:
+    """Whether it was the master of its epoch, and is the same incarnation still."""
+    return not becomes_new and meta["state_version"] >= 0 and meta["reigned_as"] == meta["incarnation"]
 
 
 def _topic_folders(path: Path) -> Iterator[tuple[str, str, Path]]:

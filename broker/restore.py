@@ -5,8 +5,9 @@ Theory of operation
 *The master* is a replica that has everything that was acknowledged, in *every* partition, the journal of transactions
 among them. Of two logs of a partition, one has all that was acknowledged in the other if any of these holds:
 
-1. Its replica was a master, and the other's replica knows no later epoch. A master begins with everything that was
-   acknowledged before, and from then on acknowledges only what it has.
+1. Its replica was a master, the other's replica knows no later epoch, and it is the same incarnation still. A master
+   begins with everything that was acknowledged before, and from then on acknowledges only what it has. After its host
+   went down it may have lost some of that.
 2. It has all of the other log.
 3. Its last batch is of an epoch as late as any that the other's replica knows, and it reaches further. Such a log has
    what the master of that epoch began with (metamq.broker.log.epochs).

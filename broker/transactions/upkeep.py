@@ -143,13 +143,21 @@ class Upkeep:
             await asyncio.sleep(0)
 
     def _move(self, term: Term, branch: BranchState) -> None:
-        """In one turn of the loop: nothing else is written about it meanwhile."""
-        begins: list[Record] = [move_of(branch)]
+        """In one turn of the loop: nothing else is written about it meanwhile.
+
+        MOVED stands with the last of the bodies. So a move that was broken off has fewer than the branch, and what is
+        sent later does not seem to go on from there.
+        """
+        records: list[Record] = [move_of(branch)]
+        moved = Moved(branch.key)
+        if not branch.bodies:
+            self._append(term, [*records, moved], [])
         for start, bodies, data in _in_entries(term, list(branch.bodies)):
-            add = Add(branch.key, start, [body.place for body in bodies], branch.owner)
-            self._append(term, [*begins, add], data)
-            begins = []
-        self._append(term, [*begins, Moved(branch.key)], [])
+            records.append(Add(branch.key, start, [body.place for body in bodies], branch.owner))
+            if start + len(bodies) == len(branch.bodies):
+                records.append(moved)
+            self._append(term, records, data)
+            records = []
 
     def _keep_waiting(self, term: Term, committed: Committed) -> None:
         """In one turn of the loop: nothing of it is brought meanwhile."""

@@ -6,11 +6,13 @@ import json
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from metamq.broker.folder_report import FolderReport, LogReport
+from metamq.broker.data_folder import DataFolder, current_boot
+from metamq.broker.folder_report import FolderReport, LogReport, inspect_folder
 from metamq.broker.log.epochs import Epoch
 from metamq.broker.restore import EPOCHS_AHEAD, Choices, Restore, plan_restore
 from metamq.errors import ConfigError
@@ -204,6 +206,36 @@ def test_a_damaged_log_is_less_than_an_empty_one() -> None:
     broken = log_report([], problem="torn")
     assert state(plan(folder(0, broken), folder(1, log_report([])))).master == 1
     assert state(plan(folder(0, broken), folder(1, broken))).master == 0
+
+
+@pytest.mark.parametrize("is_started_again", [False, True])
+def test_a_master_whose_host_went_down_may_lack_what_its_slave_has(tmp_path: Path, is_started_again: bool) -> None:
+    former = DataFolder.open(tmp_path, 0, boot_id="the boot before")
+    former.join_cluster("cluster")
+    former.know_term(2, 5)
+    former.close(clean=False)
+    if is_started_again:
+        again = DataFolder.open(tmp_path, 0)
+        again.know_term(2, 6)
+        again.close(clean=False)
+    logs = log_report([(1, 0)] * 5), log_report([(1, 0)] * 9, 1)
+    master = replace(inspect_folder(tmp_path), generation=1, logs={log.place: log for log in logs})
+    assert (master.epoch, bool(master.becomes_new)) == (2, not is_started_again)
+    slave = folder(1, log_report([(1, 0)] * 7), log_report([(1, 0)] * 8, 1), epoch=2)
+    asked = plan(master, slave)
+    assert asked.brokers[0].state is None
+    assert "replica 0 lacks 2 messages of t; replica 1 lacks 1 message of t" in asked.questions[0]
+    assert state(plan(master, slave, masters={0: 0})).generation == 2, "its slave may cut what was shown"
+
+
+def test_a_master_that_was_killed_has_everything(tmp_path: Path) -> None:
+    former = DataFolder.open(tmp_path, 0)
+    former.join_cluster("cluster")
+    former.know_term(2, 5)
+    former.know_term(2, 6)
+    former.close(clean=False)
+    report = inspect_folder(tmp_path)
+    assert report.reign == (2 if current_boot() else 0)
 
 
 def exported(at_ms: int, *configs: TopicConfig, epoch: int = 1, cluster_id: str = "cluster") -> ClusterExport:

@@ -100,8 +100,10 @@ class JournalState:
 
     def _add(self, record: Add, entry: Entry, number: int) -> None:
         xid, epoch = record.branch
+        branch = self.branches.get(xid)
         moving = self._moving.get(record.branch) if self._moving else None
-        branch = moving[1] if moving is not None else self.branches.get(xid)
+        if moving is not None and record.first == len(moving[1].bodies):  # else that move was broken off
+            branch = moving[1]
         if branch is None or branch.epoch != epoch:
             if record.first:
                 return  # of a branch whose beginning was cut off: it is finished
@@ -166,6 +168,7 @@ class JournalState:
 
     def _mark(self, record: Mark) -> None:
         self.mark = record
+        self._rewritten.clear()  # what was broken off may name bodies that this MARK covers
         for committed in [one for one in self.unmarked.values() if one.lsn < record.lsn]:
             waiting = {n: body for n, body in committed.bodies.items() if body.place.key in record.left_out}
             if waiting:
