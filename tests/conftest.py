@@ -3,6 +3,7 @@ leaves anything behind."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,13 @@ LEFT_OUT = "not containers"
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: a conftest is not asked about what belongs to the session."""
     config.pluginmanager.register(leftovers, "leftovers")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests are millions of objects, which stay. The collector, which is asked after each module, passes
+    them over from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
