@@ -334,7 +334,7 @@ class DataFolder:
         """Which file a partition's `flushed` is; None without one. Raises StorageError."""
         path = f"{self.path}/topics/{topic_folder}/{index}/{flushed.FILE_NAME}"
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = os.open(path, os.O_RDWR)  # overlayfs then makes its own copy of a file, which has another mark
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -62,11 +62,11 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
 THREADS = 3
 """One may be long at removing a topic, and one at what is left of an emptied log."""
 RETRY_S = 1.0
-MISSING_HINT = "Put its folder back. Or promote a replica that is in sync, and this one copies the partition."
-FORGET_HINT = (
-    " Without one: stop the broker; `metamq log forget` begins an empty log, and `metamq log accept` takes a copy that "
-    "you put there."
+MISSING_HINT = (
+    "Put its folder back. Or promote a replica that is in sync, and this one copies the partition. Without one: stop "
+    "the broker; `metamq log accept` takes a copy that you put there"
 )
+FORGET_HINT = ", and `metamq log forget` begins an empty log"
 """What follows `MISSING_HINT` for a topic of users."""
 OWN = "~"
 """What the names of a broker's own logs begin with: no topic's name can."""
@@ -249,7 +249,7 @@ class Topics:
         """Opens logs, and makes those that this folder never had; or has no more, `anew`."""
         indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
         missing = await self._made(config, indexes, anew)
-        hint = MISSING_HINT if config.topic.startswith(OWN) else MISSING_HINT + FORGET_HINT
+        hint = MISSING_HINT + ("" if config.topic.startswith(OWN) else FORGET_HINT) + "."
         for index in indexes:
             name = self._name(topic, index)
             folder = self._folder.partition_folder(topic, config.id, index)

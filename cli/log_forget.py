@@ -30,6 +30,11 @@ from metamq.cli.units import show_bytes
 from metamq.errors import ConfigError
 from metamq.zk.names import partition_name
 
+OLDER_JOURNAL = (
+    "It holds what the broker promised in transactions. If the copy is older, a branch that ended later is prepared "
+    "again. Decide about it only as its transaction manager did: a second commit stores its messages a second time."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -83,6 +88,7 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     with locked(folder):
         meta, _mark = read_meta(folder)
         place = _find(places(folder, meta["broker_id"]), partition, folder)
+        _check_is_of_users(place, partition)
         plan = _plan(place, meta)
     confirm(_plan_lines(plan, place), yes=yes)
     opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
@@ -117,11 +123,15 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
         meta, _mark = read_meta(folder)
         place = _find(places(folder, meta["broker_id"]), partition, folder)
         if place.is_missing:
-            hint = f"Put them there first. Or begin an empty log with `metamq log forget {folder} {place.name}`."
+            hint = "Put them there first."
+            if not place.topic.startswith(OWN):
+                hint += f" Or begin an empty log with `metamq log forget {folder} {place.name}`."
             raise ConfigError(f"{place.name} has no files in {place.path}", hint=hint)
         plan = _plan(place, meta)
     readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
     lines = [f"{place.name} is accepted as it is: {readable}, {count(plan.damaged_places, 'damaged place')}."]
+    if place.topic.startswith(OWN):
+        lines.append(OLDER_JOURNAL)
     confirm([*lines, *_what_follows(plan, "what these files lack")], yes=yes)
     opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
     try:
@@ -163,19 +173,24 @@ def _find(known: list[Place], partition: str, folder: Path) -> Place:
         users = [place.name for place in known if not place.topic.startswith(OWN)]
         hint = f"It has {listed(users)}." if users else "It has none."
         raise ConfigError(f"there is no partition {partition!r} in {folder}", hint=hint)
-    if found[0].topic.startswith(OWN):
-        raise ConfigError(
-            f"{partition} cannot be given up: it holds what the broker promised in transactions, and a branch that is "
-            "prepared in it may be committed elsewhere",
-            hint="Promote a slave that is in sync, see `metamq ha status`: this replica then copies the journal. Or "
-            "restore its folder from a copy. The broker serves everything but transactions meanwhile.",
-        )
     if len(found) > 1:
         raise ConfigError(
             f"{partition} is in {len(found)} folders, since the topic was made anew",
             hint="Start the broker, which removes those of the deleted topic; then stop it, and try again.",
         )
     return found[0]
+
+
+def _check_is_of_users(place: Place, partition: str) -> None:
+    """Raises ConfigError for the journal of transactions."""
+    if place.topic.startswith(OWN):
+        raise ConfigError(
+            f"{partition} cannot be given up: it holds what the broker promised in transactions, and a branch that is "
+            "prepared in it may be committed elsewhere",
+            hint="Promote a slave that is in sync, see `metamq ha status`: this replica then copies the journal. Or "
+            "restore its folder from a copy, and take that with `metamq log accept`. The broker serves everything but "
+            "transactions meanwhile.",
+        )
 
 
 def _plan(place: Place, meta: dict[str, Any]) -> ForgetPlan:

@@ -449,3 +449,34 @@ def test_the_record_of_partitions_has_a_durable_name(tmp_path: Path, monkeypatch
     written = synced.index(f"{tmp_path}/partitions.tmp")
     assert str(tmp_path) in synced[written:]
     folder.close(clean=True)
+
+
+OF_AN_IMAGE = """
+import os, sys
+from pathlib import Path
+from metamq.broker.data_folder import DataFolder
+folder = DataFolder.open(Path(sys.argv[1]), 0)
+print(folder.is_copy, folder.missing("t", "id", [0]))
+if folder.is_copy:
+    folder.begin_after(1, "is a copy", is_older=False)
+flushed = os.open(sys.argv[1] + "/topics/t@id/0/flushed", os.O_RDWR)
+os.write(flushed, b"what the log writes")
+folder.close(clean=True)
+"""
+
+
+def test_a_folder_in_a_containers_image_is_its_own_after_the_first_start(tmp_path: Path) -> None:
+    """The first write to a file of an image makes another file of it, with a later birth."""
+    DataFolder.open(tmp_path / "image", 0).close(clean=True)
+    log = tmp_path / "image" / "topics" / "t@id" / "0"
+    log.mkdir(parents=True)
+    for name in ("layer", "work", "mounted"):
+        (tmp_path / name).mkdir()
+    (log / "flushed").write_bytes(b"flushed")
+    mount = "mount -t tmpfs none layer && mkdir layer/upper layer/work && mount -t overlay none -o "
+    mount += "lowerdir=image,upperdir=layer/upper,workdir=layer/work mounted"
+    run = ["unshare", "-rm", "sh", "-c", f'{mount} || exit 9; for i in 1 2; do "$0" -c "$1" mounted || exit 1; done']
+    done = subprocess.run([*run, sys.executable, OF_AN_IMAGE], cwd=tmp_path, capture_output=True, text=True)
+    if done.returncode == 9 or "unshare failed" in done.stderr:
+        pytest.skip("this system lets no user mount an overlay")
+    assert done.stdout.splitlines() == ["True {}", "False {}"], done.stderr

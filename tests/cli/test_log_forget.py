@@ -234,3 +234,25 @@ def test_files_from_a_backup_are_served_once_a_person_accepts_them(
     after = put(running, "0-1", b"after", AFTER)
     with running.consumer(topics=[TOPIC], group="told", idle_timeout_s=1) as consumer:
         assert [message.value for message in read_to_end(consumer)] == after
+
+
+def test_a_journal_of_transactions_from_a_backup_is_served_once_a_person_accepts_it(
+    running: Cluster, offline: Metamq, tmp_path: Path
+) -> None:
+    broker, name = running.broker, "~transactions/0-0"
+    broker.stop()
+    (folder,) = broker.data.glob("topics/~transactions@*/0")
+    shutil.copytree(folder, tmp_path / "backup")
+    lose(folder)
+    shutil.copytree(tmp_path / "backup", folder)
+    broker.start()
+    assert f"{name} is damaged: {REPLACED}" in http_get(broker.http_port, "/readyz")[1]
+    assert "`metamq log accept` takes a copy" in broker.log_path.read_text()
+    broker.stop()
+    planned = offline("log", "accept", broker.data, name)
+    assert "Decide about it only as its transaction manager did" in planned.talk
+    assert offline("log", "accept", broker.data, name, "--yes").status == 0
+    broker.start()
+    assert http_get(broker.http_port, "/readyz")[0] == 200
+    with running.producer(linger_ms=0) as producer:
+        producer.send(TOPIC, b"after", partition="0-0").result(60)
