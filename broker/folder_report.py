@@ -18,13 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from metamq.broker import topic_settings
-from metamq.broker.data_folder import FORMAT, current_boot
+from metamq.broker import made_partitions, topic_settings
+from metamq.broker.data_folder import FORMAT, REPLACED, current_boot
 from metamq.broker.folder_lock import mark_of
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.epochs import Epoch, EpochList
 from metamq.broker.log.files import ReadOnlyFiles
-from metamq.broker.log.flushed import FlushFile, FlushPoint
+from metamq.broker.log.flushed import FILE_NAME, FlushFile, FlushPoint
 from metamq.broker.log.scan import checked_batches
 from metamq.broker.log.segments import Segment, take_inventory
 from metamq.broker.log.store import SegmentStore
@@ -135,7 +135,8 @@ def inspect_folder(path: Path) -> FolderReport:
         meta, mark = read_meta(path)
         files = ReadOnlyFiles()
         try:
-            logs = {log.place: log for log in _logs(path, meta["broker_id"], files)}
+            marks = {} if _is_copy(meta, lock_mark, mark) else made_partitions.recorded(path)
+            logs = {log.place: log for log in _logs(path, meta["broker_id"], files, marks)}
         finally:
             files.close()
         becomes_new = _becomes_new(meta, lock_mark, mark)
@@ -217,9 +218,13 @@ def read_meta(path: Path) -> tuple[dict[str, Any], str]:
     return meta, mark
 
 
+def _is_copy(meta: Mapping[str, Any], lock_mark: str, mark: str) -> bool:
+    return meta["lock"] not in ("", lock_mark) or meta["file"] not in ("", mark)
+
+
 def _becomes_new(meta: Mapping[str, Any], lock_mark: str, mark: str) -> str:
     """As DataFolder decides at the next start."""
-    if meta["lock"] not in ("", lock_mark) or meta["file"] not in ("", mark):
+    if _is_copy(meta, lock_mark, mark):
         return "it is a copy, or was moved to another disk"
     boot_id = current_boot()
     if not meta["clean"] and (not boot_id or boot_id != meta["boot_id"]):
@@ -246,14 +251,24 @@ def _settings(path: Path) -> Iterator[tuple[str, tuple[TopicConfig, int]]]:
             yield folder.name, (known.config, known.since_ms)
 
 
-def _logs(path: Path, broker_id: int, files: ReadOnlyFiles) -> Iterator[LogReport]:
+def _logs(path: Path, broker_id: int, files: ReadOnlyFiles, marks: Mapping[str, str]) -> Iterator[LogReport]:
+    """`marks`: those that the files of partitions are to have, by "<topic>@<topic id>/<index>"."""
     for topic, topic_id, folder in _topic_folders(path):
         for index in sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal()):
             name = f"{topic}/{partition_name(broker_id, index)}"
             try:
+                _check_mark(folder / str(index) / FILE_NAME, name, marks.get(f"{folder.name}/{index}"))
                 yield _log(topic, topic_id, index, str(folder / str(index)), name, files)
             except (CorruptData, OSError) as error:
                 yield LogReport(topic, topic_id, index, problem=str(error))
+
+
+def _check_mark(path: Path, name: str, mark: str | None) -> None:
+    """Raises CorruptData when the files came from elsewhere, OSError."""
+    if mark and path.exists():
+        with open(path, "rb") as file:
+            if mark_of(file.fileno()) != mark:
+                raise CorruptData(f"{name}: {path.parent}", REPLACED)
 
 
 def _log(topic: str, topic_id: str, index: int, folder: str, name: str, files: ReadOnlyFiles) -> LogReport:

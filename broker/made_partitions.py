@@ -92,12 +92,12 @@ class MadePartitions:
             self._may_be_torn = False
 
 
-def recorded(folder: Path) -> list[str]:
-    """The partitions that a data folder's record names; changes nothing. Raises OSError."""
+def recorded(folder: Path) -> dict[str, str]:
+    """The partitions that a data folder's record names, with their marks; changes nothing. Raises OSError."""
     try:
-        return list(_marks_in((folder / FILE_NAME).read_text(errors="replace")))
+        return _marks_in((folder / FILE_NAME).read_text(errors="replace"))
     except FileNotFoundError:
-        return []
+        return {}
 
 
 def _line(name: str, mark: str) -> str:

@@ -64,7 +64,7 @@ IDLE_HINTS = {
 }
 """By whether the member's topics are gone."""
 PREPARED_MS_MAX = 60_000
-"""Who coordinates a transaction decides in less; so it has failed, or waits for one who has."""
+"""A coordinator decides in less time: this one has failed, or waits for another one that has."""
 BRANCHES_NAMED = 5
 INDENT = 9
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -242,7 +242,7 @@ async def _checked(what: str, work: Awaitable[Finding], tell: Callable[[Finding]
 
 
 def _tell_unreadable(what: str, errors: list[CorruptData], tell: Callable[[Finding], None]) -> None:
-    """Tells of the nodes in ZooKeeper that are passed over by everybody, so that nobody else complains."""
+    """Reports nodes in ZooKeeper that everybody passes over: no other part of metamq fails because of them."""
     for problem, hint in dict.fromkeys((error.problem, error.hint) for error in errors):
         tell(Finding(what, "problem", f"{problem}; it counts as not there", hint))
 

@@ -98,7 +98,7 @@ class RoleKeeper:
         self._registered = (-1, -1)
         """The session, by its generation, and the incarnation that this replica is registered with."""
         self._taken: tuple[tuple[int, int], int] | None = None
-        """What `_registered` is to be, and the epoch, of a term that is ours in ZooKeeper and has not begun here."""
+        """What `_registered` will be, and the epoch: of a term that this replica has in ZooKeeper and has not begun."""
         self._lease = Lease(session, self._is_my_term)
         self._has_others = False
         """Whether there may be somebody else whom one could promote, running or not."""
@@ -220,7 +220,7 @@ class RoleKeeper:
         await self._begin_term(mastership, registered)
 
     async def _begin_term(self, mastership: Mastership, registered: tuple[int, int]) -> None:
-        """`registered`: as what, or as what before that: then it is to be registered anew.
+        """`registered`: the session and incarnation of its registration. If these changed since, it registers again.
 
         Raises SHORTAGES: settle() then begins the same term again. Each retry would use up an epoch otherwise.
         """

@@ -82,9 +82,9 @@ class Upkeep:
         term.needed_lsn = term.journal.partition.needed_offset = needed_lsn
 
     async def _settle(self, term: Term, key: Key) -> bool:
-        """Until all that a partition has now is flushed here, and held by every in-sync replica: whoever of them is
-        promoted will not look for it in the journal. False when the partition is not served. Raises StorageError, and
-        what ended the term."""
+        """Until all that a partition has now is flushed here, and held by every in-sync replica: one of them that
+        is promoted will not look for it in the journal. False when the partition is not served. Raises StorageError,
+        and what ended the term."""
         partition = term.commits.find(key)
         if not isinstance(partition, Partition):
             return partition is None

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Consumer, Producer
+from metamq.broker.data_folder import REPLACED
 from metamq.broker.folder_report import inspect_folder
 from metamq.errors import TopicNotFound
 from metamq.testing import BrokerProcess
@@ -384,6 +385,22 @@ def test_a_broker_without_a_folder_has_to_be_given_up_by_name(scene: Scene) -> N
     scene.send(10)
     with Admin(scene.servers) as admin:
         assert {topic: dict(config.partitions) for topic, config in admin.topics().items()} == {"orders": {0: 2}}
+
+
+def test_a_log_that_was_put_there_from_elsewhere_makes_no_master(scene: Scene) -> None:
+    scene.begin()
+    scene.kill()
+    log = next(path for path in sorted(scene.data(0).glob("topics/orders@*/?")))
+    log.rename(log.with_name("away"))
+    shutil.copytree(log.with_name("away"), log)
+    shutil.rmtree(log.with_name("away"))
+    (replaced,) = [one for one in inspect_folder(scene.data(0)).logs.values() if one.problem]
+    assert (replaced.topic, replaced.index) == ("orders", int(log.name))
+    assert REPLACED in replaced.problem
+    scene.lose_zookeeper()
+    done = scene.restore("--yes", "-o", "json")
+    assert done.status == 0, done.talk
+    assert done.json["brokers"][0]["master"] == 1
 
 
 def test_a_log_that_is_damaged_or_torn_is_told_and_reported_as_recovery_finds_it(scene: Scene) -> None:
