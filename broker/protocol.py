@@ -21,6 +21,7 @@ import asyncio
 import logging
 import math
 from collections import deque
+from collections.abc import Generator
 from typing import Any, NamedTuple, cast
 
 from metamq.broker.admission import Admission, Place
@@ -31,12 +32,13 @@ from metamq.broker.ha.service import HAService
 from metamq.broker.log.files import descriptors_max
 from metamq.broker.processors import Processors
 from metamq.broker.request_memory import RequestMemory
+from metamq.broker.slices import Work
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
 from metamq.wire.commands import Command, GetResult
 from metamq.wire.connection import AT_WORK, PUSHED, Greeted, Request, ServerConnection, State
-from metamq.wire.frames import Buffer
+from metamq.wire.frames import Buffer, Packed
 
 log = logging.getLogger("metamq.broker")
 
@@ -110,6 +112,8 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._suspect = False
         self._waiting: deque[Request] = deque()
         """Requests that came in while the client did not read."""
+        self._unpacking: Request | None = None
+        """Its header is large; in this connection's turn it is unpacked."""
         self._broken: ProtocolError | None = None
         self._ended = False
         """The end of the stream was sent."""
@@ -165,7 +169,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                     if self._place is Place.KEPT and event.command not in FOR_OPERATORS:
                         raise self._admission.refusal(self._address)
                     if self._link is not None and event.opaque == PUSHED:
-                        self._link_received(event)
+                        self._link_received(_unpacked(event))
                         continue
                     self._waiting.append(event)
                     if event.body:
@@ -204,14 +208,45 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def _work(self) -> None:
         """Begins the requests that came in, as long as their answers find room."""
-        while self._waiting and self._writable and self._processors.slices.of(self) < SLICED_MAX:
-            self._handle(self._waiting.popleft())
-        if self._broken is not None and not self._waiting:
+        while (
+            self._waiting
+            and self._unpacking is None
+            and self._writable
+            and self._processors.slices.of(self) < SLICED_MAX
+        ):
+            request = self._waiting.popleft()
+            if isinstance(request.header, Packed):
+                self._unpack_later(request)
+            else:
+                self._handle(request)
+        if self._broken is not None and not self._waiting and self._unpacking is None:
             log.warning("%s broke the protocol: %s", self.peer, self._broken)
             self._write(self._connection.refusal(self._broken))
             self._broken = None
             self._say_goodbye()
         self._regulate()
+
+    def _unpack_later(self, request: Request) -> None:
+        """Unpacks a large header when it is this connection's turn; its next requests wait behind it."""
+        self._unpacking = request
+        work = Work()
+        work.steps = self._unpack(request)
+        self._processors.slices.add(self, work)
+
+    def _unpack(self, request: Request) -> Generator[None, None, None]:
+        self._unpacking = None
+        try:
+            self._waiting.appendleft(_unpacked(request))
+        except ProtocolError as error:
+            self._waiting.appendleft(request)
+            self._give_up_waiting()
+            self._connection.close()
+            self._broken = error
+        yield from ()
+
+    def _give_up_waiting(self) -> None:
+        while self._waiting:
+            self._memory.release(len(self._waiting.pop().body))
 
     def has_less_to_do(self) -> None:
         """One of its requests that are answered in slices is."""
@@ -233,6 +268,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         pause = self._link is None and (
             not self._granted
             or bool(self._waiting)
+            or self._unpacking is not None
             or not self._writable
             or self._inflight_bytes > inflight_max
             or (self._inflight_bytes > 0 and self._memory.scarce and not self._large_bytes)
@@ -399,8 +435,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._admission.leave(self._address)
         self._deadline.cancel()
         self._reserve(0)
-        while self._waiting:
-            self._memory.release(len(self._waiting.pop().body))
+        if self._unpacking is not None:
+            self._waiting.append(self._unpacking)
+        self._give_up_waiting()
         self._connection.close()  # not with the garbage: this object is in a cycle, and half a frame may be large
         self.fetches.close()
         self._connections.discard(self)
@@ -424,3 +461,10 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def idle(self) -> bool:
         """Nothing is being answered."""
         return self._inflight_bytes == 0
+
+
+def _unpacked(request: Request) -> Request:
+    """With its header. Raises ProtocolError."""
+    if isinstance(request.header, Packed):
+        return request._replace(header=request.header.unpacked())
+    return request

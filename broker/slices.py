@@ -4,7 +4,8 @@ Work is a generator that yields between two bits of it, each of a few millisecon
 that who asks for much waits for itself; each one's work is done in the order in which it came. A slice ends after
 SLICE_S, and then the loop has as long for all else: work takes half of the loop's time at most.
 
-What begins while nothing else is under way gets its first slice at once: most is done then.
+What begins while nothing else is under way gets its first slice at once: most is done then. After a slice that took
+longer, since a bit of work did, what begins waits, too.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ class Slices:
     def _slice(self) -> None:
         self._timer = None
         self._is_slicing = True
-        began = time.perf_counter()
-        until = began + SLICE_S
+        worked_s = 0.0
+        until = time.perf_counter() + SLICE_S
         try:
             while self._queues and time.perf_counter() < until:
                 owner = next(iter(self._queues))
                 queue = self._queues[owner]
+                used_s = queue[0].used_s
                 is_done = _is_done(queue[0], until)
+                worked_s += queue[0].used_s - used_s
                 if self._queues.pop(owner, None) is None:  # it was dropped
                     continue
                 if is_done:
@@ -91,20 +94,21 @@ class Slices:
                     owner.has_less_to_do()
         finally:  # what goes wrong with one request is not to keep the others waiting for ever
             self._is_slicing = False
-            if self._queues:
-                self._timer = asyncio.get_running_loop().call_later(time.perf_counter() - began, self._slice)
+            if self._queues or worked_s > SLICE_S:
+                self._timer = asyncio.get_running_loop().call_later(worked_s, self._slice)
 
 
 def _is_done(work: Work, until: float) -> bool:
     now = time.perf_counter()
-    try:
-        while now < until:
-            began = now
+    while now < until:
+        began = now
+        try:
             next(work.steps)
+        except StopIteration:
+            return True
+        finally:
             now = time.perf_counter()
             work.used_s += now - began
-    except StopIteration:
-        return True
     return False
 
 

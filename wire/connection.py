@@ -32,6 +32,7 @@ from metamq.wire.limits import (
     HELLO_BYTES_MAX,
     PROTOCOL_VERSION_MAX,
     PROTOCOL_VERSION_MIN,
+    UNPACKED_BYTES_MAX,
 )
 
 OPAQUE_MAX = 0xFFFFFFFF
@@ -66,7 +67,10 @@ class Response(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request to be answered with respond(request, ...); on a stream, with the opaque 0, one that is not answered."""
+    """A request to be answered with respond(request, ...); on a stream, with the opaque 0, one that is not answered.
+
+    A header over UNPACKED_BYTES_MAX is Packed.
+    """
 
     command: int
     opaque: int
@@ -216,6 +220,7 @@ class ServerConnection:
             frame_bytes_max=HELLO_BYTES_MAX,
             buffer_bytes=16 * 1024,
             initial_bytes=INITIAL_BYTES,
+            unpacked_bytes_max=UNPACKED_BYTES_MAX,
             make_room=make_room,
         )
         self.next_buffer = self._reader.next_buffer

@@ -50,8 +50,26 @@ _HEADER_TRUSTED_BYTES = 512  # nested arrays that announce as many elements as t
 assert PREFIX_BYTES % 8 == 0  # so that a body starts 8-byte aligned, as Arrow wants its buffers
 
 
+class Packed(NamedTuple):
+    """A header that is not unpacked yet: a large one takes a while."""
+
+    command: int
+    data: memoryview
+
+    def unpacked(self) -> Any:
+        """The header. Raises ProtocolError."""
+        try:
+            return _unpack_header(self.data)
+        except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError, and errors of its own
+            reason = str(error) or type(error).__name__
+            raise ProtocolError(
+                f"the header of a frame (command {self.command}) is not msgpack: {reason:.200}"
+            ) from error
+
+
 class Frame(NamedTuple):
-    """One received frame; `body` is a writable view of memory that belongs to this frame alone."""
+    """One received frame. `header` is Packed where it is larger than the reader unpacks at once. `body` is a writable
+    view of memory that belongs to this frame alone."""
 
     version: int
     command: int
@@ -103,12 +121,15 @@ class FrameReader:
         header_bytes_max: int = HEADER_BYTES_MAX,
         buffer_bytes: int = 64 * 1024,
         initial_bytes: int,
+        unpacked_bytes_max: int = FRAME_BYTES_MAX,
         make_room: Callable[[int], bytearray] = bytearray,
     ) -> None:
         """The limits may be changed at any time and count from the next frame on.
 
-        `make_room` gives memory for a large frame, of the size asked for or more.
+        Headers over `unpacked_bytes_max` are left Packed. `make_room` gives memory for a large frame, of the size asked
+        for or more.
         """
+        self._unpacked_bytes_max = unpacked_bytes_max
         self.frame_bytes_max = frame_bytes_max
         self.header_bytes_max = header_bytes_max
         self._initial_bytes = initial_bytes
@@ -179,7 +200,7 @@ class FrameReader:
                     large, self._large = self._large, None
                     self._credit_bytes = max(self._credit_bytes, min(self.large_bytes, self._initial_bytes))
                     self.large_bytes = 0
-                    yield _decode(large)
+                    yield _decode(large, self._unpacked_bytes_max)
         except (ProtocolError, GeneratorExit):
             self.close()
             raise
@@ -201,7 +222,7 @@ class FrameReader:
                 if size > len(self._buffer):
                     self.large_bytes = size
                 break
-            yield _decode(memoryview(bytearray(view[at : at + size])))
+            yield _decode(memoryview(bytearray(view[at : at + size])), self._unpacked_bytes_max)
             at += size
         if at:
             view[: filled - at] = view[at:filled]
@@ -223,14 +244,11 @@ class FrameReader:
         return size
 
 
-def _decode(frame: memoryview) -> Frame:
+def _decode(frame: memoryview, unpacked_bytes_max: int) -> Frame:
     _length, version, command, status, opaque, header_bytes = PREFIX.unpack_from(frame)
     end = PREFIX_BYTES + header_bytes
-    try:
-        header = _unpack_header(frame[PREFIX_BYTES:end])
-    except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError, and errors of its own
-        reason = str(error) or type(error).__name__
-        raise ProtocolError(f"the header of a frame (command {command}) is not msgpack: {reason:.200}") from error
+    packed = Packed(command, frame[PREFIX_BYTES:end])
+    header = packed if header_bytes > unpacked_bytes_max else packed.unpacked()
     return Frame(version, command, status, opaque, header, frame[end:])
 
 

@@ -25,6 +25,9 @@ HELLO_BYTES_MAX = 4 * 1024
 HEADER_BYTES_MAX = 1024 * 1024
 """A request's msgpack header; ENTRIES_TARGET partitions of the longest names take less than half of it."""
 
+UNPACKED_BYTES_MAX = 16 * 1024
+"""A request's header is unpacked as soon as it is there, which takes 4 ms at most; a larger one waits for its turn."""
+
 ANSWER_HEADER_BYTES_MAX = 8 * 1024 * 1024
 """A response's; an error has sentences where its entry in the request had a name."""
 

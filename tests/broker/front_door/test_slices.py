@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import select
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 
 from metamq.broker import look_ups
 from metamq.broker.slices import SLICE_S, Slices, Work
-from metamq.errors import Timeout
+from metamq.errors import ProtocolError, Timeout
 from metamq.testing import Cluster, cluster
 from metamq.wire import columns, status
 from metamq.wire.commands import LATEST, Command, OffsetsEntry, OffsetsResult, PutEntry, unpack_list
 from metamq.wire.compression import Codec
+from metamq.wire.frames import PREFIX, PREFIX_BYTES
+from tests.broker.front_door.conftest import error_of
 from tests.parts import LocalBroker, wait_until
 
 COUNT = 1 << 18
@@ -209,3 +212,33 @@ def test_a_fault_of_one_request_does_not_keep_the_others_waiting() -> None:
         assert (faulty.done, sound.done, faults) == (1, 1, ["a fault of ours"])
 
     asyncio.run(run())
+
+
+def test_others_are_served_while_large_headers_are_unpacked(local: LocalBroker, connect_to: Callable[..., Any]) -> None:
+    """Each takes a large part of a second: the loop does other work after each."""
+    several = 20
+    probe = connect_to(local.port)
+    clients = [connect_to(local.port) for _ in range(several)]
+    for client in clients:
+        client.request(Command.OFFSETS, [[]] * 1_000_000)
+    waiting = {client.socket for client in clients}
+    answered = 0
+    while waiting:
+        waiting -= set(select.select([*waiting], [], [], 0)[0])
+        assert probe.ask(Command.STATS, None).status == status.OK
+        answered += 1
+    for client in clients:
+        assert isinstance(error_of(client.answer()), ProtocolError)
+    assert answered >= several
+
+
+def test_a_large_header_that_is_no_header_ends_its_connection_and_what_came_before_is_answered(
+    local: LocalBroker, connect_to: Callable[..., Any]
+) -> None:
+    client = connect_to(local.port)
+    first = client.request(Command.STATS, None)
+    broken = b"\xc1" * 100_000
+    client.socket.sendall(PREFIX.pack(PREFIX_BYTES - 4 + len(broken), 1, Command.OFFSETS, 0, 77, len(broken)) + broken)
+    assert client.answer().opaque == first
+    assert "is not msgpack" in str(error_of(client.answer()))
+    assert client.ended()
