@@ -41,11 +41,11 @@ class ColdFiles(ReadOnlyFiles):
         view = memoryview(bytearray(size))
         fd = os.open(path, os.O_RDONLY)
         try:
+            if _NO_WAIT:
+                os.posix_fadvise(fd, at, size, os.POSIX_FADV_RANDOM)  # no more is read than was asked for
             cached = _read_cached(fd, view, at)
             if cached == size:
                 return view
-            if _NO_WAIT:
-                os.posix_fadvise(fd, at, size, os.POSIX_FADV_RANDOM)  # no more is read than was asked for
             count = cached + os.preadv(fd, [view[cached:]], at + cached)
             if _NO_WAIT:
                 os.posix_fadvise(fd, at + cached, size - cached, os.POSIX_FADV_DONTNEED)
