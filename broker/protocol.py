@@ -169,7 +169,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                     if self._place is Place.KEPT and event.command not in FOR_OPERATORS:
                         raise self._admission.refusal(self._address)
                     if self._link is not None and event.opaque == PUSHED:
-                        self._link_received(_unpacked(event))
+                        self._link_received(event.unpacked())
                         continue
                     self._waiting.append(event)
                     if event.body:
@@ -236,7 +236,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _unpack(self, request: Request) -> Generator[None, None, None]:
         self._unpacking = None
         try:
-            self._waiting.appendleft(_unpacked(request))
+            self._waiting.appendleft(request.unpacked())
         except ProtocolError as error:
             self._waiting.appendleft(request)
             self._give_up_waiting()
@@ -461,10 +461,3 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def idle(self) -> bool:
         """Nothing is being answered."""
         return self._inflight_bytes == 0
-
-
-def _unpacked(request: Request) -> Request:
-    """With its header. Raises ProtocolError."""
-    if isinstance(request.header, Packed):
-        return request._replace(header=request.header.unpacked())
-    return request

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from metamq.errors import ClosedError, MessageTooLarge, MetamqError, ProtocolError, UnsupportedVersion
 from metamq.wire import status
 from metamq.wire.commands import Command, Hello, HelloReply, unpack
-from metamq.wire.frames import Buffer, Frame, FrameReader, encode_frame
+from metamq.wire.frames import Buffer, Frame, FrameReader, Packed, encode_frame
 from metamq.wire.limits import (
     ANSWER_HEADER_BYTES_MAX,
     BATCH_TARGET_BYTES,
@@ -76,6 +76,10 @@ class Request(NamedTuple):
     opaque: int
     header: Any
     body: memoryview
+
+    def unpacked(self) -> Request:
+        """With its header. Raises ProtocolError."""
+        return self._replace(header=self.header.unpacked()) if isinstance(self.header, Packed) else self
 
 
 AT_WORK = (State.OPEN, State.STREAMING)

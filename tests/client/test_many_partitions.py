@@ -102,7 +102,7 @@ class Paper:
         _opaque, buffers = self._client.request(command, header, bodies)
         (request,) = feed(self._server, buffers)
         future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        answer = self._answers(request)
+        answer = self._answers(request.unpacked())
         if answer is not None:
             (response,) = feed(self._client, self._server.respond(request, answer))
             future.set_result(response)

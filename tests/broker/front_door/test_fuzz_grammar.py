@@ -204,7 +204,8 @@ def fuzz_ends(frames: int, seed: int) -> Counter[str]:
 
     def requested(event: Any) -> None:
         if isinstance(event, Request):
-            counted["request as declared" if take_request(event.command, event.header) else "request refused"] += 1
+            is_taken = take_request(event.command, event.unpacked().header)
+            counted["request as declared" if is_taken else "request refused"] += 1
 
     def answered(event: Any) -> None:
         counted["answer as declared" if take_answer(event.command, event.header) else "answer refused"] += 1
