@@ -48,19 +48,13 @@ class FolderLock:
         """Takes the folder's lock. `machine` names the host, and its boot. Raises ConfigError, OSError."""
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            pid = os.read(fd, 32).decode(errors="replace").strip()
+            _lock(fd, folder)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            return cls(fd, machine)
+        except BaseException:  # without room for the pid, say: the next attempt of this process must get the lock
             os.close(fd)
-            if not isinstance(error, BlockingIOError):
-                raise
-            raise ConfigError(
-                f"the data folder {folder} is in use by process {pid or 'unknown'}",
-                hint="Stop that process first, or give this broker a data folder of its own.",
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        return cls(fd, machine)
+            raise
 
     @property
     def held(self) -> bool:
@@ -72,6 +66,18 @@ class FolderLock:
         if self.held:
             os.close(self._fd)
             self._fd = -1
+
+
+def _lock(fd: int, folder: Path) -> None:
+    """Locks the open file `lock` of a folder. Raises ConfigError when another process has it locked, OSError."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(fd, 32).decode(errors="replace").strip()
+        raise ConfigError(
+            f"the data folder {folder} is in use by process {pid or 'unknown'}",
+            hint="Stop that process first, or give this broker a data folder of its own.",
+        ) from None
 
 
 def mark_of(fd: int) -> str:

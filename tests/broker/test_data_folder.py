@@ -435,6 +435,21 @@ def test_a_line_that_found_no_room_spoils_no_later_one(tmp_path: Path, monkeypat
     folder.close(clean=True)
 
 
+@pytest.mark.parametrize("step", ["pwrite", "ftruncate", "fsync"])
+def test_a_new_folder_without_room_at_any_step_opens_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, full)
+        for _attempt in range(2):
+            with pytest.raises(DiskFull):
+                DataFolder.open(tmp_path / "new", 0)
+    DataFolder.open(tmp_path / "new", 0).close(clean=True)
+
+
 def test_the_record_of_partitions_has_a_durable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is replaced at the start. Where the older file came back after a crash, what was added since would be gone."""
     synced: list[str] = []

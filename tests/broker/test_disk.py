@@ -54,6 +54,12 @@ class SmallDisk:
             for number in itertools.count():
                 (self.folder / f"ballast-{number}").touch(exist_ok=False)
 
+    def use_up_bytes(self) -> None:
+        """No byte is free, though files can be made."""
+        disk = os.statvfs(self.folder)
+        with open(self.folder / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, disk.f_bavail * disk.f_frsize)
+
     def empty(self) -> None:
         """Makes room again."""
         for path in self.folder.glob("ballast*"):
@@ -238,6 +244,18 @@ def test_a_disk_that_is_full_all_the_same_ends_nothing(parts: Cluster, small_dis
     assert [value for value in stored if value != b"once"] == [b"%d" % n for n in [*range(10), *range(8)]]
     small_disk.use_up_files()
     broker.kill()
+    broker.start(wait=False)
+    wait_until(lambda: "waits for room on its disk" in broker.log_path.read_text(), what="a start without room")
+    small_disk.empty()
+    broker.wait_ready(SLOW_S)
+    assert broker.stop() == 0
+
+
+def test_a_new_broker_on_a_full_disk_waits_for_room(parts: Cluster, small_disk: SmallDisk, tmp_path: Path) -> None:
+    small_disk.use_up_bytes()
+    broker = BrokerProcess(parts.zookeeper, small_disk.folder / "broker", 4)
+    broker.log_path = tmp_path / "broker.log"
+    parts.brokers.append(broker)
     broker.start(wait=False)
     wait_until(lambda: "waits for room on its disk" in broker.log_path.read_text(), what="a start without room")
     small_disk.empty()
