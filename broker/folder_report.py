@@ -12,14 +12,14 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from metamq.broker import made_partitions, topic_settings
-from metamq.broker.data_folder import FORMAT, REPLACED, current_boot
+from metamq.broker.data_folder import FORMAT, GONE, REPLACED, current_boot
 from metamq.broker.folder_lock import mark_of
 from metamq.broker.log.config import LogConfig
 from metamq.broker.log.epochs import Epoch, EpochList
@@ -135,8 +135,10 @@ def inspect_folder(path: Path) -> FolderReport:
         meta, mark = read_meta(path)
         files = ReadOnlyFiles()
         try:
-            marks = {} if _is_copy(meta, lock_mark, mark) else made_partitions.recorded(path)
-            logs = {log.place: log for log in _logs(path, meta["broker_id"], files, marks)}
+            made = made_partitions.recorded(path)
+            marks = {} if _is_copy(meta, lock_mark, mark) else made
+            logs = {log.place: log for log in _missing(path, made)}
+            logs |= {log.place: log for log in _logs(path, meta["broker_id"], files, marks)}
         finally:
             files.close()
         becomes_new = _becomes_new(meta, lock_mark, mark)
@@ -261,6 +263,14 @@ def _logs(path: Path, broker_id: int, files: ReadOnlyFiles, marks: Mapping[str, 
                 yield _log(topic, topic_id, index, str(folder / str(index)), name, files)
             except (CorruptData, OSError) as error:
                 yield LogReport(topic, topic_id, index, problem=str(error))
+
+
+def _missing(path: Path, made: Iterable[str]) -> Iterator[LogReport]:
+    """The partitions that the replica had, and whose folders are not there. One that is there is reported as it is."""
+    for name in made:
+        topic_folder, _slash, index = name.rpartition("/")
+        topic, _at, topic_id = topic_folder.rpartition("@")
+        yield LogReport(topic, topic_id, int(index), problem=f"{GONE}: {path / 'topics' / name}")
 
 
 def _check_mark(path: Path, name: str, mark: str | None) -> None:

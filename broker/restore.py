@@ -497,6 +497,12 @@ def _told(
             "a second, replication async). Set them with `metamq topic alter` before the brokers start."
         )
     for broker in brokers:
+        former = _states(export).get(broker.broker_id)
+        if former is not None and former.master not in [view.report.replica for view in broker.replicas]:
+            yield (
+                f"Replica {former.master} of broker {broker.broker_id} was the master when the export was made, and "
+                "its folder is not given: messages that only it had are LOST, and nobody knows how many."
+            )
         for view in broker.replicas:
             who = f"Replica {view.report.replica} of broker {broker.broker_id}"
             problems = [log for log in view.report.logs.values() if log.problem]

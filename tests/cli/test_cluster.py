@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Consumer, Producer
-from metamq.broker.data_folder import REPLACED
+from metamq.broker.data_folder import GONE, REPLACED
 from metamq.broker.folder_report import inspect_folder
 from metamq.errors import TopicNotFound
 from metamq.testing import BrokerProcess
@@ -421,3 +422,40 @@ def test_a_log_that_is_damaged_or_torn_is_told_and_reported_as_recovery_finds_it
     assert done.status == 0, done.talk
     assert done.json["brokers"][0]["master"] == 1
     assert f"Replica 0 of broker 0 has damaged logs (orders/{index})" in done.talk
+
+
+@pytest.mark.parametrize("what", ["topics/orders@*", "topics/orders@*/0"])
+def test_what_a_replica_had_and_is_not_there_is_damaged_and_not_deleted(
+    scene: Scene, tmp_path: Path, what: str
+) -> None:
+    """A wrong `mv`, a disk that is not mounted: once it is back, all of it is served."""
+    scene.begin()
+    export = tmp_path / "export.json"
+    assert scene.metamq("export", export).status == 0
+    scene.kill()
+    moved = []
+    for number in (0, 1):
+        (place,) = scene.data(number).glob(what)
+        moved.append((place, place.rename(tmp_path / f"away-{number}")))
+    scene.lose_zookeeper()
+    done = scene.restore("--export", export, "--yes", "-o", "json")
+    assert done.status == 0, done.talk
+    assert "was deleted later" not in done.talk
+    assert "Replica 0 of broker 0 has damaged logs (orders/0" in done.talk
+    assert GONE in done.talk
+    for place, away in moved:
+        away.rename(place)
+    for number in (0, 1):
+        scene.start(number)
+    assert Counter(scene.read(start="earliest")) == Counter(scene.sent)
+
+
+def test_a_master_whose_folder_is_not_given_is_named(scene: Scene, tmp_path: Path) -> None:
+    scene.begin()
+    export = tmp_path / "export.json"
+    assert scene.metamq("export", export).status == 0
+    scene.kill()
+    shutil.rmtree(scene.data(0))
+    scene.lose_zookeeper()
+    done = scene.restore("--export", export)
+    assert "Replica 0 of broker 0 was the master when the export was made, and its folder is not given" in done.talk

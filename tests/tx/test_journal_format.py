@@ -73,6 +73,13 @@ def test_records(name: str) -> None:
     assert unpack(example(name), 0) == [RECORDS[name]]
 
 
+def test_a_mark_that_leaves_something_out_is_none_to_who_does_not_know_that() -> None:
+    mark = Mark(5, 4, 1, [], (("orders", "0123456789abcdef", 0),))
+    packed = pack([mark])
+    assert packed[:3].hex() == "91960d", "kind 13"
+    assert unpack(packed, 0) == [mark]
+
+
 def test_the_examples_make_a_journal(tmp_path: Path) -> None:
     log = PartitionLog.open(tmp_path / "0", TOPIC, LogConfig(), FileCache(3), now_us=0)
     log.append_replicated(memoryview(example("add")), 0)

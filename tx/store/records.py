@@ -210,8 +210,11 @@ _KINDS: dict[int, type[Any]] = {
     10: Decide,
     11: Remembered,
     12: Waiting,
+    13: Mark,
 }
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_NUMBERS = {kind: number for number, kind in reversed(_KINDS.items())}
+_LEAVES_OUT = 13
+"""A MARK that leaves something out: whoever does not know that may not read it as another."""
 
 
 def pack(records: Iterable[Record]) -> bytes:
@@ -219,11 +222,15 @@ def pack(records: Iterable[Record]) -> bytes:
     several = [*records]
     if any(isinstance(record, Remembered) for record in several):
         return _array_of([_pack_one(record) for record in several])
-    return bytes(msgpack.packb([[_NUMBERS[type(record)], *record] for record in several]))
+    return bytes(msgpack.packb([[_number(record), *record] for record in several]))
+
+
+def _number(record: Record) -> int:
+    return _LEAVES_OUT if isinstance(record, Mark) and record.left_out else _NUMBERS[type(record)]
 
 
 def _pack_one(record: Record) -> bytes:
-    number = _NUMBERS[type(record)]
+    number = _number(record)
     if isinstance(record, Remembered):
         outcomes = _array_of([b"\x92\x92%b%b" % outcome for outcome in record.outcomes])
         return _array_of([msgpack.packb(number), outcomes])
