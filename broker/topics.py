@@ -87,6 +87,8 @@ class Topics:
         self._set_aside: set[Path] = set()
         """Folders of damaged logs that were moved away, and in whose place no new log is open yet."""
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
+        self._removed: set[tuple[str, str]] = set()
+        """(topic, id) of the deleted ones whose removal the log has announced."""
         self._executor = start_pool(THREADS, "metamq-topics")
         self.opened: Callable[[Partition], None] = lambda partition: None
         """Called with each partition that was opened."""
@@ -230,6 +232,9 @@ class Topics:
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
         for folder in self._folder.topics():
             if (folder.topic, folder.topic_id) not in wanted:
+                if folder[:2] not in self._removed:
+                    log.warning("ZooKeeper has no topic %s with id %s: %s is removed", *folder[:3])
+                self._removed.add(folder[:2])
                 self._doomed.put_nowait(folder)
 
     async def _apply_one(self, topic: str, config: TopicConfig) -> None:
@@ -326,7 +331,9 @@ class Topics:
         asyncio.get_running_loop().run_in_executor(self._executor, remove_leftovers, paths)
 
     def _remove(self, topic: str) -> None:
-        log.info("topic %s (id %s) was deleted: its data is removed", topic, self._configs[topic].id)
+        topic_id = self._configs[topic].id
+        log.info("topic %s (id %s) was deleted: its data is removed", topic, topic_id)
+        self._removed.add((topic, topic_id))
         del self._configs[topic]
         self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
         for partition in self.open.pop(topic).values():

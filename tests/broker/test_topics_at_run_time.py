@@ -169,6 +169,7 @@ def test_all_of_that_while_the_broker_is_down(parts: Cluster) -> None:
     ours = ("kept", "gone", "remade", "made", "larger")
     wanted = {f"kept@{kept.id}", f"remade@{again.id}", f"made@{made.id}", f"larger@{grown.id}"}
     wait_until(lambda: {name for name in folders(parts) if name.split("@")[0] in ours} == wanted)
+    assert f"ZooKeeper has no topic gone with id {gone.id}: " in parts.broker.log_path.read_text(), "it says what goes"
     assert not offered(parts, "gone")
     assert values(parts, kept) == values(parts, larger) == [b"before"]
     assert values(parts, again) == []
