@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from metamq.client.admin_groups import children
@@ -16,7 +17,8 @@ from metamq.client.admin_model import RemovalPlan
 from metamq.client.cluster import Cluster
 from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.words import count
-from metamq.zk.brokers import master_of, read_state, state_json
+from metamq.zk.brokers import BrokerState, master_of, read_state, state_json
+from metamq.zk.epochs import CLASSES
 from metamq.zk.errors import BadVersion, NoNode, NotEmpty
 from metamq.zk.members import owned_partitions
 from metamq.zk.names import parse_partition
@@ -70,22 +72,17 @@ def _runs(address: BrokerAddress) -> ConfigError:
 
 
 async def _plan_replica(session: Session, broker_id: int, replica: int) -> tuple[RemovalPlan, list[Op]]:
+    if not 0 <= replica < CLASSES:
+        raise ConfigError(f"there is no replica {replica}", hint=f"Replicas have the numbers 0 to {CLASSES - 1}.")
     stored = await read_state(session, broker_id)
     if stored is None:
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     state, version = stored
     present = await _registered(session, broker_id)
+    if replica == state.master:
+        raise _is_master(broker_id, state, present)
     if replica in present:
         raise _runs(present[replica])
-    if replica == state.master:
-        others = sorted({number for number, _ in state.insync if number != replica} | present.keys())
-        promote = (
-            f"Promote another one first: `metamq ha promote --broker {broker_id} --slave {others[0]}`."
-            if others
-            else ""
-        )
-        hint = promote or f"`metamq cluster remove-broker {broker_id}` removes the broker id, with its partitions."
-        raise ConfigError(f"replica {replica} is the master of broker {broker_id}", hint=hint)
     rest = tuple(member for member in state.insync if member[0] != replica)
     in_sync = rest != state.insync
     lacking = [
@@ -99,7 +96,7 @@ async def _plan_replica(session: Session, broker_id: int, replica: int) -> tuple
     if not in_sync and not forgets:
         raise ConfigError(
             f"nothing in ZooKeeper is of replica {replica} of broker {broker_id}",
-            hint="It is not in sync, and the broker has other slaves. There is nothing to remove.",
+            hint=_nothing_to_remove({*present, *(number for number, _ in rest)} - {state.master}),
         )
     path = session.paths.broker_state(broker_id)
     operations: list[Op] = [Check(path, version)]
@@ -108,6 +105,25 @@ async def _plan_replica(session: Session, broker_id: int, replica: int) -> tuple
     if forgets:
         operations.append(Delete(session.paths.had_slaves(broker_id), ANY_VERSION))
     return RemovalPlan(broker_id, replica, in_sync, forgets, {}, (), 0, loss), operations
+
+
+def _is_master(broker_id: int, state: BrokerState, present: Mapping[int, BrokerAddress]) -> ConfigError:
+    others = {number for number, _ in state.insync} - {state.master}
+    ready = sorted(others & present.keys()) or sorted(others | present.keys() - {state.master})
+    if ready:
+        hint = f"Promote another one first: `metamq ha promote --broker {broker_id} --slave {ready[0]}`."
+    else:
+        hint = (
+            f"It is the only replica. `metamq cluster remove-broker {broker_id}` removes the broker id, with its "
+            "partitions."
+        )
+    return ConfigError(f"replica {state.master} is the master of broker {broker_id}", hint=hint)
+
+
+def _nothing_to_remove(slaves: Iterable[int]) -> str:
+    others = ", ".join(str(number) for number in sorted(slaves))
+    has = f"Its slaves are: {others}." if others else "The broker has no slave."
+    return f"It was removed before, or never started, or is down and not in sync: there is nothing to remove. {has}"
 
 
 async def _remove_replica(session: Session, broker_id: int, replica: int, accept_loss: bool) -> RemovalPlan:

@@ -117,15 +117,22 @@ def test_the_last_slave_goes_and_its_master_counts_as_one_that_never_had_any(run
         wait_until(lambda: all(one.holds_all for one in admin.replicas()[0].replicas), what="in sync")
         with pytest.raises(ConfigError, match="replica 1 of broker 0 is registered, at"):
             admin.remove_replica(0, 1)
+        with pytest.raises(ConfigError, match=r"replica 0 is the master of broker 0. Promote another .* --slave 1`"):
+            admin.remove_replica(0, 0)
+        with pytest.raises(ConfigError, match=r"nothing in ZooKeeper is of replica 2 .* Its slaves are: 1\."):
+            admin.remove_replica(0, 2)
+        for replica in (-1, 16):
+            with pytest.raises(ConfigError, match=rf"there is no replica {replica}. Replicas have the numbers 0 to 15"):
+                admin.plan_removal(0, replica)
         assert had_slaves(running)
         slave.kill()
         wait_gone(admin, 0, 1)
         assert admin.remove_replica(0, 1).forgets_slaves
         assert not had_slaves(running)
         wait_until(lambda: [one.replica for one in admin.replicas()[0].replicas] == [0], what="out of the set")
-        with pytest.raises(ConfigError, match="nothing in ZooKeeper is of replica 1 of broker 0"):
+        with pytest.raises(ConfigError, match=r"nothing in ZooKeeper is of replica 1 of broker 0.* has no slave\."):
             admin.remove_replica(0, 1)
-        with pytest.raises(ConfigError, match="is registered"):
+        with pytest.raises(ConfigError, match="replica 0 is the master of broker 0. It is the only replica"):
             admin.remove_replica(0, 0)
         slave.start()
         wait_until(lambda: len(admin.replicas()[0].replicas) == 2, what="the slave is back")
