@@ -46,6 +46,7 @@ from metamq.broker.log.fresh import set_aside
 from metamq.broker.made_partitions import MadePartitions
 from metamq.errors import ConfigError, DiskFull, StorageError
 from metamq.private_files import make_folder, opener, too_open
+from metamq.zk.epochs import IF_REMOVED
 
 log = logging.getLogger("metamq.broker")
 
@@ -53,6 +54,10 @@ FORMAT = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RIGHT_ZOOKEEPER = "Give the ZooKeeper, chroot and --root that the folder was used with."
 LOST_ZOOKEEPER = "If ZooKeeper was lost, `metamq cluster restore` makes what it held anew, from the data folders."
+REMOVED = (
+    "The rest of the cluster is there: this broker was removed by `metamq cluster remove-broker`, or ZooKeeper was "
+    f"taken back to before its first start. {IF_REMOVED}. {LOST_ZOOKEEPER}"
+)
 GONE = "this replica had it, and its files are not there"
 REPLACED = "its files are not those that this replica used last, but a copy, which may lack what was acknowledged later"
 _REMOVED = ".removed-"

@@ -29,7 +29,7 @@ from metamq.broker.admission import LINGERING_MAX, SLOTS_KEPT, Admission
 from metamq.broker.answer_memory import AnswerMemory
 from metamq.broker.config import BrokerConfig
 from metamq.broker.counters import Counters
-from metamq.broker.data_folder import LOST_ZOOKEEPER, RIGHT_ZOOKEEPER, DataFolder
+from metamq.broker.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
 from metamq.broker.flusher import Flusher
 from metamq.broker.ha.keeper import RoleKeeper
 from metamq.broker.ha.role import Role
@@ -275,10 +275,12 @@ class Broker:
         """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
         topics = {folder.topic for folder in self._folder.topics()} - {JOURNAL}
         if topics and await read_state(self._session, self.config.id) is None:
+            is_ours = await known_cluster_id(self._session) == self._folder.cluster_id
+            wrong = "In front of another one its topics would count as deleted."
             raise ConfigError(
                 f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
                 f"{self._zookeeper} does not know broker {self.config.id}",
-                hint=f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER} In front of another one its topics would count as deleted.",
+                hint=REMOVED if is_ours else f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER} {wrong}",
             )
         await self._check_cluster()
         await self._check_not_copied()

@@ -36,6 +36,8 @@ from typing import NamedTuple
 
 CLASSES = 16
 REIGNS_KEPT = 64
+GONE = "ZooKeeper was taken back, or this broker was removed by `metamq cluster remove-broker`"
+IF_REMOVED = "If it was removed, leave it off, or give it an empty data folder: it is a new broker then"
 
 
 class Claim(NamedTuple):
@@ -99,8 +101,10 @@ def taken_back(known: Known, claims: Iterable[Claim]) -> str:
     epoch, version, _reigns = known
     for claim in sorted(claims, key=lambda claim: (-claim.epoch, -claim.state_version, claim.replica)):
         if claim.epoch > epoch:
-            has = f"epoch {epoch}" if epoch else "no epoch"
-            return f"ZooKeeper was taken back: it has {has}, and replica {claim.replica} has seen epoch {claim.epoch}"
+            seen = f"replica {claim.replica} has seen epoch {claim.epoch}"
+            if epoch == 0:
+                return f"{GONE}: ZooKeeper has no epoch of it, and {seen}. {IF_REMOVED}"
+            return f"ZooKeeper was taken back: it has epoch {epoch}, and {seen}"
         if claim.epoch == epoch and claim.state_version > version:
             return (
                 f"ZooKeeper was taken back: it has version {version} of the state of epoch {epoch}, and replica "

@@ -77,7 +77,21 @@ def test_a_broker_goes_with_its_partitions_and_clients_that_run_go_on(running: C
     kept = sorted(path.name for path in (gone.data / "topics").iterdir())
     with pytest.raises(MetamqError, match="does not know broker 1"):
         gone.start()
+    assert "was removed by `metamq cluster remove-broker`" in gone.log_path.read_text()
     assert sorted(path.name for path in (gone.data / "topics").iterdir()) == kept, "its data is left alone"
+
+
+def test_a_removed_broker_without_topics_says_so_when_it_is_started_again(running: Cluster) -> None:
+    gone = running.add_broker(session_timeout_ms=SESSION_MS)
+    gone.stop()
+    with running.admin() as admin:
+        wait_until(lambda: not admin.brokers()[1].live, what="the end of its session")
+        admin.remove_broker(1)
+    before = len(gone.log_path.read_text())
+    gone.start(wait=False)
+    said = "or this broker was removed by `metamq cluster remove-broker`"
+    wait_until(lambda: said in gone.log_path.read_text()[before:], what="what it says of itself")
+    gone.stop()
 
 
 @pytest.mark.parametrize("step", ["_delete_state", "_take_from", "_offsets"])
@@ -132,7 +146,7 @@ def test_the_last_slave_goes_and_its_master_counts_as_one_that_never_had_any(run
         wait_until(lambda: [one.replica for one in admin.replicas()[0].replicas] == [0], what="out of the set")
         with pytest.raises(ConfigError, match=r"nothing in ZooKeeper is of replica 1 of broker 0.* has no slave\."):
             admin.remove_replica(0, 1)
-        with pytest.raises(ConfigError, match="replica 0 is the master of broker 0. It is the only replica"):
+        with pytest.raises(ConfigError, match=r"replica 0 is the master of broker 0\. It is the only replica"):
             admin.remove_replica(0, 0)
         slave.start()
         wait_until(lambda: len(admin.replicas()[0].replicas) == 2, what="the slave is back")

@@ -59,7 +59,6 @@ def claim(replica: int, epoch: int, version: int = -1) -> Claim:
         (3, 7, [claim(0, 3, 7), claim(1, 3), claim(2, 1, 99)], ""),
         (3, 7, [claim(0, 3, 8)], "it has version 7 of the state of epoch 3, and replica 0 has seen version 8"),
         (3, 7, [claim(0, 3, 8), claim(1, 4)], "it has epoch 3, and replica 1 has seen epoch 4"),
-        (0, -1, [claim(2, 1)], "it has no epoch, and replica 2 has seen epoch 1"),
     ],
 )
 def test_a_state_that_is_older_than_what_a_replica_knows_was_taken_back(
@@ -67,6 +66,14 @@ def test_a_state_that_is_older_than_what_a_replica_knows_was_taken_back(
 ) -> None:
     assert taken_back(Known(epoch, version), claims) == (told and f"ZooKeeper was taken back: {told}")
     assert highest_epoch(epoch, claims) == max([epoch, *(one.epoch for one in claims)])
+
+
+def test_where_no_state_is_the_broker_may_have_been_removed() -> None:
+    told = taken_back(Known(), [claim(2, 1)])
+    assert told.startswith(
+        "ZooKeeper was taken back, or this broker was removed by `metamq cluster remove-broker`: "
+        "ZooKeeper has no epoch of it, and replica 2 has seen epoch 1. If it was removed, leave it off"
+    )
 
 
 def test_an_epoch_of_another_history_is_told_however_far_this_one_went_on() -> None:
