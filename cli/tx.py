@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 PREPARED, HEURISTIC, DECIDED = "prepared", "heuristically completed", "decided"
 BROKER = click.option("--broker", "broker_id", type=int, help="At this broker id only.  [every one that has it]")
+
+
+_BASE64 = "[A-Za-z0-9+/]*={0,2}"
+_MAY_BE_ID = re.compile(rf"[0-9]+(_{_BASE64}){{0,2}}|([0-9a-f]{{2}})+")
+"""An id, its beginning, or a global transaction in hexadecimal."""
 
 
 @click.group(cls=Group)
@@ -214,19 +220,23 @@ def _find(admin: Admin, text: str) -> tuple[list[BranchDescription], list[int]]:
     matching = _exact(found, text) or _beginning(found, text)
     _check_one(matching, text)
     if not matching:
-        _raise_unknown(text, None, found.problems, ())
+        _raise_unknown(text, None, found.problems, (), ())
     return matching, list(found.problems)
 
 
 def _find_to_decide(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
     """As _find(), of what was named in full; with a broker, at that one. Raises ConnectError, too, when one that could
     not be asked may have more of it."""
+    if broker_id is not None and broker_id not in admin.brokers():
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     found = admin.transactions()
-    matching = [one for one in _exact(found, text) if broker_id in (None, one.broker_id)]
+    everywhere = _exact(found, text)
+    matching = [one for one in everywhere if broker_id in (None, one.broker_id)]
     _check_one(matching, text)
     problems = [number for number in found.problems if broker_id in (None, number)]
     if problems or not matching:
-        _raise_unknown(text, broker_id, problems, () if matching else _beginning(found, text))
+        similar = () if everywhere else _beginning(found, text)
+        _raise_unknown(text, broker_id, problems, similar, sorted({one.broker_id for one in everywhere}))
     return matching
 
 
@@ -252,15 +262,31 @@ def _check_one(branches: Sequence[BranchDescription], text: str) -> None:
 
 
 def _raise_unknown(
-    text: str, broker_id: int | None, problems: Collection[int], similar: Sequence[BranchDescription]
+    text: str,
+    broker_id: int | None,
+    problems: Collection[int],
+    similar: Sequence[BranchDescription],
+    having: Sequence[int],
 ) -> NoReturn:
+    """`having`: the brokers that answered, and have exactly this one."""
+    options = listed([f"`--broker {number}`" for number in having])
+    is_at = f"It is open at broker {listed([str(number) for number in having])}" if having else ""
+    unasked = listed([str(number) for number in problems])
+    if not having and not similar and not _MAY_BE_ID.fullmatch(text):
+        hint = "`metamq tx list` prints ids. No open transaction has this as its name, either."
+        if problems:
+            hint += f" Broker {unasked} cannot be asked."
+        raise ConfigError(f"{text!r} is not a transaction id", hint=hint)
     if problems:
-        numbers = listed([str(number) for number in problems])
         hint = "Nothing was done. Ask again later; with --broker only the branch at one broker is meant."
-        raise ConnectError(f"broker {numbers}", f"it may have {text}", hint=hint)
+        if having:
+            hint = f"Nothing was done. {is_at}: with {options} only what that one has is meant. Or ask again later."
+        raise ConnectError(f"broker {unasked}", f"it may have {text}", hint=hint)
     where = "any broker" if broker_id is None else f"broker {broker_id}"
     hint = "`metamq tx list` shows what is open. A finished branch is not."
-    if similar:
+    if having:
+        hint = f"{is_at}: give {options}."
+    elif similar:
         names = sorted({one.xid.whole for one in similar})
         hint = f"{listed(names)} {'begins' if len(names) == 1 else 'begin'} so: to decide about it give all of the id."
     raise BranchNotKnown(text, XACode.NOTA, f"it is not open at {where}", hint=hint)

@@ -162,6 +162,14 @@ def test_ids_that_are_none_or_not_the_only_ones(mq: XAResource, topic: str, caps
     assert "not open at any broker" in err
     status, _out, err = command(capsys, "rollback", str(first), "--yes", "--broker", "1")
     assert "not open at broker 1" in err
+    assert "It is open at broker 0: give `--broker 0`." in err
+    for what in ("commit", "rollback", "forget"):
+        status, _out, err = command(capsys, what, str(first), "--yes", "--broker", "9")
+        assert (status, err.splitlines()[0]) == (1, "metamq: there is no broker 9")
+    for what in ("show", "commit"):
+        for text in ("foo", "7_!_", "7_a_b_c"):
+            status, _out, err = command(capsys, what, text, *(["--yes"] if what == "commit" else []))
+            assert (status, err.splitlines()[0]) == (1, f"metamq: {text!r} is not a transaction id")
     for xid in (first, second):
         assert command(capsys, "rollback", str(xid), "--yes", "--broker", "0")[0] == 0
         mq.forget(xid)
@@ -223,7 +231,13 @@ def test_a_decision_that_a_broker_may_miss_is_refused(
         assert status == 3
         assert "broker 1" in err
         assert "it may have" in err
-        assert "--broker" in err
+        assert "It is open at broker 0: with `--broker 0` only what that one has is meant." in err
+        status, _out, err = command(capsys, "rollback", str(xid), "--yes", "--broker", "1")
+        assert status == 3
+        assert "It is open at broker 0: with `--broker 0`" in err
+        status, _out, err = command(capsys, "show", "foo")
+        assert (status, "Broker 1 cannot be asked" in err) == (1, True)
+        assert "'foo' is not a transaction id" in err
         status, out, err = command(capsys, "show", str(xid))
         assert (status, "prepared" in out) == (0, True)
         assert "Broker 1 cannot be asked" in err
