@@ -136,7 +136,7 @@ def inspect_folder(path: Path) -> FolderReport:
         files = ReadOnlyFiles()
         try:
             made = made_partitions.recorded(path)
-            marks = {} if _is_copy(meta, lock_mark, mark) else made
+            marks = {} if is_copy(meta, lock_mark, mark) else made
             logs = {log.place: log for log in _missing(path, made)}
             logs |= {log.place: log for log in _logs(path, meta["broker_id"], files, marks)}
         finally:
@@ -190,6 +190,22 @@ def locked(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
+def lock_mark_of(path: Path) -> str:
+    """The mark of a data folder's lock, which may be held; empty without one. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), open(path / "lock", "rb") as file:
+        return mark_of(file.fileno())
+    return ""
+
+
+def is_replaced(partition: Path, mark: str | None) -> bool:
+    """Whether a partition's files are others than those of the recorded mark, which may be unknown. Raises OSError."""
+    path = partition / FILE_NAME
+    if not mark or not path.exists():
+        return False
+    with open(path, "rb") as file:
+        return mark_of(file.fileno()) != mark
+
+
 def read_meta(path: Path) -> tuple[dict[str, Any], str]:
     """The fields of meta.json that count here, and the mark of that file. Raises ConfigError."""
     try:
@@ -220,13 +236,14 @@ def read_meta(path: Path) -> tuple[dict[str, Any], str]:
     return meta, mark
 
 
-def _is_copy(meta: Mapping[str, Any], lock_mark: str, mark: str) -> bool:
+def is_copy(meta: Mapping[str, Any], lock_mark: str, mark: str) -> bool:
+    """Whether the whole folder is a copy, from what read_meta() gave and the mark of its lock."""
     return meta["lock"] not in ("", lock_mark) or meta["file"] not in ("", mark)
 
 
 def _becomes_new(meta: Mapping[str, Any], lock_mark: str, mark: str) -> str:
     """As DataFolder decides at the next start."""
-    if _is_copy(meta, lock_mark, mark):
+    if is_copy(meta, lock_mark, mark):
         return "it is a copy, or was moved to another disk"
     boot_id = current_boot()
     if not meta["clean"] and (not boot_id or boot_id != meta["boot_id"]):
@@ -259,7 +276,8 @@ def _logs(path: Path, broker_id: int, files: ReadOnlyFiles, marks: Mapping[str, 
         for index in sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal()):
             name = f"{topic}/{partition_name(broker_id, index)}"
             try:
-                _check_mark(folder / str(index) / FILE_NAME, name, marks.get(f"{folder.name}/{index}"))
+                if is_replaced(folder / str(index), marks.get(f"{folder.name}/{index}")):
+                    raise CorruptData(f"{name}: {folder / str(index)}", REPLACED)
                 yield _log(topic, topic_id, index, str(folder / str(index)), name, files)
             except (CorruptData, OSError) as error:
                 yield LogReport(topic, topic_id, index, problem=str(error))
@@ -271,14 +289,6 @@ def _missing(path: Path, made: Iterable[str]) -> Iterator[LogReport]:
         topic_folder, _slash, index = name.rpartition("/")
         topic, _at, topic_id = topic_folder.rpartition("@")
         yield LogReport(topic, topic_id, int(index), problem=f"{GONE}: {path / 'topics' / name}")
-
-
-def _check_mark(path: Path, name: str, mark: str | None) -> None:
-    """Raises CorruptData when the files came from elsewhere, OSError."""
-    if mark and path.exists():
-        with open(path, "rb") as file:
-            if mark_of(file.fileno()) != mark:
-                raise CorruptData(f"{name}: {path.parent}", REPLACED)
 
 
 def _log(topic: str, topic_id: str, index: int, folder: str, name: str, files: ReadOnlyFiles) -> LogReport:

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from metamq.broker.data_folder import GONE
+from metamq.broker.folder_report import data_folder
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.log_forget import accept, forget, missing_partitions
+from metamq.cli.log_forget import accept, forget, lost_partitions
 from metamq.cli.log_reader import (
     Finding,
     PartitionFolder,
@@ -62,7 +62,7 @@ def verify(folder: Path, output: str) -> int:
 
     Both checksums of each batch, that offsets and segments join, and whether bad bytes were ever flushed. A torn tail,
     which was not, is no damage: the broker cuts it when it starts. A partition whose folder is missing, although the
-    broker had it, is damaged. Ends with status 1 when there is damage.
+    broker had it, is damaged; so is one whose files came from elsewhere. Ends with status 1 when there is damage.
 
     \b
     metamq log verify ./metamq-data
@@ -86,10 +86,10 @@ def verify(folder: Path, output: str) -> int:
 
 
 def _with_missing(reports: list[PartitionReport], folder: Path) -> list[PartitionReport]:
-    """And those that are not there, although the broker had them."""
+    """And those that are not there, although the broker had them, or whose files came from elsewhere."""
     by_path = {Path(report.path).resolve(): report for report in reports}
-    for place in missing_partitions(folder):
-        reason = f"{GONE}: {place.path}"
+    for place, problem in lost_partitions(data_folder(folder)):
+        reason = f"{problem}: {place.path}"
         report = by_path.setdefault(place.path.resolve(), PartitionReport(place.name, str(place.path)))
         report.findings.append(Finding("damage", report.path, 0, 0, 0, reason))
     return list(by_path.values())

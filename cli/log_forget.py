@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from metamq.broker import made_partitions
-from metamq.broker.data_folder import DataFolder
-from metamq.broker.folder_report import data_folder, locked, read_meta
+from metamq.broker.data_folder import GONE, REPLACED, DataFolder
+from metamq.broker.folder_report import data_folder, is_copy, is_replaced, lock_mark_of, locked, read_meta
 from metamq.broker.log import flushed
 from metamq.broker.topics import OWN
 from metamq.cli.command import Command
@@ -45,6 +45,11 @@ class Place:
     index: int
     name: str
     path: Path
+
+    @property
+    def key(self) -> str:
+        """Its name in the record of partitions."""
+        return f"{self.topic}@{self.topic_id}/{self.index}"
 
     @property
     def is_missing(self) -> bool:
@@ -120,14 +125,15 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     """
     current().log()
     folder = data_folder(folder)
-    with locked(folder):
-        meta, _mark = read_meta(folder)
+    with locked(folder) as lock_mark:
+        meta, mark = read_meta(folder)
         place = _find(places(folder, meta["broker_id"]), partition, folder)
         if place.is_missing:
             hint = "Put them there first."
             if not place.topic.startswith(OWN):
                 hint += f" Or begin an empty log with `metamq log forget {folder} {place.name}`."
             raise ConfigError(f"{place.name} has no files in {place.path}", hint=hint)
+        _check_is_replaced(place, folder, is_whole_copy=is_copy(meta, lock_mark, mark))
         plan = _plan(place, meta)
     readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
     lines = [f"{place.name} is accepted as it is: {readable}, {count(plan.damaged_places, 'damaged place')}."]
@@ -158,14 +164,22 @@ def places(folder: Path, broker_id: int) -> list[Place]:
     return sorted(described, key=lambda place: (place.topic, place.index))
 
 
-def missing_partitions(folder: Path) -> list[Place]:
-    """The partitions whose files are gone, of a broker's data folder; none of any other folder. Raises OSError."""
-    folder = data_folder(folder)
-    if not made_partitions.recorded(folder):
+def lost_partitions(folder: Path) -> list[tuple[Place, str]]:
+    """The partitions whose files are gone, or are not those that the replica used last, of a broker's data folder; and
+    what to say of each. None of any other folder. Raises OSError."""
+    recorded = made_partitions.recorded(folder)
+    if not recorded:
         return []
-    recorded = {folder / "topics" / one for one in made_partitions.recorded(folder)}
-    broker_id = read_meta(folder)[0]["broker_id"]
-    return [place for place in places(folder, broker_id) if place.path in recorded and place.is_missing]
+    lock_mark = lock_mark_of(folder)
+    meta, mark = read_meta(folder)
+    takes_all = is_copy(meta, lock_mark, mark)
+    lost = []
+    for place in places(folder, meta["broker_id"]):
+        if place.key in recorded and place.is_missing:
+            lost.append((place, GONE))
+        elif not takes_all and is_replaced(place.path, recorded.get(place.key)):
+            lost.append((place, REPLACED))
+    return lost
 
 
 def _find(known: list[Place], partition: str, folder: Path) -> Place:
@@ -192,6 +206,23 @@ def _check_is_of_users(place: Place, partition: str) -> None:
             "restore its folder from a copy, and take that with `metamq log accept`. The broker serves everything but "
             "transactions meanwhile.",
         )
+
+
+def _check_is_replaced(place: Place, folder: Path, *, is_whole_copy: bool) -> None:
+    """Raises ConfigError when the broker takes the partition's files anyway, OSError."""
+    mark = made_partitions.recorded(folder).get(place.key)
+    if is_whole_copy:
+        reason = f"all of {folder} is a copy, and the broker takes its files as they are"
+    elif not mark:
+        reason = "nothing is known of the files that were here before, and the broker takes these"
+    elif is_replaced(place.path, mark):
+        return
+    else:
+        reason = "its files are those that this replica used last"
+    raise ConfigError(
+        f"{place.name} needs no accept: {reason}",
+        hint=f"Start the broker. `metamq log verify {folder}` shows whether a log is damaged.",
+    )
 
 
 def _plan(place: Place, meta: dict[str, Any]) -> ForgetPlan:

@@ -223,17 +223,53 @@ def test_files_from_a_backup_are_served_once_a_person_accepts_them(
     broker.stop()
 
     before = fingerprint(broker.data)
+    checked = offline("log", "verify", broker.data, "-o", "json")
+    assert checked.status == 1
+    reasons = {one["name"]: [found["reason"] for found in one["findings"]] for one in checked.json}
+    assert reasons.pop(name) == [f"{REPLACED}: {of(broker, 1)}"]
+    assert not any(reasons.values())
     planned = offline("log", "accept", broker.data, name)
     assert f"{name} is accepted as it is: {BEFORE} messages" in planned.talk
     assert "Without a slave in sync, what these files lack is LOST." in planned.talk
     assert fingerprint(broker.data) == before, "the plan changes nothing"
     done = offline("log", "accept", broker.data, name, "--yes", "-o", "json")
     assert (done.status, done.json["messages"]) == (0, BEFORE), done.talk
+    assert offline("log", "verify", broker.data).status == 0
+    again = offline("log", "accept", broker.data, name, "--yes")
+    assert (again.status, "its files are those that this replica used last" in again.talk) == (1, True)
     broker.start()
     assert http_get(broker.http_port, "/readyz")[0] == 200
     after = put(running, "0-1", b"after", AFTER)
     with running.consumer(topics=[TOPIC], group="told", idle_timeout_s=1) as consumer:
         assert [message.value for message in read_to_end(consumer)] == after
+
+
+def test_only_files_from_elsewhere_are_accepted(running: Cluster, offline: Metamq, tmp_path: Path) -> None:
+    broker, name = running.broker, f"{TOPIC}/0-1"
+    broker.stop()
+    copy = tmp_path / "copy"
+    shutil.copytree(broker.data, copy)
+    unknown = tmp_path / "unknown"
+    broker.data.rename(unknown)  # the same files, so no copy
+    record = unknown / "partitions"
+    lines = record.read_text()
+    for folder, reason in (
+        (unknown, "its files are those that this replica used last"),
+        (copy, f"all of {copy} is a copy, and the broker takes its files as they are"),
+    ):
+        before = fingerprint(folder)
+        refused = offline("log", "accept", folder, name, "--yes")
+        assert refused.status == 1
+        assert f"{name} needs no accept: {reason}" in refused.talk
+        assert fingerprint(folder) == before
+        assert offline("log", "verify", folder).status == 0
+    record.write_text("".join(line for line in lines.splitlines(keepends=True) if f"{TOPIC}@" not in line))
+    refused = offline("log", "accept", unknown, name, "--yes")
+    assert (refused.status, "nothing is known of the files that were here before" in refused.talk) == (1, True)
+    assert offline("log", "verify", unknown).status == 0
+    unknown.rename(broker.data)
+    broker.start()
+    assert http_get(broker.http_port, "/readyz")[0] == 200
 
 
 def test_a_journal_of_transactions_from_a_backup_is_served_once_a_person_accepts_it(
