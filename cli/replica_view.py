@@ -41,17 +41,21 @@ def damage(broker: BrokerReplicas) -> list[Amiss]:
 
 
 def _sound_again(broker: BrokerReplicas, damaged: ReplicaDescription) -> str:
-    ready = [one.replica for one in broker.replicas if one is not damaged and one.holds_all]
+    others = [one for one in broker.replicas if one is not damaged]
+    ready = [one.replica for one in others if one.holds_all]
+    down = [one.replica for one in others if one.in_sync and one.address is None]
+    promote = f"metamq ha promote --broker {broker.broker_id} --slave"
+    if not ready and down:
+        return f"{in_sync_and_down(down)} Then promote it: `{promote} {down[0]}`."
     if ready:
-        promote = f"metamq ha promote --broker {broker.broker_id} --slave {ready[0]}"
         return (
-            f"`{promote}` makes replica {ready[0]} the master, which is in sync; replica {damaged.replica} then sets "
-            "the damaged logs aside and copies them again."
+            f"`{promote} {ready[0]}` makes replica {ready[0]} the master, which is in sync; replica {damaged.replica} "
+            "then sets the damaged logs aside and copies them again."
         )
     return (
         "No other replica is in sync. `metamq log verify` on the data folder shows every damaged place. Restore the "
-        "partition's folder from a copy, or seek to an offset behind the damage; or stop the broker and give the whole "
-        "log up, with `metamq log forget`."
+        "partition's folder from a copy, and take it with `metamq log accept`; or seek to an offset behind the damage; "
+        "or stop the broker and give the whole log up, with `metamq log forget`."
     )
 
 

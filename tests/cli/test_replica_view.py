@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from metamq.cli.replica_view import amiss
+from metamq.cli.replica_view import amiss, damage
 from metamq.client.admin_model import BrokerReplicas, ReplicaDescription
 
 
@@ -75,6 +75,24 @@ def test_advice(master: ReplicaDescription, slave: ReplicaDescription, hints: li
     found = amiss(BrokerReplicas(0, 3, 1, (master, slave)))
     assert [one.hint for one in found] == hints
     assert [one.what for one in found if one.status == "problem"] == ([] if master is MASTER else ["broker 0"])
+
+
+@pytest.mark.parametrize(
+    ("slave", "hint"),
+    [
+        (READY, "`metamq ha promote --broker 0 --slave 1` makes replica 1 the master"),
+        (
+            GONE,
+            "start it first, its folder holds what was acknowledged. Then promote it: `metamq ha promote --broker 0",
+        ),
+        (BEHIND, "take it with `metamq log accept`"),
+    ],
+)
+def test_a_damaged_master_is_replaced_by_a_slave_that_is_in_sync_and_down_too(
+    slave: ReplicaDescription, hint: str
+) -> None:
+    (found,) = damage(BrokerReplicas(0, 3, 1, (replace(MASTER, damaged=("t/0-0",), damaged_count=1), slave)))
+    assert hint in found.hint
 
 
 @pytest.mark.parametrize(("copying", "holds_all"), [(None, False), (2, False), (0, True)])
