@@ -80,7 +80,7 @@ def test_advice(master: ReplicaDescription, slave: ReplicaDescription, hints: li
 @pytest.mark.parametrize(
     ("slave", "hint"),
     [
-        (READY, "`metamq ha promote --broker 0 --slave 1` makes replica 1 the master"),
+        (replace(READY, copying=0), "`metamq ha promote --broker 0 --slave 1` makes replica 1 the master"),
         (
             GONE,
             "start it first, its folder holds what was acknowledged. Then promote it: `metamq ha promote --broker 0",
