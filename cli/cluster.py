@@ -32,7 +32,7 @@ from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
 from metamq.cli.terminal import inert_json
 from metamq.client.first_contact import open_session
 from metamq.errors import ConfigError
-from metamq.zk.cluster_nodes import ClusterExport, Standing, compare, restore_cluster
+from metamq.zk.cluster_nodes import ClusterExport, Standing, compare, exported_cluster, restore_cluster
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -50,13 +50,14 @@ def cluster() -> None:
 
 
 @cluster.command()
-@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @JSON
 def export(file: Path | None, output: str) -> None:
-    """Write everything that ZooKeeper holds of the cluster into FILE, or to standard output, as JSON.
+    """Write everything that ZooKeeper holds of the cluster into FILE, or to standard output (no FILE, or -), as JSON.
 
     Topics with their settings, who is master and in sync, the groups' offsets and Spark's decisions. What is there only
     while a process runs is left out. Do it regularly: `metamq cluster restore` brings groups back to this state.
+    An older export in FILE is replaced; one of another cluster is not.
 
     \b
     metamq cluster export cluster.json
@@ -66,14 +67,25 @@ def export(file: Path | None, output: str) -> None:
     with current().admin() as admin:
         document = admin.export_cluster()
     text = inert_json(json.dumps(document, indent=1)) + "\n"
-    if file is None:
+    if file is None or str(file) == "-":
         sys.stdout.write(text)
     else:
+        _check_is_own(file, document["cluster_id"])
         _write(file, text)
         say(f"{count(len(document['nodes']), 'node')} of cluster {document['cluster_id']} are in {file}.")
     moved = document["changed_meanwhile"]
     if moved:
         say(f"{count(len(moved), 'node')} changed while they were read, and are as they were last: {listed(moved)}.")
+
+
+def _check_is_own(file: Path, cluster_id: str) -> None:
+    """Raises ConfigError when the file is the export of another cluster, perhaps the last that there is; OSError."""
+    former = exported_cluster(file.read_bytes()) if file.is_file() else None
+    if former not in (None, cluster_id):
+        raise ConfigError(
+            f"{file} is an export of cluster {former}, and this ZooKeeper has cluster {cluster_id}: it is not replaced",
+            hint="Give another file name, or remove the file.",
+        )
 
 
 def _write(file: Path, text: str) -> None:

@@ -87,6 +87,15 @@ class ClusterExport:
             raise ConfigError(f"{what} is not the export of a cluster: {error!r}", hint=hint) from error
 
 
+def exported_cluster(text: bytes) -> str | None:
+    """The id of the cluster that a file is an export of, whatever its format; None: it is no export."""
+    try:
+        document = json.loads(text)
+        return str(document["cluster_id"]) if document["kind"] == KIND else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def _as_text(data: bytes) -> object:
     try:
         return data.decode()

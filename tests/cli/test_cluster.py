@@ -327,6 +327,30 @@ def test_an_export_into_a_pipe_leaves_it_a_pipe(metamq: Metamq, tmp_path: Path) 
         reader.wait()
 
 
+def test_an_export_replaces_an_older_one_and_none_of_another_cluster(metamq: Metamq, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    for _time in range(2):
+        assert metamq("cluster", "export", file).status == 0
+    document = json.loads(file.read_text())
+    own = document["cluster_id"]
+    others = json.dumps({**document, "cluster_id": "f" * 32, "format": document["format"] + 1})
+    file.write_text(others)
+    refused = metamq("cluster", "export", file)
+    assert refused.status == 1
+    assert f"{file} is an export of cluster {'f' * 32}, and this ZooKeeper has cluster {own}" in refused.talk
+    assert "Give another file name, or remove the file." in refused.talk
+    assert file.read_text() == others
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_export_to_a_dash_goes_to_standard_output(
+    metamq: Metamq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert metamq("cluster", "export", "-").json["kind"] == "metamq cluster export"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_that_is_no_text_is_refused_by_its_name(offline: Metamq, tmp_path: Path) -> None:
     file = tmp_path / "strange.json"
     file.write_bytes(b"\xff\xfe{}")
