@@ -273,8 +273,12 @@ def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
         lines.append(in_sync_and_down(plan.in_sync_and_down))
     if plan.lost is None:
         lines.append(f"What it would lose cannot be known: {plan.unknown}.")
-        if plan.promote_instead is not None and not (plan.master_lives and plan.promote_instead == plan.master):
+        if plan.promote_instead is not None and plan.promote_instead == plan.master and plan.master_lives:
+            lines.append(f"That one is the master and runs: wait until replica {plan.replica} is in sync.")
+        elif plan.promote_instead is not None:
             lines.append(f"Start replica {plan.promote_instead}; if it runs, promote that one.")
+    elif not plan.lost:
+        lines.append("At present it has all messages that the replicas that answer have.")
     for topic, messages in (plan.lost or {}).items():
         lines.append(f"{'LOST' if accept_loss else 'It would lose'}: {count(messages, 'message')} of topic {topic}.")
     return lines

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 
 from metamq import aio
+from metamq.cli.context import Globals
 from metamq.cli.units import show_bytes
 from metamq.client.admin_model import PromotionPlan
 from metamq.errors import Fenced
@@ -26,6 +28,7 @@ from tests.parts import another_boot, wait_until
 
 Pair = tuple[Cluster, BrokerProcess]
 Start = Callable[..., "subprocess.Popen[bytes]"]
+UNKNOWN = "What it would lose cannot be known: why."
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +307,36 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
     assert [behind.group.ends(1)[topic, 0][0] for topic in LACKED] == [1, 0]
     behind.group.wait_insync(0, 1, master=1)
     behind.group.wait_equal(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("master_lives", "lost", "instead", "said"),
+    [
+        (False, {"t": 2}, None, ["LOST: 2 messages of topic t."]),
+        (True, {}, None, ["At present it has all messages that the replicas that answer have."]),
+        (False, None, None, [UNKNOWN]),
+        (False, None, 0, [UNKNOWN, "Start replica 0; if it runs, promote that one."]),
+        (True, None, 2, [UNKNOWN, "Start replica 2; if it runs, promote that one."]),
+        (True, None, 0, [UNKNOWN, "That one is the master and runs: wait until replica 1 is in sync."]),
+    ],
+)
+def test_each_thing_that_the_plan_knows_of_a_loss_is_said_before_the_question(
+    offline: Metamq,
+    monkeypatch: pytest.MonkeyPatch,
+    master_lives: bool,
+    lost: dict[str, int] | None,
+    instead: int | None,
+    said: list[str],
+) -> None:
+    why = "" if lost is not None else "why"
+    plan = PromotionPlan(0, 1, 0, master_lives, False, lost, False, (), why, instead)
+    admin = MagicMock()
+    admin.__enter__.return_value.plan_promotion.return_value = plan
+    monkeypatch.setattr(Globals, "admin", lambda _self: admin)
+    asked = offline("ha", "promote", "--slave", 1, "--accept-loss")
+    assert asked.status == 1
+    assert asked.talk.splitlines()[1:] == ["It is not in sync.", *said, "Nothing was done. Give --yes to do it."]
+    admin.__enter__.return_value.promote.assert_not_called()
 
 
 def test_the_asyncio_admin_promotes(pair: Pair) -> None:
