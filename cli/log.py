@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
-from metamq.broker.folder_report import data_folder
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.log_forget import accept, forget, lost_partitions
+from metamq.cli.log_forget import accept, forget, lost_partitions, told_folder
 from metamq.cli.log_reader import (
     Finding,
     PartitionFolder,
@@ -70,11 +69,12 @@ def verify(folder: Path, output: str) -> int:
     """
     current().log()
     partitions = find_partitions(folder)
+    data_folder = told_folder(folder)
     is_used = _warn_if_used(folder)
     total = sum(partition.size_bytes for partition in partitions)
     with progress_bar("Checking", total, unit="bytes") as advance:
         reports = [verify_partition(partition, advance) for partition in partitions]
-    reports = _with_missing(reports, folder)
+    reports = _with_missing(reports, data_folder)
     if output == "json":
         print_json([{**asdict(report), "is_damaged": report.is_damaged} for report in reports])
     else:
@@ -88,7 +88,7 @@ def verify(folder: Path, output: str) -> int:
 def _with_missing(reports: list[PartitionReport], folder: Path) -> list[PartitionReport]:
     """And those that are not there, although the broker had them, or whose files came from elsewhere."""
     by_path = {Path(report.path).resolve(): report for report in reports}
-    for place, problem in lost_partitions(data_folder(folder)):
+    for place, problem in lost_partitions(folder):
         reason = f"{problem}: {place.path}"
         report = by_path.setdefault(place.path.resolve(), PartitionReport(place.name, str(place.path)))
         report.findings.append(Finding("damage", report.path, 0, 0, 0, reason))

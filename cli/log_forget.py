@@ -89,7 +89,7 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     metamq log forget ./broker-0 flights/0-1 --yes
     """
     current().log()
-    folder = data_folder(folder)
+    folder = told_folder(folder)
     with locked(folder):
         meta, _mark = read_meta(folder)
         place = _find(places(folder, meta["broker_id"]), partition, folder)
@@ -124,7 +124,7 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     metamq log accept ./broker-0 flights/0-1 --yes
     """
     current().log()
-    folder = data_folder(folder)
+    folder = told_folder(folder)
     with locked(folder) as lock_mark:
         meta, mark = read_meta(folder)
         place = _find(places(folder, meta["broker_id"]), partition, folder)
@@ -149,6 +149,16 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
         print_json(asdict(plan))
         return
     say(f"{place.name} is accepted. Start the broker.")
+
+
+def told_folder(folder: Path) -> Path:
+    """The data folder that a person means; says which one it is, where others may have been meant."""
+    chosen = data_folder(folder)
+    if chosen != folder.absolute():
+        others = [str(path.parent) for path in sorted(folder.glob("replica-*/meta.json"))]
+        more = f" The folder also has {listed(others)}: give the one that you mean." if others else ""
+        say(f"The data folder is {chosen}.{more}")
+    return chosen
 
 
 def places(folder: Path, broker_id: int) -> list[Place]:

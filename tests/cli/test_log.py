@@ -94,6 +94,14 @@ def test_every_folder_above_a_partition_will_do(offline: Metamq, folder: Path) -
     assert "is neither a data folder nor that of a topic or a partition" in ended.talk
 
 
+def test_of_several_replicas_folders_the_one_that_is_used_is_named(offline: Metamq, folder: Path) -> None:
+    slave = Path(shutil.copytree(folder, folder.with_name("replica-1")))
+    for command in (("verify", folder.parent), ("forget", folder.parent, "flights/0-1")):
+        talk = offline("log", *command).talk
+        assert f"The data folder is {folder}. The folder also has {slave}: give the one that you mean." in talk
+    assert offline("log", "verify", slave).talk == ""
+
+
 def test_damage_is_shown_with_its_extent_and_what_follows_is_checked_too(offline: Metamq, folder: Path) -> None:
     first = segments(folder)[0]
     flip(first, HEADER_BYTES + 10)
