@@ -99,7 +99,8 @@ def seen(running: Cluster, topic: str) -> Counter[str]:
 
 def check(running: Cluster, topic: str, sink: str, values: list[str]) -> None:
     """Each once, and no branch of the sink is left."""
-    assert seen(running, topic) == Counter(values)
+    found, wanted = seen(running, topic), Counter(values)
+    assert found == wanted, f"missing: {dict(wanted - found)}, too many: {dict(found - wanted)}"
     assert left_open(running, sink) == []
 
 
