@@ -501,7 +501,7 @@ def _told(
         if former is not None and former.master not in [view.report.replica for view in broker.replicas]:
             yield (
                 f"Replica {former.master} of broker {broker.broker_id} was the master when the export was made, and "
-                "its folder is not given: messages that only it had are LOST, and nobody knows how many."
+                "its folder is not given. Messages that only it had are LOST; their number is unknown."
             )
         for view in broker.replicas:
             who = f"Replica {view.report.replica} of broker {broker.broker_id}"

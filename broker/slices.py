@@ -92,7 +92,7 @@ class Slices:
                     self._queues[owner] = queue  # at the back
                 if is_done:
                     owner.has_less_to_do()
-        finally:  # what goes wrong with one request is not to keep the others waiting for ever
+        finally:  # an error in one request must not stop the others
             self._is_slicing = False
             if self._queues or worked_s > SLICE_S:
                 self._timer = asyncio.get_running_loop().call_later(worked_s, self._slice)

@@ -195,7 +195,7 @@ class Topics:
                     moving = partial(self._move_aside, folder, name)
                     await asyncio.get_running_loop().run_in_executor(self._executor, moving)
                     self._set_aside.add(folder)
-                await self._open(topic, config, [index], anew=True)
+                await self._open(topic, config, [index], makes_missing=True)
                 self._set_aside.discard(folder)
                 if index in self.open[topic]:
                     del self._broken[topic, index]
@@ -250,10 +250,10 @@ class Topics:
         await self._open(topic, config, missing)
         self._configs[topic] = config
 
-    async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, anew: bool = False) -> None:
-        """Opens logs, and makes those that this folder never had; or has no more, `anew`."""
+    async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, makes_missing: bool = False) -> None:
+        """Opens logs, and makes those that this folder never had; or, with `makes_missing`, has no more."""
         indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
-        missing = await self._made(config, indexes, anew)
+        missing = await self._made(config, indexes, makes_missing)
         hint = MISSING_HINT + ("" if config.topic.startswith(OWN) else FORGET_HINT) + "."
         for index in indexes:
             name = self._name(topic, index)
@@ -272,12 +272,12 @@ class Topics:
             self.opened(indexed[index])
             await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
 
-    async def _made(self, config: TopicConfig, indexes: list[int], anew: bool) -> dict[int, str]:
+    async def _made(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
         trouble = Trouble()
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._make, config, indexes, anew
+                    self._executor, self._make, config, indexes, makes_missing
                 )
             except TooManyOpenFiles as error:
                 trouble.lasts(f"the logs of topic {config.topic!r} wait", error)
@@ -297,12 +297,12 @@ class Topics:
     def _name(self, topic: str, index: int) -> str:
         return f"{topic}/{partition_name(self._broker_id, index)}"
 
-    def _make(self, config: TopicConfig, indexes: list[int], anew: bool) -> dict[int, str]:
+    def _make(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
         """Makes the logs that are not there, and notes the topic's settings beside them. In a thread.
 
-        Returns the partitions that are missing, and how: they were there, and are not made `anew`.
+        Returns the partitions that are missing, and how: they were there, and without `makes_missing` are not made.
         """
-        missing = {} if anew else self._folder.missing(config.topic, config.id, indexes)
+        missing = {} if makes_missing else self._folder.missing(config.topic, config.id, indexes)
         indexes = [index for index in indexes if index not in missing]
         for index in indexes:
             folder = self._folder.partition_folder(config.topic, config.id, index)

@@ -116,8 +116,7 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     """Accept the files of one partition in DIR that were put there from elsewhere, such as a backup.
 
     The broker does not serve such a partition, since it may lack messages. DIR is the data folder of a broker that is
-    stopped. At a master without a slave in sync, what the files lack is lost, and consumers
-    go by their `on_data_loss`.
+    stopped. At a master without a slave in sync, what the files lack is lost, and consumers go by their `on_data_loss`.
 
     \b
     metamq log accept ./broker-0 flights/0-1

@@ -90,7 +90,7 @@ class ConsumerFace(Generic[T]):
             if counted is not None:
                 tp, offset = one.request.claim.tp, one.request.offset
                 if one.was_sought or states.get(tp) is not one.state:
-                    pass  # where it goes on is decided already
+                    pass  # a seek, or another owner, decides where it goes on
                 elif counted < offset:
                     self._seek_now(tp, counted)
                 else:

@@ -14,8 +14,8 @@ without an error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
+import logging
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -26,6 +26,7 @@ from metamq.client.checks import wrong_type
 from metamq.errors import ConfigError
 
 R = TypeVar("R")
+log = logging.getLogger("metamq.client")
 
 _TABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,62}\.)?[A-Za-z_][A-Za-z0-9_]{0,62}")
 
@@ -260,10 +261,12 @@ class _Asyncpg(Database):
             starting = asyncio.ensure_future(own.start())
             try:
                 await asyncio.shield(starting)
-            except asyncio.CancelledError:  # the server may carry BEGIN out, and nobody would end what it began
-                with contextlib.suppress(Exception):  # then the connection is lost, and the transaction with it
+            except asyncio.CancelledError:  # the server may still carry BEGIN out: end that transaction
+                try:
                     await starting
                     await own.rollback()
+                except Exception as error:  # the connection is lost, and the transaction with it
+                    log.info("a cancelled BEGIN was not rolled back: %r", error)
                 raise
             self._own, self._is_ours = own, True
 

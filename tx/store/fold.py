@@ -9,7 +9,7 @@ is left then begins somewhere: records of branches that are not known are of fin
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from typing import NamedTuple
 
 from metamq.errors import CorruptData
@@ -170,7 +170,9 @@ class JournalState:
         self.mark = record
         self._rewritten.clear()  # what was broken off may name bodies that this MARK covers
         for committed in [one for one in self.unmarked.values() if one.lsn < record.lsn]:
-            waiting = {n: body for n, body in committed.bodies.items() if body.place.key in record.left_out}
+            waiting = record.left_out and {  # mostly nothing is left out, and no body is looked at
+                n: body for n, body in committed.bodies.items() if body.place.key in record.left_out
+            }
             if waiting:
                 self.unmarked[committed.lsn] = committed._replace(bodies=waiting)
             else:
@@ -196,7 +198,7 @@ class JournalState:
             del self.branches[branch.xid]
         return dropped
 
-    def first_needed_lsn(self, lsn: int, memory_lsn: int, left_out: Container[Key]) -> int:
+    def first_needed_lsn(self, lsn: int, memory_lsn: int, left_out: Collection[Key]) -> int:
         """What lies before it is not needed once a MARK says that all COMMITs before `lsn` are in their partitions, but
         for those that are left out.
 
@@ -206,7 +208,7 @@ class JournalState:
         unmarked = [
             committed.first_lsn
             for committed in self.unmarked.values()
-            if committed.lsn >= lsn or any(body.place.key in left_out for body in committed.bodies.values())
+            if committed.lsn >= lsn or (left_out and any(b.place.key in left_out for b in committed.bodies.values()))
         ]
         return min([*live, *unmarked, lsn, memory_lsn])
 
