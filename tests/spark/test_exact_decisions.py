@@ -268,7 +268,8 @@ def test_a_decision_whose_broker_stays_away_is_not_told_as_a_failure(
         with pytest.raises(CommitUnfinished, match=f"{driver.sink} has not failed: all its rows are there"):
             Driver(two, topic, driver.sink).abort(0, attempts)
     else:
-        driver.commit(0, driver.write(0, texts(0, 5)))
+        patient = Driver(two, topic, sink)
+        patient.commit(0, patient.write(0, texts(0, 5)))
     check(two, topic, driver.sink, texts(0, 5))
 
 
