@@ -6,9 +6,10 @@ No I/O and no clock in here: the sender says what happened, and when.
 
 A batch gets the queue's producer id and the next sequence number when it is first sent, and keeps both for every
 repetition: the broker stores it once, however often it comes, and refuses one whose predecessor is missing
-(SequenceGap). At most INFLIGHT_BATCHES have a number and no outcome, which is as many as a broker remembers. A batch
-that comes back goes to its place in the queue, and nothing is sent until all that are under way are back or stored.
-So order holds and nothing is doubled, through refusals, lost connections and lost answers.
+(SequenceGap). Answers come in any order, and a broker remembers where it stored the last INFLIGHT_BATCHES of an id: no
+number is given out that is so far from the oldest one without an outcome. A batch that comes back goes to its place in
+the queue, and nothing is sent until all that are under way are back or stored. So order holds, nothing is doubled and
+each offset is known, through refusals, lost connections and lost answers.
 
 Four things could break that, and each has its rule:
 
@@ -98,9 +99,14 @@ class PartitionQueue:
             self._recover()
         if not self.waiting or self.recovering or now_s < self.paused_until_s:
             return False
-        if self.inflight and self.next_sequence >= SEQUENCES_MAX and self.waiting[0].sequence < 0:
-            return False
-        return len(self.inflight) < (INFLIGHT_BATCHES if self.established else 1)
+        if not self.inflight:
+            return True
+        following = self.waiting[0].sequence
+        if following < 0:
+            following = self.next_sequence
+            if following >= SEQUENCES_MAX:
+                return False
+        return self.established and following - self.inflight[0].sequence < INFLIGHT_BATCHES
 
     def next_batch(self, codec: Codec, now_s: float) -> OutgoingBatch:
         """Moves the first waiting batch to those under way, encoded.
