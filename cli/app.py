@@ -106,8 +106,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence_stdout()
         return OK
+    except OSError as error:
+        return tell(_of_output(error), debug=settings.debug)
     except Exception as error:
         return tell(error, debug=settings.debug)
+
+
+def _of_output(error: OSError) -> OSError:
+    """The same error; with a name where standard output still holds what it cannot write. That is then dropped."""
+    try:
+        sys.stdout.flush()
+    except OSError as still:
+        silence_stdout()
+        if error.filename is None and still.errno == error.errno:
+            return OSError(error.errno, error.strerror, "standard output")
+    return error
 
 
 def silence_stdout() -> None:

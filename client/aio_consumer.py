@@ -14,7 +14,7 @@ from metamq.client.checks import check_callables, check_seconds, check_whole, pa
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.dbapi import AnyConnection, database_of
+from metamq.client.dbapi import NOT_GIVEN, AnyConnection, database_of
 from metamq.client.hands import TaskHands
 from metamq.client.inbox import Hand
 from metamq.client.message_batch import MessageBatch
@@ -148,15 +148,16 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         if hand is not None:
             self._hands.release(hand, in_hand=is_handled or not hand.is_rejected)
 
-    async def commit(self, position: Position = None, *, connection: AnyConnection | None = None) -> None:
+    async def commit(self, position: Position = None, *, connection: AnyConnection | None = NOT_GIVEN) -> None:
         """As metamq.Consumer.commit.
 
         connection: of psycopg.AsyncConnection, asyncpg or aiosqlite; or a blocking one, whose database this loop waits
         for.
         """
         self._core.check_usable()
+        self._check_not_none(connection)
         await self._check_given(position)
-        if connection is not None:
+        if connection is not None and connection is not NOT_GIVEN:
             storage = self._storage_for_commit_in()
             await self._commit_in(storage, position, database_of(connection, storage._paramstyle))
             return

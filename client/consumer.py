@@ -17,7 +17,7 @@ from metamq.client.checks import check_callables, check_seconds, check_whole, no
 from metamq.client.consumer_core import ConsumerCore, RebalanceCallback
 from metamq.client.consumer_face import ConsumerFace, Position, partitions_of
 from metamq.client.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.dbapi import Connection, at_once, blocking_database_of
+from metamq.client.dbapi import NOT_GIVEN, Connection, at_once, blocking_database_of
 from metamq.client.hands import ThreadHands
 from metamq.client.inbox import Hand
 from metamq.client.listener import DeadLetters, Listener, ListenerPool
@@ -193,7 +193,7 @@ class Consumer(ConsumerFace[T]):
             self._hands.release(self._hand, in_hand=is_handled or not self._hand.is_rejected)
             self._hand = None  # afterwards: a Ctrl-C in release() leaves it to the next call
 
-    def commit(self, position: Position = None, *, connection: Connection | None = None) -> None:
+    def commit(self, position: Position = None, *, connection: Connection | None = NOT_GIVEN) -> None:
         """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
 
         connection: with offsets=DatabaseOffsets(...), writes the offsets into the transaction that this DB-API
@@ -207,9 +207,10 @@ class Consumer(ConsumerFace[T]):
         Other errors may be retried.
         """
         self._core.check_usable()
+        self._check_not_none(connection)
         if isinstance(position, Mapping):
             self._wait_for(self._check_given(position))
-        if connection is not None:
+        if connection is not None and connection is not NOT_GIVEN:
             storage = self._storage_for_commit_in()
             hint = "Take metamq.aio.Consumer and await its commit(), or give a blocking connection."
             database = blocking_database_of(connection, storage._paramstyle, hint)

@@ -77,6 +77,14 @@ class ConsumerFace(Generic[T]):
             )
         return storage
 
+    def _check_not_none(self, connection: object) -> None:
+        """Raises ConfigError for None in the place of a connection, where offsets are in a database."""
+        if connection is None and isinstance(self._core.plan.offsets, DatabaseOffsets):
+            raise ConfigError(
+                "commit(connection=None) gives no connection: the offsets would be stored without the results",
+                hint="Give the connection that the results are stored with, or leave `connection` out.",
+            )
+
     async def _commit_in(self, storage: DatabaseOffsets, position: Position, database: Database) -> None:
         """Writes offsets into the application's own transaction. Waits for nothing but the database."""
         database.check_in_transaction()

@@ -75,6 +75,8 @@ class AsyncpgConnection(Protocol):
 
 
 AnyConnection = Connection | AsyncioConnection | AsyncpgConnection
+NOT_GIVEN: Any = object()
+"""In the place of a connection that was left out: None may be a mistake."""
 
 
 class Database(ABC):
@@ -140,15 +142,25 @@ class Database(ABC):
         known = self.connection
         if callable(getattr(known, "get_autocommit", None)):  # MySQL's modules
             return bool(known.get_autocommit())
-        if self.dialect == SQLITE and known.isolation_level is None and not known.in_transaction:
+        if self.dialect == SQLITE and self._of_sqlite("isolation_level") is None and not known.in_transaction:
             # Since Python 3.12 `autocommit` may say that there are transactions all the same.
             return getattr(known, "autocommit", True) is not False
         return getattr(known, "autocommit", False) is True
 
+    def _of_sqlite(self, name: str) -> Any:
+        """Raises ConfigError where aiosqlite has no connection."""
+        try:
+            return getattr(self.connection, name)
+        except ValueError as error:
+            raise ConfigError(
+                "the connection is closed, or was not awaited",
+                hint="Give an open one: `connection = await aiosqlite.connect(...)`.",
+            ) from error
+
     def _is_in_transaction(self) -> bool:
         """True also where the driver does not tell."""
         if self.dialect == SQLITE:
-            return bool(self.connection.in_transaction)
+            return bool(self._of_sqlite("in_transaction"))
         status = getattr(getattr(self.connection, "info", None), "transaction_status", None)
         return status is None or int(status) != _IDLE
 

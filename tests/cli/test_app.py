@@ -289,6 +289,19 @@ def test_a_reader_that_leaves_is_no_error(process: Start, topic: str, metamq: Me
     assert (child.returncode, but_for_closing(talk)) == (0, b"")
 
 
+@pytest.mark.parametrize("arguments", [["consume", "TOPIC", "-e"], ["topic", "list"]])
+def test_a_full_disk_below_the_output_is_one_line(
+    process: Start, topic: str, metamq: Metamq, arguments: list[str]
+) -> None:
+    assert metamq("produce", topic, stdin=b"line\n").status == 0
+    with open("/dev/full", "wb") as full:
+        settings = {"stdout": full, "env": {"PYTHONUNBUFFERED": ""}}
+        running = process(*(topic if one == "TOPIC" else one for one in arguments), **settings)
+    _out, err = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert err.decode().splitlines() == ["metamq: standard output: No space left on device"]
+
+
 def test_shells_can_complete() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "metamq.cli"],

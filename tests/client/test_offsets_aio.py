@@ -175,6 +175,8 @@ def test_the_blocking_consumer_refuses_it_and_says_what_takes_it(shop: Shop, gro
             consumer.commit(message, connection=connection)
         loop.run_until_complete(connection.close())
         loop.close()
+        with pytest.raises(ConfigError, match=r"connection=None\) gives no connection"):
+            consumer.commit(message, connection=None)
         assert stored_offsets(database) == [-1]
         consumer.commit(message)
     assert stored_offsets(database) == [1]
@@ -204,6 +206,8 @@ def test_what_gives_an_awaitable_unasked_is_refused(shop: Shop, group: str, tmp_
     async def scenario() -> None:
         offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "blocking.db"), paramstyle="qmark")
         await offsets.create_table()
+        closed = await aiosqlite.connect(tmp_path / "closed.db")
+        await closed.close()
         async with aio.Consumer(
             shop.cluster.zookeeper, topics=topic, group=group, auto_commit=False, offsets=offsets
         ) as consumer:
@@ -212,6 +216,11 @@ def test_what_gives_an_awaitable_unasked_is_refused(shop: Shop, group: str, tmp_
                     ConfigError, match=r"Wrapper looks like a blocking connection, and gave an awaitable"
                 ):
                     await consumer.commit(message, connection=Wrapper())
+                for connection in (aiosqlite.connect(tmp_path / "never.db"), closed):
+                    with pytest.raises(ConfigError, match="the connection is closed, or was not awaited"):
+                        await consumer.commit(message, connection=connection)
+                with pytest.raises(ConfigError, match=r"connection=None\) gives no connection"):
+                    await consumer.commit(message, connection=None)
                 with pytest.raises(WrongType, match="`connection` must be a DB-API connection, or one of psycopg"):
                     await consumer.commit(message, connection=object())
                 break
