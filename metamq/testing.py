@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class BrokerProcess:
     """One broker as a process of its own, on a port that it keeps over restarts; it ends when this process does."""
 
     command: tuple[str, ...] = (sys.executable, "-m", "metamq.broker")
+    popen: Callable[..., Any] = staticmethod(subprocess.Popen)
 
     def __init__(self, zookeeper: str, data: Path, broker_id: int = 0, **settings: object) -> None:
         """`settings` are those of metamq.broker.config.BrokerConfig."""
@@ -67,7 +68,7 @@ class BrokerProcess:
         environment = {f"METAMQ_BROKER_{name.upper()}": str(value) for name, value in settings.items()}
         environment["METAMQ_ZOOKEEPER"] = self._zookeeper
         with self.log_path.open("a") as log:
-            self._process = subprocess.Popen(
+            self._process = self.popen(
                 [*self.command, "--with-parent"],
                 env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
@@ -168,16 +169,22 @@ class BrokerProcess:
 class Cluster:
     """A running ZooKeeper and its brokers. `zookeeper` is the address that clients take."""
 
-    def __init__(self, zookeeper: EmbeddedZooKeeper, folder: Path) -> None:
-        self.zookeeper_server = zookeeper
+    def __init__(self, zookeeper: EmbeddedZooKeeper | str, folder: Path) -> None:
+        self._zookeeper = zookeeper
         self.folder = folder
         self.brokers: list[BrokerProcess] = []
         self.slaves: list[BrokerProcess] = []
 
     @property
     def zookeeper(self) -> str:
-        """ "host:port" of the ZooKeeper server."""
-        return self.zookeeper_server.address
+        """ "host:port" of the ZooKeeper server, and its chroot if there is one."""
+        return self._zookeeper if isinstance(self._zookeeper, str) else self._zookeeper.address
+
+    @property
+    def zookeeper_server(self) -> EmbeddedZooKeeper:
+        """The server that was started for this cluster."""
+        assert not isinstance(self._zookeeper, str), "the cluster uses a server that was there before"
+        return self._zookeeper
 
     @property
     def broker(self) -> BrokerProcess:
@@ -227,17 +234,22 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(*, brokers: int = 1, folder: Path | None = None, **settings: object) -> Iterator[Cluster]:
+def cluster(
+    *, brokers: int = 1, folder: Path | None = None, zookeeper: str | None = None, **settings: object
+) -> Iterator[Cluster]:
     """A cluster for the length of a `with` block. `folder` keeps its data; by default it is removed at the end.
 
-    `settings` are those of metamq.broker.config.BrokerConfig, for all brokers.
+    `zookeeper` is the address of a running server, best with a chroot of the cluster's own: "host:port/chroot"; by
+    default the cluster starts a server. `settings` are those of metamq.broker.config.BrokerConfig, for all brokers.
     """
     own = Path(tempfile.mkdtemp(prefix="metamq-")) if folder is None else None
     place = own or folder
     assert place is not None
+    place.mkdir(parents=True, exist_ok=True)
     try:
-        with EmbeddedZooKeeper(place / "zookeeper") as zookeeper:
-            running = Cluster(zookeeper, place)
+        with contextlib.ExitStack() as stack:
+            server = zookeeper or stack.enter_context(EmbeddedZooKeeper(place / "zookeeper"))
+            running = Cluster(server, place)
             try:
                 for _ in range(brokers):
                     running.add_broker(**settings)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import leftovers
+from tests import leftovers, one_zookeeper, zygote
+from tests.postgres import running_postgres
 
 settings.register_profile("untimed", deadline=None)  # how fast it is, the bench says
 settings.load_profile("untimed")
@@ -23,6 +24,13 @@ LEFT_OUT = "not containers"
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin of its own: a conftest is not asked about what belongs to the session."""
     config.pluginmanager.register(leftovers, "leftovers")
+    zygote.install()
+
+
+def pytest_unconfigure() -> None:
+    """After the last fixture."""
+    one_zookeeper.close()
+    zygote.close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -30,6 +38,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     them over from here on."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The connection string of a PostgreSQL server of our own, on a Unix socket. A test takes a schema of its own."""
+    with running_postgres() as server:
+        yield server.dsn
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import zygote
+
 LIMIT_S = 60.0
 """So long threads and processes that are ending may take, on a slow machine."""
 POOLS = ("asyncio_", "uvloop_", "metamq", "ThreadPoolExecutor-")
@@ -30,7 +32,9 @@ _servers_of_the_session: set[str] = set()
 def alive() -> set[threading.Thread | int]:
     """Threads, but for those of pools, and the ids of child processes."""
     threads = {one for one in threading.enumerate() if not one.name.startswith(POOLS) and not _is_of_spark(one)}
-    return {*threads, *(child.pid for child in psutil.Process().children())}
+    children = psutil.Process().children()
+    forked = [one for child in children if child.pid in zygote.commands for one in child.children()]
+    return {*threads, *(child.pid for child in (*children, *forked) if zygote.commands.get(child.pid) != zygote.NAME)}
 
 
 def _is_of_spark(thread: threading.Thread) -> bool:
@@ -39,18 +43,23 @@ def _is_of_spark(thread: threading.Thread) -> bool:
     return (getattr(target, "__module__", None) or "").startswith("py4j.")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
-    """What a fixture of the whole session makes is left to it."""
-    if fixturedef.scope != "session":
-        return (yield)
+@contextlib.contextmanager
+def of_the_session() -> Iterator[None]:
+    """What is made in the block stays until the end of the run."""
     before = alive()
     try:
-        return (yield)
+        yield
     finally:
         made = alive() - before
         _of_the_session.update(made)
         _servers_of_the_session.update(filter(None, map(_command, made)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+    """What a fixture of the whole session makes is left to it."""
+    with of_the_session() if fixturedef.scope == "session" else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,5 +95,6 @@ def _name(one: threading.Thread | int) -> str:
 def _command(one: threading.Thread | int) -> str:
     """Of a process; "" of a thread, and of a process that has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return "" if isinstance(one, threading.Thread) else " ".join(psutil.Process(one).cmdline())
+        if not isinstance(one, threading.Thread):
+            return zygote.commands.get(one) or " ".join(psutil.Process(one).cmdline())
     return ""

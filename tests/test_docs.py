@@ -14,7 +14,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end
 from tests.postgres import running_postgres
 

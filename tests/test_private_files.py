@@ -15,8 +15,8 @@ from metamq.broker.data_folder import DataFolder
 from metamq.broker.log import FileCache
 from metamq.client.offsets_file import FileOffsets
 from metamq.private_files import make_folder, too_open
-from metamq.testing import cluster
 from metamq.tx.app.decision_log import DecisionLog
+from tests.one_zookeeper import cluster
 
 
 def modes(folder: Path) -> dict[str, str]:

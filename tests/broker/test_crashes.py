@@ -20,8 +20,9 @@ import pytest
 from metamq import Producer, aio
 from metamq.client.outgoing import Delivery
 from metamq.errors import BufferFull, MetamqError
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from tests.load import Load, Told, blocking, check
+from tests.one_zookeeper import cluster
 from tests.parts import Stored, read_topic, statistics, wait_until
 
 

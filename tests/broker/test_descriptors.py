@@ -15,9 +15,10 @@ import pytest
 
 from metamq.broker.acceptor import DESCRIPTORS_LEFT
 from metamq.broker.log import FileCache
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.commands import Command, Hello
 from metamq.wire.frames import encode_frame
+from tests.one_zookeeper import cluster
 from tests.parts import http_get, wait_until
 
 HELLO = b"".join(encode_frame(1, Command.HELLO, 0, 0, Hello(1, 1, "test")))

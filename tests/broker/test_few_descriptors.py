@@ -16,8 +16,9 @@ from metamq import Admin, Producer
 from metamq.broker.admission import SLOTS_KEPT
 from metamq.broker.server import OPEN_FILES_LEAST, shares
 from metamq.errors import ConfigError, MetamqError
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.topics import FlushEvery, TopicConfig
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, read_topic, statistics, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit on open files to set")

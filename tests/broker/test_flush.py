@@ -15,9 +15,10 @@ from metamq.broker.flusher import Flusher
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
 from metamq.broker.partition import Appended, BatchIds, Partition
 from metamq.errors import MetamqError, StorageError
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, read_topic
 
 ACK = FlushPolicy(before_ack=True, every_messages=None, every_ms=None)

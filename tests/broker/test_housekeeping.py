@@ -14,7 +14,8 @@ import pytest
 
 from metamq import Admin
 from metamq.errors import DiskFull
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from metamq.client.background import BackgroundLoop
 from metamq.errors import TooManyThreads
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.threads import start_pool
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, until_answered, wait_until
 
 

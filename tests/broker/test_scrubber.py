@@ -25,12 +25,13 @@ from metamq.client.damage import report_of
 from metamq.client.in_pieces import ask_offsets
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ClosedError, CorruptData
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.batch import read_header, walk
 from metamq.wire.columns import encode
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.topics import TopicConfig
 from tests.broker.test_disk import flip
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, statistics, wait_until
 
 QUICK = {"scrub_every_s": 0.1, "retention_check_s": 0.1}

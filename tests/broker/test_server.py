@@ -26,7 +26,7 @@ from metamq.broker.log import FileCache, LogConfig, PartitionLog
 from metamq.client.outgoing import Delivery
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConfigError, MetamqError
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry
 from metamq.wire.connection import Response
@@ -37,6 +37,7 @@ from metamq.zk.paths import master_offer
 from metamq.zk.ports import HeldPort
 from metamq.zk.session import Session
 from metamq.zk.topics import TopicConfig, TopicStore
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, http_get, read_topic, statistics, until_answered, wait_until
 
 

@@ -15,12 +15,13 @@ import pytest
 
 from metamq.cli.doctor import BRANCHES_NAMED
 from metamq.client.admin_model import ReplicaDescription
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.tx import XAResource, Xid
 from metamq.zk.embedded import EmbeddedZooKeeper
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.plans import Plan, PlanInputs, TopicInput, to_json
 from metamq.zk.session import Session
+from tests.one_zookeeper import cluster
 from tests.parts import another_boot, wait_until
 
 Metamq = Callable[..., Any]

@@ -14,8 +14,9 @@ import pytest
 from metamq.broker.log import FileCache
 from metamq.broker.log.flushed import FlushFile
 from metamq.cli.log_reader import find_partitions
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire.batch import HEADER_BYTES
+from tests.one_zookeeper import cluster
 
 JOURNAL = "~transactions/0-0"
 """Of every broker."""

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.data_folder import REPLACED
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
 from tests.cli.conftest import Metamq
+from tests.one_zookeeper import cluster
 from tests.parts import http_get, read_to_end, wait_until
 
 TOPIC = "flights"

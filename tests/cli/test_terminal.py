@@ -19,8 +19,9 @@ import pytest
 
 from metamq.cli.app import run
 from metamq.cli.output import table_lines
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from tests.cli.test_app import all_commands
+from tests.one_zookeeper import cluster
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -12,9 +12,10 @@ import pytest
 from metamq import Admin, aio
 from metamq.cli.app import run
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, HeuristicOutcome
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx import XAResource, Xid
 from metamq.wire.xa import Verb
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end
 
 

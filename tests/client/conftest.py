@@ -14,7 +14,6 @@ from metamq.testing import Cluster
 from metamq.testing import cluster as running_cluster
 from metamq.zk.embedded import EmbeddedZooKeeper
 from tests.parts import make_chroot
-from tests.postgres import running_postgres
 
 
 @pytest.fixture(scope="session")
@@ -28,13 +27,6 @@ def zookeeper() -> Iterator[EmbeddedZooKeeper]:
 def servers(zookeeper: EmbeddedZooKeeper) -> str:
     """The shared server's address with a chroot that only this test has."""
     return make_chroot(f"{zookeeper.address}/{uuid.uuid4().hex}")
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The connection string of a PostgreSQL server of our own, on a Unix socket."""
-    with running_postgres() as server:
-        yield server.dsn
 
 
 class Shop:

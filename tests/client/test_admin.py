@@ -31,10 +31,11 @@ from metamq.errors import (
     TopicNotFound,
     WrongType,
 )
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session import Session
 from metamq.zk.topics import FlushEvery
+from tests.one_zookeeper import cluster
 
 LIMIT_S = 60.0
 

@@ -10,8 +10,9 @@ import pytest
 
 from metamq import Admin, Consumer
 from metamq.errors import ConnectError, DeliveryTimeout
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.ports import free_port
+from tests.one_zookeeper import cluster
 from tests.parts import Line, read_to_end, wait_until
 
 BROKER_HOST = "127.0.0.2"

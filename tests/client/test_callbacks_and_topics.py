@@ -11,7 +11,8 @@ import pytest
 
 from metamq import aio
 from metamq.errors import ConfigError, MetamqError, TopicNotFound
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 from metamq.client.accumulator import Accumulator
 from metamq.client.outgoing import Delivery, OutgoingBatch
 from metamq.errors import ConfigError
-from metamq.testing import cluster
 from tests.client.test_accumulator import Loopless, an_accumulator, known, take
+from tests.one_zookeeper import cluster
 
 INTERRUPTS = 100
 

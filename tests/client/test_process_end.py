@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from metamq.testing import cluster
+from tests.one_zookeeper import cluster
 
 EARLY = '''
 import asyncio, atexit, sys, threading

@@ -28,8 +28,9 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.zk.topics import TopicConfig
+from tests.one_zookeeper import cluster
 from tests.parts import read_topic, statistics, wait_until
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from metamq.client.outgoing import Delivery
 from metamq.errors import DeliveryTimeout, MetamqError, PartitionNotFound, TopicNotFound
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.ports import free_port
 from metamq.zk.topics import TopicConfig
+from tests.one_zookeeper import cluster
 from tests.parts import Line, Stored, read_topic, statistics, wait_until
 
 BROKER_HOST = "127.0.0.2"

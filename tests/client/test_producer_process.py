@@ -13,8 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.client import producer as client_producer
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.zk.topics import TopicConfig
+from tests.one_zookeeper import cluster
 from tests.parts import Stored, read_topic
 
 NUMBERS = itertools.count()

@@ -11,7 +11,8 @@ import pytest
 from metamq import Admin
 from metamq.client import admin_removal
 from metamq.errors import ConfigError, ConnectError, MetamqError
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import another_boot, read_to_end, wait_until
 
 pytestmark = pytest.mark.timeout(300)

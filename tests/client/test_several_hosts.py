@@ -8,7 +8,8 @@ import pytest
 
 from metamq.client.transport import BrokerConnection
 from metamq.errors import ConnectError
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import wait_until
 
 NOBODY = "127.0.0.99"

@@ -12,11 +12,12 @@ import pytest
 
 from metamq.client.transport import BrokerConnection
 from metamq.errors import CorruptData, UndecodableBatch
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import batch as layout
 from metamq.wire import columns, status
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.compression import Codec, compress
+from tests.one_zookeeper import cluster
 
 COUNT = 5
 TP = ("poisoned", "0-0")

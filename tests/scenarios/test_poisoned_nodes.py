@@ -14,7 +14,8 @@ from kazoo.client import KazooClient
 
 from metamq import Consumer
 from metamq.errors import ConfigError, CorruptData
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S
 
 POISON = {

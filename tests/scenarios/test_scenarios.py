@@ -20,7 +20,8 @@ import pytest
 
 from metamq import Consumer, Message, Rollback, TopicPartition, aio
 from metamq.errors import ConfigError, MessageTooLarge, MetamqError, TopicNotFound
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import is_at_end, read_to_end
 
 LIMIT_S = 100

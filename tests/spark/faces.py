@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 
 COUNT = 40
 

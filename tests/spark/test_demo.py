@@ -10,7 +10,7 @@ import pytest
 
 from metamq.cli import demo_spark
 from metamq.cli.demo_flights import Tally
-from metamq.testing import cluster
+from tests.one_zookeeper import cluster
 
 DAYS = 60
 

@@ -14,11 +14,12 @@ from metamq.errors import CorruptData, OffsetDiverged
 from metamq.spark_consumers import fetch as fetching
 from metamq.spark_consumers.fetch import FetchTask
 from metamq.spark_consumers.files import FileReader
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire.addresses import is_own_address
 from metamq.wire.commands import FilePlace
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import Rooms
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, statistics
 from tests.spark.conftest import send
 from tests.spark.test_fetch import numbered, planned, table

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import wait_until
 from tests.spark.test_stream_source import Query, numbers
 

@@ -14,9 +14,10 @@ from metamq.spark_consumers import files as opening
 from metamq.spark_consumers import lanes
 from metamq.spark_consumers.fetch import fetch
 from metamq.spark_consumers.files import FileReader, NotItsFile
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire.commands import FilePlace
 from metamq.wire.rooms import Rooms
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker
 from tests.spark.test_fetch import planned, table
 from tests.spark.test_files import COUNT, fill

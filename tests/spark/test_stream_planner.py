@@ -18,9 +18,10 @@ from metamq.spark_consumers.options import parse_options
 from metamq.spark_consumers.planning import batch_ranges
 from metamq.spark_consumers.stream_offsets import START
 from metamq.spark_consumers.stream_planner import StreamPlanner
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import columns
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
+from tests.one_zookeeper import cluster
 from tests.spark.conftest import send
 
 PLANNERS: list[StreamPlanner] = []

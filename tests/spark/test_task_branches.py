@@ -17,9 +17,10 @@ from metamq.spark_consumers.gathering import Gatherer
 from metamq.spark_consumers.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink_options import SinkOptions, parse_sink_options
 from metamq.spark_consumers.task_branches import TaskBranches
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx.store.verbs import Limits
 from metamq.zk.session import Session
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
 AWAY_S = 1.0

@@ -14,10 +14,10 @@ import pytest
 
 from metamq import Producer
 from metamq.client.branches import BranchDescription
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx import XAResource, create_outcome_table
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
-from tests.postgres import running_postgres
 from tests.tx.databases import Connect, is_postgres
 
 
@@ -76,12 +76,6 @@ def shop() -> Iterator[Shop]:
 def running() -> Iterator[Cluster]:
     with cluster() as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    with running_postgres() as server:
-        yield server.dsn
 
 
 @pytest.fixture

@@ -27,13 +27,14 @@ from hypothesis.stateful import (
 )
 
 from metamq.client.branches import Branch
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx import XAResource
 from metamq.tx.store.table import State
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
 from metamq.wire.tx_commands import Tx, TxReply, TxResult
 from metamq.wire.xa import Verb, XACode, Xid
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, read_to_end, until_answered
 from tests.tx.test_table import EXPECTED
 

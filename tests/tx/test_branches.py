@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.errors import BranchMisuse, BranchNotKnown, RolledBack
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
 from tests.tx.both_faces import in_time
 

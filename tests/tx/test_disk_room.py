@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import MetamqError, TryLater
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.tx import Vote, XAResource, Xid
 from metamq.wire.limits import BATCH_BYTES_MAX
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, read_to_end, wait_until
 
 MEBIBYTE = 1024 * 1024

@@ -13,7 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
+from tests.one_zookeeper import cluster
 from tests.parts import wait_until
 from tests.postgres import running_postgres
 

@@ -29,10 +29,10 @@ from metamq.errors import (
     TopicNotFound,
     TryLater,
 )
-from metamq.testing import cluster
 from metamq.tx import XAResource, Xid
 from metamq.tx.app.transactions import Transactions
 from metamq.wire.xa import Verb, XACode
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, wait_until
 from tests.tx.databases import until_committed
 

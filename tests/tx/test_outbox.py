@@ -13,8 +13,9 @@ import pytest
 from metamq import Producer, aio
 from metamq.client.producer_core import ProducerCore
 from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, RolledBack, TopicNotFound
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx.app.outbox import TOGETHER
+from tests.one_zookeeper import cluster
 from tests.parts import values_to_end, wait_until
 
 

@@ -20,9 +20,10 @@ from metamq.errors import (
     RolledBack,
     WrongType,
 )
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
 from metamq.wire.xa import Verb
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
 from tests.tx.both_faces import FACES, in_time, resource, same_rm
 

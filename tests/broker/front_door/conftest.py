@@ -14,7 +14,7 @@ import msgpack
 import psutil
 import pytest
 
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.columns import decode, encode
@@ -33,6 +33,7 @@ from metamq.wire.commands import (
     unpack_list,
 )
 from metamq.wire.frames import PREFIX_BYTES, Buffer, Frame, FrameReader, encode_frame
+from tests.one_zookeeper import cluster
 
 MEBIBYTE = 1024 * 1024
 TIMEOUT_S = 60.0

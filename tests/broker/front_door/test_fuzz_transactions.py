@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.testing import cluster
 from metamq.tx import XAResource
 from metamq.wire.commands import Command, PutEntry
 from metamq.wire.frames import encode_frame
@@ -16,6 +15,7 @@ from metamq.wire.tx_commands import Branches, Tx
 from metamq.wire.xa import Verb
 from tests.broker.front_door.conftest import Front, many_files
 from tests.broker.front_door.test_fuzz import GREETING, MEMORY_BYTES, mutants, send_and_hang_up
+from tests.one_zookeeper import cluster
 from tests.parts import statistics
 
 pytestmark = pytest.mark.timeout(600)  # thousands of connections

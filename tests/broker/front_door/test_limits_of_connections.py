@@ -19,10 +19,11 @@ from metamq.broker.answer_memory import AnswerMemory
 from metamq.client.blocking_connection import BlockingConnection
 from metamq.client.transport import BrokerConnection, keep_alive
 from metamq.errors import ConnectError, ProtocolError
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, GetPartition, OffsetsEntry, PutEntry
 from tests.broker.front_door.conftest import batch_of, get
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
 MEBIBYTE = 1024 * 1024

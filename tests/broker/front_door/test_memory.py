@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from metamq.broker import protocol, server
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, PutEntry
 from metamq.wire.frames import PREFIX, encode_frame
 from metamq.wire.limits import FRAME_BYTES_MAX
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, http_get, wait_until
 
 MEBIBYTE = 1024 * 1024

@@ -15,12 +15,13 @@ import pytest
 from metamq.broker import look_ups
 from metamq.broker.slices import SLICE_S, Slices, Work
 from metamq.errors import ProtocolError, Timeout
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import columns, status
 from metamq.wire.commands import LATEST, Command, OffsetsEntry, OffsetsResult, PutEntry, unpack_list
 from metamq.wire.compression import Codec
 from metamq.wire.frames import PREFIX, PREFIX_BYTES
 from tests.broker.front_door.conftest import error_of
+from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
 COUNT = 1 << 18

@@ -16,9 +16,9 @@ import pytest
 from metamq import Consumer, DatabaseOffsets, FileOffsets
 from metamq.client.offsets import OffsetStorage
 from metamq.errors import OffsetDiverged
-from metamq.testing import cluster
 from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
+from tests.one_zookeeper import cluster
 from tests.parts import read_to_end, until_answered, wait_until
 
 TOPIC = "t"

@@ -9,12 +9,13 @@ from contextlib import closing
 from typing import Any
 
 from metamq.broker.ha.flow import BURST_S
-from metamq.testing import Cluster, cluster
+from metamq.testing import Cluster
 from metamq.wire import status, sync
 from metamq.wire.commands import Command, PutEntry
 from metamq.wire.frames import encode_frame
 from metamq.wire.limits import ENTRIES_TARGET
 from tests.broker.front_door.conftest import RawClient, batch_of
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S
 
 MIB = 1024 * 1024

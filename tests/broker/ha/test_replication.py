@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from metamq import Producer
 from metamq.client.transport import BrokerConnection
 from metamq.errors import Fenced, MetamqError
-from metamq.testing import BrokerProcess, Cluster, cluster
+from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.commands import Command, Promote
 from metamq.zk.brokers import BrokerState, read_state
 from metamq.zk.offers import slaves_offering
 from metamq.zk.session import Session
+from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, statistics, timed_out, until_answered, values_to_end, wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -166,9 +167,11 @@ def metrics(broker: BrokerProcess) -> dict[tuple[str, str], float]:
 
 
 @contextmanager
-def replica_group(**settings: object) -> Iterator[Group]:
+def replica_group(
+    make: Callable[..., AbstractContextManager[Cluster]] = cluster, **settings: object
+) -> Iterator[Group]:
     """A cluster of one broker id, whose slaves end with the block. `settings` are those of its first master."""
-    with cluster(**{"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, **settings}) as running:
+    with make(**{"session_timeout_ms": SESSION_MS, "insync_lag_ms": LAG_MS, **settings}) as running:
         group = Group(running)
         try:
             yield group

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import DeliveryTimeout, Fenced
-from metamq.testing import BrokerProcess
+from metamq.testing import BrokerProcess, cluster
 from metamq.wire.batch import walk
 from tests.broker.ha.test_replication import Group, a_sync_topic, log_bytes, raises_fenced, replica_group, send
 from tests.parts import http_get, wait_until
@@ -23,7 +23,7 @@ SIZES = [(30, 20, 25, 60), (1, 0, 1, 1), (5, 1, 40, 3), (10, 0, 3, 30)]
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    with replica_group() as made:
+    with replica_group(cluster) as made:
         yield made
 
 
@@ -114,7 +114,7 @@ def test_across_a_promotion_the_replica_that_has_most_is_promoted_and_nothing_is
 
 def test_a_former_master_with_a_longer_log_is_not_said_to_lose_nothing() -> None:
     """It has more messages than the last master, which nobody acknowledged, and lacks those that were acknowledged."""
-    with replica_group(insync_lag_ms=120_000) as group:
+    with replica_group(cluster, insync_lag_ms=120_000) as group:
         topic = a_sync_topic(group, partitions=1)
         slave = group.add_slave()
         group.wait_insync(0, 1)
