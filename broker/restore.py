@@ -110,8 +110,15 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     brokers = [_broker(broker_id, found, export, choices) for broker_id, found in sorted(by_broker.items())]
     questions += [_which_master(broker) for broker in brokers if broker.state is None]
     topics, settings_from = _topics(by_broker, export, choices, notes, questions)
-    missing = {broker_id for config in topics.values() for broker_id in config.partitions} | _states(export).keys()
-    questions += [_which_broker(number) for number in sorted(missing - by_broker.keys() - choices.without)]
+    named = {broker_id for config in topics.values() for broker_id in config.partitions} | _states(export).keys()
+    missing = named - by_broker.keys()
+    for unknown in sorted(choices.without - missing):
+        raise ConfigError(
+            f"broker {unknown} is to be given up, and neither folders nor the export name it",
+            hint=f"Brokers that are named and have no folder here: {', '.join(map(str, sorted(missing))) or 'none'}.",
+        )
+    topics = _without(topics, choices.without, notes)
+    questions += [_which_broker(number) for number in sorted(missing - choices.without)]
     nodes = {f"/brokers/ids/{one.broker_id}/state": state_json(one.state) for one in brokers if one.state is not None}
     nodes |= {f"/brokers/ids/{one.broker_id}/{HAD_SLAVES}": b"" for one in brokers if one.had_slaves}
     nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
@@ -360,7 +367,7 @@ def _topics(
                 f"Topic {topic} is in folders and not in the export: it was made later, or deleted while a broker was "
                 f"away. `metamq topic delete {topic}` removes it."
             )
-    return _without(configs, choices.without, notes), sources
+    return configs, sources
 
 
 def _counts(by_broker: Mapping[int, Sequence[FolderReport]]) -> dict[tuple[str, str], dict[int, int]]:

@@ -313,6 +313,8 @@ def test_what_is_not_of_one_cluster_or_twice_the_same_replica_is_refused() -> No
         plan(folder(0), masters={9: 0})
     with pytest.raises(ConfigError, match="broker 0 is to be given up, and has a folder here"):
         plan(folder(0), without=frozenset({0}))
+    with pytest.raises(ConfigError, match="broker 9 is to be given up, and neither folders nor the export name it"):
+        plan(folder(0), export=exported(1), without=frozenset({9}))
 
 
 def test_offsets_of_what_is_not_restored_are_left_out_and_all_else_of_clients_is_kept() -> None:
