@@ -579,6 +579,7 @@ class ConsumerCore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._finder.close()
         await self._lease.close()
         await self.cluster.close()
         if self.plan.offsets is not None:

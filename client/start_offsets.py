@@ -56,6 +56,13 @@ class OffsetFinder:
         self._waiting: dict[_Question, dict[TopicPartition, list[asyncio.Future[OffsetsResult]]]] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
+    async def close(self) -> None:
+        """Ends the questions that are under way: those who asked are gone."""
+        asking = list(self._asking)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
     async def first_offset(self, assigned: AssignedPartition) -> FirstOffset:
         """Where to begin with a partition. Raises the broker's error, or ConnectError."""
         committed = assigned.committed

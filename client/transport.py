@@ -302,6 +302,7 @@ class Connections:
         self._open: dict[_Place, BrokerConnection] = {}
         self._opening: dict[_Place, asyncio.Task[BrokerConnection]] = {}
         self._pause_s: dict[_Place, float] = {}
+        self._closed = False
 
     async def get(self, at: BrokerAddress, *, purpose: str = "") -> BrokerConnection:
         """The connection to a broker. Raises ConnectError, also when another broker answers at its address; callers may
@@ -309,6 +310,8 @@ class Connections:
 
         What has a purpose of its own has a connection of its own.
         """
+        if self._closed:  # nobody would close what is opened now
+            raise ConnectError(f"{at.host}:{at.port}", "the client is closed")
         place = at.broker_id, at.host, at.port, purpose
         connection = self._open.get(place)
         if connection is not None and connection.alive:
@@ -339,7 +342,8 @@ class Connections:
             self._open[place] = task.result()
 
     async def close(self) -> None:
-        """Closes all of them."""
+        """Closes all of them, for good."""
+        self._closed = True
         opening = list(self._opening.values())
         for task in opening:
             task.cancel()

@@ -19,7 +19,16 @@ import pytest
 
 import metamq
 from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
-from metamq.errors import ClosedError, ConfigError, ForkedError, OffsetOutOfRange, PartitionNotFound, TopicNotFound
+from metamq.client.cluster import MASTER
+from metamq.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    ForkedError,
+    OffsetOutOfRange,
+    PartitionNotFound,
+    TopicNotFound,
+)
 from tests.client.idle import LIMIT_S, all_of_aio
 
 if TYPE_CHECKING:
@@ -514,6 +523,28 @@ def test_errors_come_as_they_do_in_the_blocking_one(shop: Shop, group: str) -> N
                 await consumer.run(lambda message: asyncio.sleep(0))
             with pytest.raises(ConfigError, match="concurrency"):
                 await consumer.run(lambda message: asyncio.sleep(0), concurrency=0, dead_letter=False)
+
+    asyncio.run(scenario())
+
+
+def test_close_ends_the_question_where_to_begin_and_no_connection_is_opened_after_it(shop: Shop) -> None:
+    topic = shop.topic()
+
+    async def scenario() -> None:
+        consumer = await aio.Consumer[bytes](shop.cluster.zookeeper, topics=topic).open()
+        core = consumer._core
+        for _ in range(100_000):
+            if core._finder._asking:
+                break
+            await asyncio.sleep(0)
+        assert core._finder._asking
+        await core.cluster.refresh_brokers()
+        address = core.cluster._address(shop.cluster.broker.broker_id, MASTER)
+        assert address is not None
+        await consumer.close()
+        assert not core._finder._asking
+        with pytest.raises(ConnectError, match="the client is closed"):
+            await core.cluster.connections.get(address)
 
     asyncio.run(scenario())
 
