@@ -466,7 +466,8 @@ class Chaos:
                 return False
             with contextlib.suppress(MetamqError):
                 linked = [self.group.replication(n).get("link") == "transfer" for n in range(REPLICAS) if n != master]
-                return all(linked) and self.group.replication(master).get("insync") == list(range(REPLICAS))
+                insync = self.group.replication(master).get("insync")
+                return all(linked) and insync == list(range(REPLICAS)) and self.storage.is_decided
             return False
 
         wait_until(all_in_sync, limit_s=limit_s, what="all replicas in sync")

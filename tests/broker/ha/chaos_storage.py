@@ -109,6 +109,8 @@ class StorageFaults:
         self.zookeeper_goes_back: list[Callable[[], None]] = []
         self.accepted = 0
         """Promotions after which the generation is one more: a person picked a replica that lacks nothing."""
+        self._known_epoch = 0
+        """The last one before ZooKeeper was taken back."""
         self._chaos = chaos
         self._flipped: Flipped | None = None
 
@@ -202,6 +204,7 @@ class StorageFaults:
         if self._random.random() < 0.5:
             for number in self._random.sample(numbers, len(numbers)):
                 self._group.replicas[number].kill()
+        self._known_epoch = self._group.state().epoch
         copy.put_back(lambda: [goes_back() for goes_back in self.zookeeper_goes_back])
         self._chaos.done[TAKEN_BACK] += 1
         for number in sorted(numbers, key=lambda number: number != last):  # who knows most first
@@ -233,7 +236,15 @@ class StorageFaults:
 
     def waits_or_serves(self) -> bool:
         """Whether a replica serves, or all are there and wait for a person; then the person decides."""
-        return self._chaos.master() is not None or self.decide()
+        return (self._chaos.master() is not None and self.is_decided) or self.decide()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether ZooKeeper has the last epoch that was known before it was taken back, or a later one.
+
+        A master that has not seen yet that ZooKeeper was taken back serves for a moment more. Raises MetamqError.
+        """
+        return self._group.state().epoch >= self._known_epoch
 
     def decide(self) -> bool:
         """Where ZooKeeper was taken back and all replicas are there: promotes the one that lacks least by the plan.
