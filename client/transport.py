@@ -310,7 +310,7 @@ class Connections:
 
         What has a purpose of its own has a connection of its own.
         """
-        if self._closed:  # nobody would close what is opened now
+        if self._closed:  # a connection opened now would stay open
             raise ConnectError(f"{at.host}:{at.port}", "the client is closed")
         place = at.broker_id, at.host, at.port, purpose
         connection = self._open.get(place)

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 def new_chroot() -> str:
-    """An address of the server that nobody has had: "host:port/chroot". The chroot is there."""
+    """Makes a new chroot; returns its address, "host:port/chroot"."""
     if not _servers:
         with leftovers.of_the_session():
             folder = _kept.enter_context(tempfile.TemporaryDirectory(prefix="metamq-tests-"))

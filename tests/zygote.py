@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,8 +44,8 @@ class Forked:
         finally:
             for descriptor in (stdin, stdout, status):
                 os.close(descriptor)
-        self.stdin: IO[str] = open(write, "w")  # noqa: SIM115 -- closed by the broker's end
-        self.stdout: IO[str] = open(read)  # noqa: SIM115
+        self.stdin: IO[str] = os.fdopen(write, "w")
+        self.stdout: IO[str] = os.fdopen(read)
 
     def poll(self) -> int | None:
         return self._ended(0)
@@ -146,7 +147,7 @@ def close() -> None:
 
 def serve(channel: socket.socket) -> None:
     """Forks for each request, and sends on how each child ended, until the tests are gone."""
-    import metamq.broker.__main__  # noqa: F401
+    from metamq.broker.__main__ import main
 
     gc.freeze()
     loop, children = select.poll(), dict[int, tuple[int, int]]()
@@ -162,7 +163,7 @@ def serve(channel: socket.socket) -> None:
                 return
             pid = os.fork()
             if pid == 0:
-                _become_broker(json.loads(request), given)
+                _become_broker(main, json.loads(request), given)
             *streams, status = given
             for stream in streams:
                 os.close(stream)
@@ -180,10 +181,8 @@ def _report(ended: int, pid: int, status: int) -> None:
     os.close(ended)
 
 
-def _become_broker(environment: dict[str, str], given: list[int]) -> None:
+def _become_broker(main: Callable[[], int], environment: dict[str, str], given: list[int]) -> None:
     """What `python -m metamq.broker` is, but for the imports. Does not return."""
-    from metamq.broker.__main__ import main
-
     status = 1
     try:
         os.setsid()
@@ -194,7 +193,7 @@ def _become_broker(environment: dict[str, str], given: list[int]) -> None:
         os.environ.update(environment)
         sys.argv = COMMAND[2:]
         status = main()
-    except BaseException:
+    except BaseException:  # as Python does at the end of a process: the loop of the zygote must not go on in its fork
         traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
