@@ -12,9 +12,9 @@ RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "r
 COPY . .
 RUN python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check --no-deps .
 # The jars of ZooKeeper, into the image: a container needs no way out to the internet. They come from Maven Central, or
-# `--build-arg METAMQ_MAVEN=<mirror>`, and are checked by the SHA-512 in zk/jars.py. -P: metamq as installed, not ./metamq.
+# `--build-arg METAMQ_MAVEN=<mirror>`, and are checked by the SHA-512 in zk/server/jars.py. -P: metamq as installed, not ./metamq.
 ARG METAMQ_MAVEN=
-RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.jars import find_jars; find_jars()" \
+RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.server.jars import find_jars; find_jars()" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
 
 FROM python:3.11-slim-bookworm AS metamq

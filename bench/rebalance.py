@@ -21,9 +21,9 @@ from collections.abc import Callable
 
 from metamq import Consumer
 from metamq.testing import Cluster, cluster
-from metamq.zk.members import owned_partitions, read_members
-from metamq.zk.plans import read_plan
-from metamq.zk.session import Session
+from metamq.zk.groups.members import owned_partitions, read_members
+from metamq.zk.groups.plans import read_plan
+from metamq.zk.session.session import Session
 
 MEMBERS = 10
 PARTITIONS = 100

@@ -15,7 +15,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from metamq.spark_consumers.columns import full_schema
+from metamq.spark_consumers.source.columns import full_schema
 
 
 class CeilingSource(DataSource):

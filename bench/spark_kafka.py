@@ -19,7 +19,7 @@ from typing import Any
 from spark_rows import PARTITIONS, ROWS, made, seconds_of
 
 from metamq.testing import Cluster
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 
 Say = Callable[[str], None]
 

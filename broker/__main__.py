@@ -10,9 +10,9 @@ import logging
 import sys
 
 from metamq.broker.config import BrokerConfig
-from metamq.broker.parent import follow_parent
-from metamq.broker.run import run_broker
-from metamq.broker.server import Broker
+from metamq.broker.process.parent import follow_parent
+from metamq.broker.process.run import run_broker
+from metamq.broker.process.server import Broker
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.errors import ConnectError, MetamqError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from metamq.client.checks import check_ranges
 from metamq.errors import ConfigError
 from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
-from metamq.zk.epochs import CLASSES
+from metamq.zk.cluster.epochs import CLASSES
 
 BROKER_ID_MAX = 65_535
 REPLICA_MAX = CLASSES - 1

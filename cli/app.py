@@ -24,7 +24,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import Globals
-from metamq.cli.output import say
+from metamq.cli.show.output import say
 from metamq.errors import ConnectError, MetamqError
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -32,20 +32,24 @@ OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 COMPLETION_VARIABLE = "_METAMQ_COMPLETE"
 
 COMMANDS = {
-    "up": ("metamq.cli.up", "up", "Start a ZooKeeper and a broker here, for development."),
-    "broker": ("metamq.cli.servers", "broker", "Run a broker."),
-    "zookeeper": ("metamq.cli.servers", "zookeeper", "Run a single ZooKeeper server."),
-    "topic": ("metamq.cli.topic", "topic", "Create, list, describe, alter and delete topics."),
-    "produce": ("metamq.cli.produce", "produce", "Send lines of input, or arguments, to a topic."),
-    "consume": ("metamq.cli.consume", "consume", "Print the messages of topics."),
-    "group": ("metamq.cli.group", "group", "Look at consumer groups, and mend them."),
-    "ha": ("metamq.cli.ha", "ha", "Look at masters and slaves, and promote a slave."),
-    "cluster": ("metamq.cli.cluster", "cluster", "Save and restore what ZooKeeper holds; remove brokers for good."),
-    "tx": ("metamq.cli.tx", "tx", "Look at transactions in doubt, and decide about them."),
-    "log": ("metamq.cli.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
-    "bench": ("metamq.cli.bench", "bench", "Measure what a running cluster can do."),
-    "doctor": ("metamq.cli.doctor", "doctor", "Look at every part, and say what is wrong."),
-    "demo": ("metamq.cli.demo_command", "demo", "Watch real data go through a real cluster."),
+    "up": ("metamq.cli.commands.up", "up", "Start a ZooKeeper and a broker here, for development."),
+    "broker": ("metamq.cli.commands.servers", "broker", "Run a broker."),
+    "zookeeper": ("metamq.cli.commands.servers", "zookeeper", "Run a single ZooKeeper server."),
+    "topic": ("metamq.cli.commands.topic", "topic", "Create, list, describe, alter and delete topics."),
+    "produce": ("metamq.cli.commands.produce", "produce", "Send lines of input, or arguments, to a topic."),
+    "consume": ("metamq.cli.commands.consume", "consume", "Print the messages of topics."),
+    "group": ("metamq.cli.commands.group", "group", "Look at consumer groups, and mend them."),
+    "ha": ("metamq.cli.commands.ha", "ha", "Look at masters and slaves, and promote a slave."),
+    "cluster": (
+        "metamq.cli.commands.cluster",
+        "cluster",
+        "Save and restore what ZooKeeper holds; remove brokers.",
+    ),
+    "tx": ("metamq.cli.commands.tx", "tx", "Look at transactions in doubt, and decide about them."),
+    "log": ("metamq.cli.commands.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
+    "bench": ("metamq.cli.commands.bench", "bench", "Measure what a running cluster can do."),
+    "doctor": ("metamq.cli.commands.doctor", "doctor", "Look at every part, and say what is wrong."),
+    "demo": ("metamq.cli.demo.command", "demo", "Watch real data go through a real cluster."),
 }
 
 

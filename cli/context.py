@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from metamq.cli.terminal import inert
+from metamq.cli.show.terminal import inert
 from metamq.client.settings import CONFIG_FILE_VARIABLE, load, zookeeper_root, zookeeper_servers
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ Kind = Literal["producer", "consumer"]
 
 
 def _options(kind: Kind) -> type[Any]:
-    from metamq.client.consumer_options import ConsumerOptions
-    from metamq.client.producer_core import ProducerOptions
+    from metamq.client.fetch.consumer_options import ConsumerOptions
+    from metamq.client.producer.producer_core import ProducerOptions
 
     return ProducerOptions if kind == "producer" else ConsumerOptions
 

@@ -17,13 +17,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from metamq.broker.log import epochs as epochs_file
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.derived import load_epochs, load_index, load_producers
-from metamq.broker.log.files import FileCache, ReadOnlyFiles
-from metamq.broker.log.flushed import FlushFile, FlushPoint
-from metamq.broker.log.scan import checked_batches, find_flushed_claim, find_intact, read_at
-from metamq.broker.log.segments import Inventory, Segment, take_inventory
+from metamq.broker.log.disk import epochs as epochs_file
+from metamq.broker.log.disk.derived import load_epochs, load_index, load_producers
+from metamq.broker.log.disk.files import FileCache, ReadOnlyFiles
+from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
+from metamq.broker.log.disk.scan import checked_batches, find_flushed_claim, find_intact, read_at
+from metamq.broker.log.disk.segments import Inventory, Segment, take_inventory
 from metamq.errors import ConfigError, CorruptData
 from metamq.wire.batch import BatchHeader
 from metamq.words import count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from metamq.errors import ConfigError
-from metamq.zk.ports import is_free
+from metamq.zk.server.ports import is_free
 
 TRIED = 100
 

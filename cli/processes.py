@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from metamq.cli.progress import download_progress
-from metamq.cli.units import Parsed, parse_bytes, show_bytes
+from metamq.cli.show.progress import download_progress
+from metamq.cli.show.units import Parsed, parse_bytes, show_bytes
 from metamq.errors import MetamqError, Timeout
-from metamq.zk.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, how_it_ended
-from metamq.zk.jars import find_jars
-from metamq.zk.java import find_java
+from metamq.zk.server.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, how_it_ended
+from metamq.zk.server.jars import find_jars
+from metamq.zk.server.java import find_java
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from metamq.client.first_contact import open_session
-from metamq.zk.presence import missing_cluster
+from metamq.client.net.first_contact import open_session
+from metamq.zk.session.presence import missing_cluster
 
 
 def check_cluster(servers: str, root: str) -> None:

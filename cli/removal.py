@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from metamq.cli.output import count, listed, print_json, say
-from metamq.client.admin_model import RemovalPlan
+from metamq.cli.show.output import count, listed, print_json, say
+from metamq.client.admin.admin_model import RemovalPlan
 
 ACCEPT_LOSS = click.option("--accept-loss", is_flag=True, help="Also when messages are lost with it.")
 

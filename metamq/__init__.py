@@ -19,31 +19,31 @@ if not (Path(__path__[0]) / "client").is_dir():
 if TYPE_CHECKING:
     from metamq import aio as aio
     from metamq import errors as errors
-    from metamq.client.admin import Admin as Admin
-    from metamq.client.consumer import Consumer as Consumer
-    from metamq.client.message_batch import MessageBatch as MessageBatch
+    from metamq.client.admin.admin import Admin as Admin
+    from metamq.client.consumer.consumer import Consumer as Consumer
+    from metamq.client.fetch.message_batch import MessageBatch as MessageBatch
     from metamq.client.model import Message as Message
     from metamq.client.model import Receipt as Receipt
     from metamq.client.model import ReceiptRange as ReceiptRange
     from metamq.client.model import TopicPartition as TopicPartition
-    from metamq.client.offsets_database import DatabaseOffsets as DatabaseOffsets
-    from metamq.client.offsets_file import FileOffsets as FileOffsets
-    from metamq.client.retrying import Rollback as Rollback
+    from metamq.client.net.retrying import Rollback as Rollback
+    from metamq.client.offsets.offsets_database import DatabaseOffsets as DatabaseOffsets
+    from metamq.client.offsets.offsets_file import FileOffsets as FileOffsets
     from metamq.tx.app.producer import Producer as Producer
-    from metamq.zk.topics import FlushEvery as FlushEvery
+    from metamq.zk.cluster.topics import FlushEvery as FlushEvery
 
 _HOME = {
-    "Admin": "metamq.client.admin",
-    "Consumer": "metamq.client.consumer",
-    "DatabaseOffsets": "metamq.client.offsets_database",
-    "FileOffsets": "metamq.client.offsets_file",
-    "FlushEvery": "metamq.zk.topics",
+    "Admin": "metamq.client.admin.admin",
+    "Consumer": "metamq.client.consumer.consumer",
+    "DatabaseOffsets": "metamq.client.offsets.offsets_database",
+    "FileOffsets": "metamq.client.offsets.offsets_file",
+    "FlushEvery": "metamq.zk.cluster.topics",
     "Message": "metamq.client.model",
-    "MessageBatch": "metamq.client.message_batch",
+    "MessageBatch": "metamq.client.fetch.message_batch",
     "Producer": "metamq.tx.app.producer",
     "Receipt": "metamq.client.model",
     "ReceiptRange": "metamq.client.model",
-    "Rollback": "metamq.client.retrying",
+    "Rollback": "metamq.client.net.retrying",
     "TopicPartition": "metamq.client.model",
 }
 

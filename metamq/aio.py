@@ -1,14 +1,14 @@
 """The asyncio API: the same names as `metamq`, on any asyncio loop."""
 
-from metamq.client.aio_admin import Admin
-from metamq.client.aio_consumer import Consumer
-from metamq.client.message_batch import MessageBatch
+from metamq.client.admin.aio_admin import Admin
+from metamq.client.consumer.aio_consumer import Consumer
+from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, Receipt, ReceiptRange, TopicPartition
-from metamq.client.offsets_database import DatabaseOffsets
-from metamq.client.offsets_file import FileOffsets
-from metamq.client.retrying import Rollback
+from metamq.client.net.retrying import Rollback
+from metamq.client.offsets.offsets_database import DatabaseOffsets
+from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.tx.app.aio_producer import Producer
-from metamq.zk.topics import FlushEvery
+from metamq.zk.cluster.topics import FlushEvery
 
 __all__ = [
     "Admin",

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import MetamqError, Timeout
-from metamq.zk.embedded import EmbeddedZooKeeper, freeze
-from metamq.zk.ports import HeldPort
+from metamq.zk.server.embedded import EmbeddedZooKeeper, freeze
+from metamq.zk.server.ports import HeldPort
 
 if TYPE_CHECKING:
     from metamq import Admin, Consumer, Producer

@@ -20,7 +20,7 @@ if __name__ != "metamq.spark_consumers":
     raise ImportError(f"import metamq.spark_consumers, not {__name__}: a bare import makes a second copy")
 
 if TYPE_CHECKING:
-    from metamq.spark_consumers.lag import QueryLag as QueryLag
+    from metamq.spark_consumers.driver.lag import QueryLag as QueryLag
     from metamq.spark_consumers.lag_listener import LagListener as LagListener
     from metamq.spark_consumers.spark_session import recommended_conf as recommended_conf
     from metamq.spark_consumers.spark_session import session as session
@@ -29,7 +29,7 @@ __all__ = ["LagListener", "QueryLag", "recommended_conf", "session"]
 
 _HOMES = {
     "LagListener": "lag_listener",
-    "QueryLag": "lag",
+    "QueryLag": "driver.lag",
     "recommended_conf": "spark_session",
     "session": "spark_session",
 }

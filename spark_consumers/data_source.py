@@ -15,13 +15,13 @@ from pyspark.sql.datasource import (
 )
 
 from metamq.errors import MetamqError
-from metamq.spark_consumers.columns import check_columns, full_schema
-from metamq.spark_consumers.partitions import RangePartition, read_partition
+from metamq.spark_consumers.source.columns import check_columns, full_schema
+from metamq.spark_consumers.source.partitions import RangePartition, read_partition
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-    from metamq.spark_consumers.options import SourceOptions
+    from metamq.spark_consumers.source.options import SourceOptions
 
 
 class DefaultSource(DataSource):
@@ -36,7 +36,7 @@ class DefaultSource(DataSource):
         """All columns; a schema of the user's own may be some of them. Raises ConfigError for a wrong option."""
         from pyspark.sql.types import StructType
 
-        from metamq.spark_consumers.options import check_options, parse_options, wants_headers
+        from metamq.spark_consumers.source.options import check_options, parse_options, wants_headers
         from metamq.spark_consumers.table_options import given_for_table, schema_with_options
 
         of_table = given_for_table(self.options)
@@ -48,7 +48,7 @@ class DefaultSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """For a batch query. Raises ConfigError for a wrong option or column."""
-        from metamq.spark_consumers.options import parse_options
+        from metamq.spark_consumers.source.options import parse_options
         from metamq.spark_consumers.table_options import of_query
 
         options = parse_options(of_query(self.options, schema), streaming=False)
@@ -57,9 +57,9 @@ class DefaultSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """For a streaming query. A wrong option or column is told when Spark first asks the reader for something."""
-        from metamq.spark_consumers.options import parse_options
-        from metamq.spark_consumers.refused_reader import RefusedReader
-        from metamq.spark_consumers.spark_versions import STREAM_READS, check_is_there
+        from metamq.spark_consumers.driver.refused_reader import RefusedReader
+        from metamq.spark_consumers.source.options import parse_options
+        from metamq.spark_consumers.source.spark_versions import STREAM_READS, check_is_there
         from metamq.spark_consumers.table_options import of_query
 
         try:
@@ -68,23 +68,23 @@ class DefaultSource(DataSource):
             _check(schema)
         except MetamqError as error:
             return RefusedReader(error)
-        from metamq.spark_consumers.stream_reader import StreamReader
+        from metamq.spark_consumers.driver.stream_reader import StreamReader
 
         return StreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """For a batch query that writes. Raises ConfigError for a wrong option or column."""
-        from metamq.spark_consumers.exact_sink import ExactBatchWriter
-        from metamq.spark_consumers.sink import BatchWriter, sink_options
+        from metamq.spark_consumers.sink.exact_sink import ExactBatchWriter
+        from metamq.spark_consumers.sink.sink import BatchWriter, sink_options
 
         options = sink_options(self.options, schema, overwrite, streaming=False)
         return ExactBatchWriter(options) if options.delivery == "exactly_once" else BatchWriter(options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """For a streaming query that writes. Raises ConfigError for a wrong option or column."""
-        from metamq.spark_consumers.exact_sink import ExactStreamWriter, refuse_half_done
-        from metamq.spark_consumers.sink import StreamWriter, sink_options
-        from metamq.spark_consumers.spark_versions import STREAM_WRITES, check_is_there
+        from metamq.spark_consumers.sink.exact_sink import ExactStreamWriter, refuse_half_done
+        from metamq.spark_consumers.sink.sink import StreamWriter, sink_options
+        from metamq.spark_consumers.source.spark_versions import STREAM_WRITES, check_is_there
 
         check_is_there("writeStream", STREAM_WRITES, "Write in foreachBatch: batch.write.format('metamq').")
         options = sink_options(self.options, schema, overwrite, streaming=True)
@@ -108,8 +108,8 @@ class BatchReader(DataSourceReader):
 
     def partitions(self) -> list[RangePartition]:
         """A task for each range."""
-        from metamq.spark_consumers.cluster_view import ClusterView
-        from metamq.spark_consumers.planning import batch_ranges, tasks
+        from metamq.spark_consumers.driver.cluster_view import ClusterView
+        from metamq.spark_consumers.driver.planning import batch_ranges, tasks
 
         with ClusterView(self._options.zookeeper, self._options.root) as view:
             ranges = batch_ranges(view, self._options)

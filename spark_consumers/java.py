@@ -13,8 +13,8 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from metamq.zk.jars import cache_folder
-from metamq.zk.java import find_java
+from metamq.zk.server.jars import cache_folder
+from metamq.zk.server.java import find_java
 
 OLDEST_JAVA = 17
 VECTOR_MODULE = "jdk.incubator.vector"

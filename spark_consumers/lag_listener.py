@@ -8,7 +8,7 @@ from typing import Any
 
 from pyspark.sql.streaming import StreamingQueryListener
 
-from metamq.spark_consumers.lag import QueryLag, messages_behind
+from metamq.spark_consumers.driver.lag import QueryLag, messages_behind
 
 
 class LagListener(StreamingQueryListener):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError
 from metamq.spark_consumers.java import java_home
-from metamq.spark_consumers.spark_versions import file_manager
+from metamq.spark_consumers.source.spark_versions import file_manager
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

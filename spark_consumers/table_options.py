@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from metamq.spark_consumers.columns import full_schema
+from metamq.spark_consumers.source.columns import full_schema
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

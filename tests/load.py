@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metamq import Producer
-from metamq.client.outgoing import Delivery, ManyDelivery
+from metamq.client.producer.outgoing import Delivery, ManyDelivery
 from metamq.errors import MetamqError
 from tests.parts import Stored
 

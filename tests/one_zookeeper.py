@@ -14,7 +14,7 @@ from pathlib import Path
 
 from metamq import testing
 from metamq.testing import Cluster
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests import leftovers
 from tests.parts import make_chroot
 

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from metamq.broker.config import BrokerConfig
-from metamq.broker.server import Broker
-from metamq.client.in_pieces import ask_statistics
-from metamq.client.transport import BrokerConnection
+from metamq.broker.process.server import Broker
+from metamq.client.net.in_pieces import ask_statistics
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, DeliveryTimeout, MetamqError
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.columns import decode
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 
 if TYPE_CHECKING:
     from metamq import Consumer, Message

@@ -131,6 +131,16 @@ def lint_imports(view: Path) -> subprocess.CompletedProcess[str]:
         ("wire", "import time", "metamq.wire.seeded -> time"),
         ("wire", "from metamq import client", "metamq.wire.seeded -> metamq.client"),
         ("client", "from metamq import broker", "metamq.client.seeded -> metamq.broker"),
+        (
+            "client/net",
+            "from metamq.client.admin import admin",
+            "metamq.client.net.seeded -> metamq.client.admin.admin",
+        ),
+        (
+            "broker/log",
+            "from metamq.broker.data import topics",
+            "metamq.broker.log.seeded -> metamq.broker.data.topics",
+        ),
         ("client", "import kazoo.client", "metamq.client.seeded -> kazoo"),
     ],
 )
@@ -144,11 +154,15 @@ def test_import_contract_fires(tmp_path: Path, folder: str, line: str, broken: s
 
 
 def test_import_contracts_name_every_package() -> None:
-    layers, no_io, only_zk = PYPROJECT["tool"]["importlinter"]["contracts"]
+    layers, *rooms, no_io, only_zk = PYPROJECT["tool"]["importlinter"]["contracts"]
     packages = {f"metamq.{folder}" for folder in IN_METAMQ}
     assert {name.strip() for layer in layers["layers"] for name in layer.split("|")} == packages | {
         "metamq.errors",
         "metamq.words",
+    }
+    placed = {name.strip() for contract in rooms for layer in contract["layers"] for name in layer.split("|")}
+    assert {name for name in PYPROJECT["tool"]["setuptools"]["packages"] if name.count(".") > 1} <= placed | {
+        "metamq.zk.server"  # imports nothing of metamq.zk
     }
     assert no_io["source_modules"] == ["metamq.wire"]
     assert set(only_zk["source_modules"]) == packages - {"metamq.zk"} | {"metamq.errors"}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.log import FileCache
-from metamq.client.offsets_file import FileOffsets
+from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.private_files import make_folder, too_open
-from metamq.tx.app.decision_log import DecisionLog
+from metamq.tx.database.decision_log import DecisionLog
 from tests.one_zookeeper import cluster
 
 

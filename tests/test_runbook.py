@@ -17,8 +17,8 @@ import pytest
 
 from metamq import Admin, Consumer, Producer
 from metamq.testing import BrokerProcess
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.ports import free_port
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.server.ports import free_port
 from tests.parts import read_to_end, wait_until
 
 pytestmark = pytest.mark.timeout(600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
+FOLDER_FILES_MAX = 15
 
 GENERATED = {"build", "dist", "__pycache__", "metamq-data", "results"}
 TEXT_SUFFIXES = {"", ".in", ".md", ".py", ".sh", ".toml", ".yaml", ".yml"}
@@ -56,6 +58,13 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_the_tree_was_found() -> None:
     assert {"dev", "pyproject.toml", "metamq/errors.py", "tests/test_style.py"} <= FILES.keys()
+
+
+def test_folders_of_the_product_have_few_files() -> None:
+    folders = Counter(str(Path(name).parent) for name in MODULES if not name.endswith("/__init__.py"))
+    packages = {folder: files for folder, files in folders.items() if folder.split("/")[0] in PACKAGES}
+    assert packages["client/net"] > 5
+    assert {folder: files for folder, files in packages.items() if files > FOLDER_FILES_MAX} == {}
 
 
 def test_files_are_short() -> None:

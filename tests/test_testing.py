@@ -14,7 +14,7 @@ import pytest
 
 from metamq.errors import Timeout
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.parts import wait_until
 
 

@@ -120,7 +120,7 @@ def popen(command: list[str], **settings: Any) -> subprocess.Popen[str] | Forked
 
 
 def freeze(pid: int) -> None:
-    """In the place of metamq.zk.embedded.freeze, which can wait for a child only."""
+    """In the place of metamq.zk.server.embedded.freeze, which can wait for a child only."""
     os.kill(pid, signal.SIGSTOP)
     while not all(_is_stopped(thread) for thread in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)

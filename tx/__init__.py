@@ -3,14 +3,14 @@
 if __name__ != "metamq.tx":
     raise ImportError(f"import metamq.tx, not {__name__}: a bare import makes a second copy of every class")
 
-from metamq.client.branches import BranchDescription
-from metamq.tx.app.coordinator import Coordinator, Settled
-from metamq.tx.app.dbtx import create_outcome_table, dbtx
+from metamq.client.net.branches import BranchDescription
 from metamq.tx.app.faces import XAResource
-from metamq.tx.app.manager import join_transaction
-from metamq.tx.app.recoverer import Recovered, Recoverer
 from metamq.tx.app.resource import TM, Vote
 from metamq.tx.app.transactions import RecoveredXid
+from metamq.tx.database.coordinator import Coordinator, Settled
+from metamq.tx.database.dbtx import create_outcome_table, dbtx
+from metamq.tx.database.manager import join_transaction
+from metamq.tx.database.recoverer import Recovered, Recoverer
 from metamq.wire.xa import XACode, Xid
 
 __all__ = [

@@ -35,7 +35,7 @@ class Rooms:
         """Memory of `size` bytes or more, which nobody else has. What is in it is undefined.
 
         Not much more: a frame that fills less than half of its memory would seem to be a small part of it, see
-        metamq.client.message_batch.own_part.
+        metamq.client.fetch.message_batch.own_part.
         """
         if size <= SMALL_BYTES:
             return bytearray(size)

@@ -24,20 +24,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from metamq.broker.flusher import Flusher
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import Partition
+from metamq.broker.data.topics import Topics
 from metamq.broker.ha.attempts import Attempts, HAState
 from metamq.broker.ha.handshake import level_at_slave
 from metamq.broker.ha.to_acknowledge import ToAcknowledge
 from metamq.broker.log.replicated import CopyDamaged
-from metamq.broker.partition import Partition
-from metamq.broker.topics import Topics
 from metamq.broker.trouble import Trouble
-from metamq.client.damage import report_to
-from metamq.client.transport import BrokerConnection
+from metamq.client.fetch.damage import report_to
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, CorruptData, DiskFull, Fenced, MetamqError, ProtocolError, StorageError, Timeout
 from metamq.wire import sync
 from metamq.wire.commands import LATEST, OffsetsEntry
-from metamq.zk.brokers import BrokerAddress, Registration
+from metamq.zk.cluster.brokers import BrokerAddress, Registration
 
 log = logging.getLogger("metamq.broker")
 

@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from metamq.broker.data.partition import Partition
 from metamq.broker.ha.flow import FlowMonitor
-from metamq.broker.partition import Partition
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.frames import Buffer

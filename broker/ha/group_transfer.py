@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from metamq.broker.partition import Done, Partition
+from metamq.broker.data.partition import Done, Partition
 from metamq.errors import Fenced, MetamqError, NotEnoughReplicas
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 
 
 class Term(Protocol):

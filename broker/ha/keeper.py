@@ -21,20 +21,20 @@ from functools import partial
 from typing import Any
 
 from metamq.broker.config import BrokerConfig
-from metamq.broker.data_folder import DataFolder
-from metamq.broker.flusher import Flusher
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import BatchIds, Partition
+from metamq.broker.data.topics import Topics
+from metamq.broker.front_door.processors import Processors
 from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.insync import Change
 from metamq.broker.ha.role import Role, cast
 from metamq.broker.ha.service import TICK_S, HAService, HASettings
-from metamq.broker.log.files import SHORTAGES
-from metamq.broker.partition import BatchIds, Partition
-from metamq.broker.processors import Processors
-from metamq.broker.topics import Topics
+from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.trouble import Trouble
 from metamq.errors import ConnectError, CorruptData, Fenced, MetamqError, StorageError, Timeout
-from metamq.zk.brokers import (
+from metamq.zk.cluster.brokers import (
     BrokerState,
     Mastership,
     Registration,
@@ -44,12 +44,12 @@ from metamq.zk.brokers import (
     master_of,
     read_state,
 )
-from metamq.zk.epochs import Claim, taken_back
-from metamq.zk.lease import Lease
-from metamq.zk.offers import register_slave_topics, register_topics
-from metamq.zk.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
-from metamq.zk.session import Session
-from metamq.zk.watches import OneWatch
+from metamq.zk.cluster.epochs import Claim, taken_back
+from metamq.zk.cluster.offers import register_slave_topics, register_topics
+from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
+from metamq.zk.session.lease import Lease
+from metamq.zk.session.session import Session
+from metamq.zk.session.watches import OneWatch
 
 log = logging.getLogger("metamq.broker")
 
@@ -474,7 +474,7 @@ class RoleKeeper:
             self._know(Mastership(self._registration.broker_id, state, version))
 
     def _know(self, held: Mastership) -> None:
-        """The term as it stands is durable here before anything relies on it, see metamq.zk.epochs."""
+        """The term as it stands is durable here before anything relies on it, see metamq.zk.cluster.epochs."""
         try:
             self._folder.know_term(held.epoch, held.version)
         except StorageError as error:

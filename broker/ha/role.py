@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from metamq.errors import Fenced
-from metamq.zk.brokers import Registration, StateAt, known, next_term
-from metamq.zk.epochs import Claim, taken_back
+from metamq.zk.cluster.brokers import Registration, StateAt, known, next_term
+from metamq.zk.cluster.epochs import Claim, taken_back
 
 
 class Role(enum.Enum):

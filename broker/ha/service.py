@@ -25,6 +25,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from metamq.broker.data.partition import Partition
+from metamq.broker.data.topics import Topics
 from metamq.broker.ha.connection import HAConnection, Mark, Wire
 from metamq.broker.ha.flow import FlowMonitor
 from metamq.broker.ha.handshake import (
@@ -37,12 +39,10 @@ from metamq.broker.ha.handshake import (
     wait_before_damage,
 )
 from metamq.broker.ha.insync import Change, Member, Membership, Stage
-from metamq.broker.partition import Partition
-from metamq.broker.topics import Topics
 from metamq.errors import ConfigError, ConnectError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.limits import FRAME_BYTES_MAX
-from metamq.zk.brokers import BrokerState, StateAt
+from metamq.zk.cluster.brokers import BrokerState, StateAt
 
 log = logging.getLogger("metamq.broker")
 

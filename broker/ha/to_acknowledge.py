@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from metamq.broker.partition import Partition
+from metamq.broker.data.partition import Partition
 from metamq.wire import sync
 from metamq.wire.limits import ENTRIES_TARGET
 

@@ -1,15 +1,15 @@
 """The partition log: segments, indexes, producer states, recovery; synchronous, one thread but for waiting steps."""
 
 from metamq.broker.log.config import FlushPolicy, LogConfig
-from metamq.broker.log.files import FileCache
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.disk.producers import Duplicate, New
+from metamq.broker.log.disk.segments import SegmentStats
+from metamq.broker.log.disk.times import Search
 from metamq.broker.log.flush import FlushTicket
 from metamq.broker.log.fresh import set_aside
 from metamq.broker.log.partition_log import PartitionLog
-from metamq.broker.log.producers import Duplicate, New
-from metamq.broker.log.segments import SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart
-from metamq.broker.log.times import Search
 
 if __name__ != "metamq.broker.log":
     raise ImportError(

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from metamq.broker.log.files import FileCache, Sync, disk_error
+from metamq.broker.log.disk.files import FileCache, Sync, disk_error
 from metamq.errors import StorageError
 
 FILES_MAX = 8

@@ -9,7 +9,7 @@ Large files take their time to go, so those that do not count get names under wh
 has time removes them, the next open at the latest.
 
 *A damaged log* is put aside as a whole: its folder gets another name. One rename is one step. A crash before the new
-log is made leaves a partition whose folder is missing, which is damaged, too: metamq.broker.made_partitions.
+log is made leaves a partition whose folder is missing, which is damaged, too: metamq.broker.data.made_partitions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import logging
 import os
 import time
 
-from metamq.broker.log import flushed
-from metamq.broker.log.derived import make_void
-from metamq.broker.log.files import FileCache, storage_error
-from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
-from metamq.broker.log.index import SparseIndex
-from metamq.broker.log.segments import Segment, file_path, take_inventory
+from metamq.broker.log.disk import flushed
+from metamq.broker.log.disk.derived import make_void
+from metamq.broker.log.disk.files import FileCache, storage_error
+from metamq.broker.log.disk.flushed import NO_EPOCHS, FlushFile, FlushPoint
+from metamq.broker.log.disk.index import SparseIndex
+from metamq.broker.log.disk.segments import Segment, file_path, take_inventory
 from metamq.private_files import make_folder, opener
 
 log = logging.getLogger("metamq.broker.log")

@@ -15,7 +15,7 @@ positions mean the same on both. What an append by a master derives from a batch
 *Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and never needed to be right:
 each has a checksum and says up to where it goes. Only one thing is asked of them: none may describe bytes that were
 replaced. So whatever cuts the log removes first, durably, what describes the bytes behind the cut. The file `epochs`
-is derived too, written at the first batch of each epoch; metamq.broker.log.epochs says what it is for.
+is derived too, written at the first batch of each epoch; metamq.broker.log.disk.epochs says what it is for.
 
 *Retention and checkpoints* take fsyncs, copies and removals, and are done in steps, beside the log's other work: see
 metamq.broker.log.steps for what that asks of them. Old segments are sealed, so nobody writes to them; the log's start
@@ -35,17 +35,17 @@ from functools import partial
 
 from metamq.broker.log import fresh, retention
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.derived import unlink_all
+from metamq.broker.log.disk.derived import unlink_all
+from metamq.broker.log.disk.epochs import EpochList
+from metamq.broker.log.disk.files import FileCache, is_full, storage_error
+from metamq.broker.log.disk.producers import NEW, Duplicate, New, ProducerStates
+from metamq.broker.log.disk.segments import Segment, SegmentStats
+from metamq.broker.log.disk.times import Search
 from metamq.broker.log.durable import UNBOUND, DurableLog
-from metamq.broker.log.epochs import EpochList
-from metamq.broker.log.files import FileCache, is_full, storage_error
-from metamq.broker.log.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
 from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
-from metamq.broker.log.segments import Segment, SegmentStats
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart, LogSlice, SegmentStore
-from metamq.broker.log.times import Search
 from metamq.errors import ClosedError, ConfigError, CorruptData, DiskFull, Fenced, OffsetOutOfRange
 from metamq.wire.batch import BatchHeader, stamp
 

@@ -64,13 +64,13 @@ from itertools import pairwise
 
 from metamq.broker.log import fresh
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.derived import load_index, load_producers, unlink, unlink_all
-from metamq.broker.log.files import FileCache, is_full
-from metamq.broker.log.flushed import NO_EPOCHS, FlushFile, FlushPoint
-from metamq.broker.log.index import SparseIndex
-from metamq.broker.log.producers import ProducerStates
-from metamq.broker.log.scan import checked_batches, find_flushed_claim
-from metamq.broker.log.segments import Inventory, Segment, SnapshotName, take_inventory
+from metamq.broker.log.disk.derived import load_index, load_producers, unlink, unlink_all
+from metamq.broker.log.disk.files import FileCache, is_full
+from metamq.broker.log.disk.flushed import NO_EPOCHS, FlushFile, FlushPoint
+from metamq.broker.log.disk.index import SparseIndex
+from metamq.broker.log.disk.producers import ProducerStates
+from metamq.broker.log.disk.scan import checked_batches, find_flushed_claim
+from metamq.broker.log.disk.segments import Inventory, Segment, SnapshotName, take_inventory
 from metamq.errors import CorruptData
 
 log = logging.getLogger("metamq.broker.log")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from metamq.broker.log.config import LogConfig
-from metamq.broker.log.files import FileCache
+from metamq.broker.log.disk.files import FileCache
 from metamq.private_files import make_folder
 
 log = logging.getLogger("metamq.broker.log")

@@ -17,9 +17,9 @@ import os
 import time
 from collections.abc import Iterator
 
-from metamq.broker.log.files import ReadOnlyFiles
-from metamq.broker.log.scan import checked_batches
-from metamq.broker.log.segments import Segment
+from metamq.broker.log.disk.files import ReadOnlyFiles
+from metamq.broker.log.disk.scan import checked_batches
+from metamq.broker.log.disk.segments import Segment
 from metamq.errors import CorruptData
 from metamq.wire.batch import BatchHeader
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from metamq.broker.log import epochs
-from metamq.broker.log.derived import (
+from metamq.broker.log.disk import epochs
+from metamq.broker.log.disk.derived import (
     complete_index,
     cut_index,
     load_epochs,
@@ -23,13 +23,13 @@ from metamq.broker.log.derived import (
     superfluous,
     unlink,
 )
-from metamq.broker.log.epochs import EpochList
-from metamq.broker.log.files import FileCache, is_full
-from metamq.broker.log.index import SparseIndex
-from metamq.broker.log.producers import ProducerStates
-from metamq.broker.log.scan import LOCATION, damaged, find_batch, headers, read_at
-from metamq.broker.log.segments import Segment, SegmentStats, SnapshotName, file_path
-from metamq.broker.log.times import Search, first_at_time
+from metamq.broker.log.disk.epochs import EpochList
+from metamq.broker.log.disk.files import FileCache, is_full
+from metamq.broker.log.disk.index import SparseIndex
+from metamq.broker.log.disk.producers import ProducerStates
+from metamq.broker.log.disk.scan import LOCATION, damaged, find_batch, headers, read_at
+from metamq.broker.log.disk.segments import Segment, SegmentStats, SnapshotName, file_path
+from metamq.broker.log.disk.times import Search, first_at_time
 from metamq.wire.batch import HEADER_BYTES, bytes_to_read, check_broker_part, read_header
 from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import SMALL_BYTES

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from metamq.broker.data.partition import Partition
+from metamq.broker.data.topics import Topics
 from metamq.broker.log import PartitionLog
-from metamq.broker.log.files import SHORTAGES
-from metamq.broker.partition import Partition
-from metamq.broker.topics import Topics
+from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.transactions.journal import Appender, JournalStore
 from metamq.errors import CorruptData, MetamqError, TopicNotFound
 from metamq.tx.store.branch import Body

@@ -25,14 +25,14 @@ import logging
 import time
 
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
-from metamq.client.branches import Branch, TxClient, new_session
-from metamq.client.cluster import Cluster
+from metamq.client.net.branches import Branch, TxClient, new_session
+from metamq.client.net.cluster import Cluster
 from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.store.branch import BranchState
 from metamq.tx.store.records import Branch as BranchKey
 from metamq.tx.store.table import State
 from metamq.wire.xa import Verb, XACode, Xid
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 
 log = logging.getLogger("metamq.broker")
 

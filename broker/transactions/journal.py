@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from metamq.broker.partition import BatchIds, Done, Partition
+from metamq.broker.data.partition import BatchIds, Done, Partition
 from metamq.errors import MetamqError
 from metamq.tx.store.branch import Body
 from metamq.tx.store.fold import Entry, Retained
 from metamq.tx.store.records import Record, pack, unpack
 from metamq.wire.batch import HEADER_BYTES, BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 
 TOPIC = "~transactions"
 TOPIC_ID = "0" * 16

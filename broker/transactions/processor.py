@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from metamq.broker.flusher import Flusher
-from metamq.broker.log.files import SHORTAGES
-from metamq.broker.partition import BatchIds, Partition
-from metamq.broker.topics import Topics
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import BatchIds, Partition
+from metamq.broker.data.topics import Topics
+from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.transactions.commits import Commits, key_of
 from metamq.broker.transactions.journal import (
     TOPIC,

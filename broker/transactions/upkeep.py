@@ -22,9 +22,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from metamq.broker.flusher import Flusher
-from metamq.broker.partition import Partition
-from metamq.broker.topics import OWN, Topics
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import Partition
+from metamq.broker.data.topics import OWN, Topics
 from metamq.broker.transactions.commits import key_of
 from metamq.broker.transactions.journal import SEGMENT_BYTES
 from metamq.broker.transactions.term import Term

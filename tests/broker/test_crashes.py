@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from metamq import Producer, aio
-from metamq.client.outgoing import Delivery
+from metamq.client.producer.outgoing import Delivery
 from metamq.errors import BufferFull, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from tests.load import Load, Told, blocking, check

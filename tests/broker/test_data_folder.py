@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.data_folder import FORMAT, GONE, DataFolder
+from metamq.broker.data.data_folder import FORMAT, GONE, DataFolder
 from metamq.errors import ConfigError, DiskFull
 
 HOLDER = """
 import sys
 from pathlib import Path
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data.data_folder import DataFolder
 
 folder = DataFolder.open(Path(sys.argv[1]), 0)
 print("open", flush=True)
@@ -469,7 +469,7 @@ def test_the_record_of_partitions_has_a_durable_name(tmp_path: Path, monkeypatch
 OF_AN_IMAGE = """
 import os, sys
 from pathlib import Path
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data.data_folder import DataFolder
 folder = DataFolder.open(Path(sys.argv[1]), 0)
 print(folder.is_copy, folder.missing("t", "id", [0]))
 if folder.is_copy:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from metamq.broker.acceptor import DESCRIPTORS_LEFT
+from metamq.broker.front_door.acceptor import DESCRIPTORS_LEFT
 from metamq.broker.log import FileCache
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.commands import Command, Hello

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.log.segments import take_inventory
-from metamq.client.transport import BrokerConnection
+from metamq.broker.log.disk.segments import take_inventory
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import CorruptData, DiskFull, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire import status
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.limits import BATCH_BYTES_MAX
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.load import Load, blocking, check
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, http_get, read_topic, statistics, timed_out, wait_until

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Producer
-from metamq.broker.admission import SLOTS_KEPT
-from metamq.broker.server import OPEN_FILES_LEAST, shares
+from metamq.broker.front_door.admission import SLOTS_KEPT
+from metamq.broker.process.server import OPEN_FILES_LEAST, shares
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.topics import FlushEvery, TopicConfig
+from metamq.zk.cluster.topics import FlushEvery, TopicConfig
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, read_topic, statistics, wait_until
 

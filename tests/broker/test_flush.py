@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.flusher import Flusher
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import Appended, BatchIds, Partition
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
-from metamq.broker.partition import Appended, BatchIds, Partition
 from metamq.errors import MetamqError, StorageError
 from metamq.testing import Cluster
 from metamq.wire.batch import read_header

@@ -203,7 +203,7 @@ def test_requests_are_answered_while_a_topic_is_removed(parts: Parts, monkeypatc
         assert free.wait(110)
         rmtree(path)
 
-    monkeypatch.setattr("metamq.broker.data_folder.shutil.rmtree", slow)
+    monkeypatch.setattr("metamq.broker.data.data_folder.shutil.rmtree", slow)
     name = f"gone-{parts.broker_id}"
     with parts.zookeeper.admin() as admin:
         parts.create(admin)

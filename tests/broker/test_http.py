@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from metamq.broker.config import BrokerConfig
-from metamq.broker.http import StatusServer, _Server
-from metamq.broker.server import Broker
+from metamq.broker.process.http import StatusServer, _Server
+from metamq.broker.process.server import Broker
 from tests.parts import http_get
 
 
@@ -54,7 +54,7 @@ def test_it_stops_at_once() -> None:
 def test_it_does_not_pause_when_its_thread_sees_the_closed_socket_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does when no descriptor is left."""
     paused, refused = threading.Event(), threading.Event()
-    monkeypatch.setattr("metamq.broker.http.time", SimpleNamespace(sleep=lambda _s: paused.set()))
+    monkeypatch.setattr("metamq.broker.process.http.time", SimpleNamespace(sleep=lambda _s: paused.set()))
     take, stop = _Server.get_request, _Server.shutdown
 
     def get_request(server: _Server) -> Any:
@@ -77,7 +77,7 @@ def test_it_does_not_pause_when_its_thread_sees_the_closed_socket_first(monkeypa
 def test_a_client_that_says_nothing_keeps_nobody_waiting(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.broker.http._QuietHandler.timeout", 600)
+    monkeypatch.setattr("metamq.broker.process.http._QuietHandler.timeout", 600)
     server = StatusServer(cast(Broker, Told()))
     with closing(socket.create_connection(("127.0.0.1", server.port))):
         assert http_get(server.port, "/healthz") == (200, "fine\n")  # within a time-out that is shorter

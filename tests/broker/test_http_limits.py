@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from metamq.broker import http
-from metamq.broker.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, StatusServer
-from metamq.broker.server import Broker
+from metamq.broker.process import http
+from metamq.broker.process.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, StatusServer
+from metamq.broker.process.server import Broker
 from tests.broker.test_http import Told
 from tests.parts import http_get, wait_until
 

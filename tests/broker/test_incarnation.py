@@ -14,9 +14,9 @@ import pytest
 
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.brokers import read_state
+from metamq.zk.cluster.brokers import read_state
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import another_boot, http_get, read_topic, statistics, until_answered, wait_until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from metamq.broker.processors import _PendingPut
+from metamq.broker.front_door.processors import _PendingPut
 from metamq.errors import StorageError
 from metamq.wire import status
 from metamq.wire.commands import Command, PutResult

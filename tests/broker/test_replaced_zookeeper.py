@@ -11,12 +11,12 @@ import pytest
 
 from metamq import Admin, Producer
 from metamq.broker.config import BrokerConfig
-from metamq.broker.server import Broker
+from metamq.broker.process.server import Broker
 from metamq.errors import ConfigError, ConnectError
-from metamq.zk.brokers import BrokerState, state_json
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicStore
+from metamq.zk.cluster.brokers import BrokerState, state_json
+from metamq.zk.cluster.topics import TopicStore
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import Session
 
 LIMIT_S = 60
 

@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.broker.request_memory import RequestMemory
+from metamq.broker.front_door.request_memory import RequestMemory
 
 
 class Asker:

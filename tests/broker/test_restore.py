@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.data_folder import DataFolder, current_boot
-from metamq.broker.folder_report import FolderReport, LogReport, inspect_folder
-from metamq.broker.log.epochs import Epoch
-from metamq.broker.restore import EPOCHS_AHEAD, Choices, Restore, plan_restore
+from metamq.broker.data.data_folder import DataFolder, current_boot
+from metamq.broker.data.folder_report import FolderReport, LogReport, inspect_folder
+from metamq.broker.data.restore import EPOCHS_AHEAD, Choices, Restore, plan_restore
+from metamq.broker.log.disk.epochs import Epoch
 from metamq.errors import ConfigError
-from metamq.zk.brokers import BrokerState, state_json
-from metamq.zk.cluster_nodes import ClusterExport
-from metamq.zk.topics import TopicConfig, from_json, to_json
+from metamq.zk.cluster.brokers import BrokerState, state_json
+from metamq.zk.cluster.cluster_nodes import ClusterExport
+from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
 
 ID = "0" * 16
 NOTHING_CHOSEN = Choices({}, {}, frozenset())

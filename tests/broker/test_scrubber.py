@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from metamq.broker import scrubber as scrubber_module
 from metamq.broker.config import BrokerConfig
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data import scrubber as scrubber_module
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.partition import BatchIds
+from metamq.broker.data.scrubber import OF_ONE_MAX, REPORTS_MAX, Scrubber
+from metamq.broker.data.topics import Topics
 from metamq.broker.log import FileCache
-from metamq.broker.log.segments import take_inventory
-from metamq.broker.partition import BatchIds
-from metamq.broker.scrubber import OF_ONE_MAX, REPORTS_MAX, Scrubber
-from metamq.broker.topics import Topics
-from metamq.client.damage import report_of
-from metamq.client.in_pieces import ask_offsets
-from metamq.client.transport import BrokerConnection
+from metamq.broker.log.disk.segments import take_inventory
+from metamq.client.fetch.damage import report_of
+from metamq.client.net.in_pieces import ask_offsets
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ClosedError, CorruptData
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.batch import read_header, walk
 from metamq.wire.columns import encode
+from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.topics import TopicConfig
 from tests.broker.test_disk import flip
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, statistics, wait_until

@@ -23,20 +23,20 @@ import pytest
 
 from metamq import Producer
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
-from metamq.client.outgoing import Delivery
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
+from metamq.client.producer.outgoing import Delivery
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry
 from metamq.wire.connection import Response
-from metamq.zk.brokers import BrokerState, read_state
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.cluster.brokers import BrokerState, read_state
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import master_offer
-from metamq.zk.ports import HeldPort
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicConfig, TopicStore
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.server.ports import HeldPort
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, http_get, read_topic, statistics, until_answered, wait_until
 
@@ -565,7 +565,7 @@ def test_a_start_that_failed_leaves_nothing_open(parts: Cluster, tmp_path: Path)
         assert local.broker.epoch > 0
 
 
-@pytest.mark.parametrize("step", ["server.TopicStore.names", "ha.keeper.become_master"])
+@pytest.mark.parametrize("step", ["process.server.TopicStore.names", "ha.keeper.become_master"])
 def test_zookeeper_goes_away_in_the_middle_of_a_start(
     step: str, metamq_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.data_folder import DataFolder
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.made_partitions import MadePartitions
+from metamq.broker.data.topics import Topics
 from metamq.broker.log import FileCache, set_aside
-from metamq.broker.made_partitions import MadePartitions
-from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, CorruptData, DiskFull, PartitionNotFound
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 
 
 class NoNames(TopicConfig):
@@ -73,7 +73,7 @@ def test_a_damaged_log_is_moved_away_beside_the_loop(tmp_path: Path, monkeypatch
         assert topics.find("t", config.id, 1) is not damaged
         topics.close(ClosedError("broker"))
 
-    monkeypatch.setattr("metamq.broker.topics.set_aside", seen)
+    monkeypatch.setattr("metamq.broker.data.topics.set_aside", seen)
     asyncio.run(run())
     assert len(movers) == 1
     assert movers[0] is not threading.main_thread()

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import MessageTooLarge, TopicNotFound
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
+from metamq.zk.cluster.topics import FlushEvery, TopicConfig, TopicStore
 from metamq.zk.paths import master_offer
-from metamq.zk.session import ANY_VERSION, Session
-from metamq.zk.topics import FlushEvery, TopicConfig, TopicStore
+from metamq.zk.session.session import ANY_VERSION, Session
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, LocalBroker, http_get, read_topic, statistics, until_answered, wait_until
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from metamq.cli.app import run
-from metamq.cli.demo_flights import FILE, PACKAGE, WHOLE_NUMBERS
+from metamq.cli.demo.flights import FILE, PACKAGE, WHOLE_NUMBERS
 from metamq.testing import Cluster, cluster
 
 FLIGHTS = 5_000

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from metamq import Admin, Consumer, Producer
-from metamq.broker.data_folder import GONE, REPLACED
-from metamq.broker.folder_report import inspect_folder
+from metamq.broker.data.data_folder import GONE, REPLACED
+from metamq.broker.data.folder_report import inspect_folder
 from metamq.errors import TopicNotFound
 from metamq.testing import BrokerProcess
-from metamq.zk.brokers import cluster_id
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.session import Session
+from metamq.zk.cluster.brokers import cluster_id
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import Session
 from tests.cli.conftest import Metamq
 from tests.parts import make_chroot, read_to_end, wait_until
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from metamq.cli.doctor import BRANCHES_NAMED
-from metamq.client.admin_model import ReplicaDescription
+from metamq.cli.commands.doctor import BRANCHES_NAMED
+from metamq.client.admin.admin_model import ReplicaDescription
 from metamq.testing import BrokerProcess, Cluster
 from metamq.tx import XAResource, Xid
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.groups.plans import Plan, PlanInputs, TopicInput, to_json
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.plans import Plan, PlanInputs, TopicInput, to_json
-from metamq.zk.session import Session
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import another_boot, wait_until
 
@@ -124,7 +124,7 @@ def test_transactions_that_are_prepared_for_long_are_named_with_the_next_step(
         looked = by_name(metamq("doctor", "-o", "json").json)
         assert looked["transactions"]["status"] == "ok"
         assert looked["transactions"]["detail"] == f"{len(xids)} transactions prepared, none for long"
-        monkeypatch.setattr("metamq.cli.doctor.PREPARED_MS_MAX", 0)
+        monkeypatch.setattr("metamq.cli.commands.doctor.PREPARED_MS_MAX", 0)
         looked = by_name(metamq("doctor", "-o", "json").json)
         finding = looked[f"transaction {xids[0]}"]
         assert finding["status"] == "warning"

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.cli.test_up import free_ports
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -121,7 +121,7 @@ def test_demo(demo: Starting, temporary: Path, until: Until) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_demo_at_work(demo: Starting, temporary: Path, until: Until, number: signal.Signals) -> None:
-    until(lambda: demo.has_child("demo_worker"))
+    until(lambda: demo.has_child("cli.demo.worker"))
     status, talk = demo.stop(number, group=number == signal.SIGINT)  # as the terminal's Ctrl-C does it
     assert "Traceback" not in talk
     until(lambda: not demo.left(), "the end of all children")

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from metamq.cli import tx
 from metamq.cli.app import run
+from metamq.cli.commands import tx
 from metamq.cli.context import Globals
-from metamq.cli.message_format import as_json, as_raw, compile_format
-from metamq.cli.output import folded, print_json, print_table, say, styled
-from metamq.cli.terminal import inert, inert_bytes
-from metamq.client.branches import BranchDescription
+from metamq.cli.show.message_format import as_json, as_raw, compile_format
+from metamq.cli.show.output import folded, print_json, print_table, say, styled
+from metamq.cli.show.terminal import inert, inert_bytes
 from metamq.client.model import Message
+from metamq.client.net.branches import BranchDescription
 from metamq.wire.xa import Xid
 
 EVIL = "a\x1b[2J\x9b1m\x07\u202etxt\u2066\x7f\r\u2028z"

@@ -15,13 +15,13 @@ import pytest
 
 from metamq import aio
 from metamq.cli.context import Globals
-from metamq.cli.units import show_bytes
-from metamq.client.admin_model import PromotionPlan
+from metamq.cli.show.units import show_bytes
+from metamq.client.admin.admin_model import PromotionPlan
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess, Cluster, cluster
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.epochs import next_epoch
-from metamq.zk.ports import free_port
+from metamq.zk.cluster.epochs import next_epoch
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.server.ports import free_port
 from tests.broker.ha.test_replication import Group
 from tests.cli.conftest import Metamq
 from tests.parts import another_boot, wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.data_folder import REPLACED
+from metamq.broker.data.data_folder import REPLACED
 from metamq.testing import BrokerProcess, Cluster
 from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send
@@ -140,7 +140,7 @@ def test_a_crash_in_between_leaves_a_partition_that_is_damaged_and_can_be_given_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("metamq.broker.made_partitions.MadePartitions.forget", dies)
+        patch.setattr("metamq.broker.data.made_partitions.MadePartitions.forget", dies)
         assert offline("log", "forget", broker.data, f"{TOPIC}/0-0", "--yes").status != 0
     broker.start()
     assert f"{TOPIC}/0-0 is damaged: this replica had it" in http_get(broker.http_port, "/readyz")[1]

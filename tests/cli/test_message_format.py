@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.cli.message_format import as_json, as_raw, compile_format
+from metamq.cli.show.message_format import as_json, as_raw, compile_format
 from metamq.client.model import Message
 
 MESSAGE = Message("flights", "0-3", 7, b"UA", b"v\xff", {"a": b"1", "b": b"2"}, 1_500_000)

@@ -17,16 +17,17 @@ from typing import Any
 
 import pytest
 
-from metamq.cli import up
+from metamq.cli.commands import up
 from metamq.cli.ports import TRIED, Ports
 from metamq.errors import ConfigError
-from metamq.zk.ports import free_port, is_free
+from metamq.zk.server.ports import free_port, is_free
 from tests.cli.conftest import unset
 
 HOST = "127.0.0.1"
 UP = """
 import sys
-from metamq.cli import main, up
+from metamq.cli import main
+from metamq.cli.commands import up
 up.ZOOKEEPER_PORT, up.BROKER_PORT, up.HTTP_PORT = map(int, sys.argv[1:4])
 sys.argv[1:] = ["up", "--ephemeral", "-o", "json"]
 main()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from metamq import TopicPartition
-from metamq.cli.consume import Looking, Printing
-from metamq.cli.message_format import as_raw
+from metamq.cli.commands.consume import Looking, Printing
 from metamq.cli.processes import StopSignals
+from metamq.cli.show.message_format import as_raw
 from metamq.testing import Cluster
 from tests.cli.conftest import but_for_closing
 

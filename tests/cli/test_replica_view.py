@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from metamq.cli.replica_view import amiss, damage
-from metamq.client.admin_model import BrokerReplicas, ReplicaDescription
+from metamq.cli.show.replica_view import amiss, damage
+from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 
 def replica(number: int, role: str, how: str, problem: str = "") -> ReplicaDescription:

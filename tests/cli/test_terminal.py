@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from metamq.cli.app import run
-from metamq.cli.output import table_lines
+from metamq.cli.show.output import table_lines
 from metamq.testing import Cluster
 from tests.cli.test_app import all_commands
 from tests.one_zookeeper import cluster

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from metamq.testing import Cluster
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 
 Metamq = Callable[..., Any]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.cli.units import (
+from metamq.cli.show.units import (
     parse_bytes,
     parse_flush,
     parse_ms,
@@ -21,7 +21,7 @@ from metamq.cli.units import (
     show_ms,
     show_retention,
 )
-from metamq.zk.topics import FlushEvery
+from metamq.zk.cluster.topics import FlushEvery
 
 
 @pytest.mark.parametrize(

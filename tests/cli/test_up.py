@@ -20,8 +20,8 @@ import pytest
 
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.nodes import Create
-from metamq.zk.ports import free_port
-from metamq.zk.session import Session
+from metamq.zk.server.ports import free_port
+from metamq.zk.session.session import Session
 
 Metamq = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[bytes]"]

@@ -12,7 +12,7 @@ import pytest
 from metamq import Admin, Consumer, Producer, TopicPartition
 from metamq.testing import Cluster
 from metamq.testing import cluster as running_cluster
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests.parts import make_chroot
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from metamq.client.inbox import Hand, Inbox, PartitionState
-from metamq.client.message_batch import MessageBatch
+from metamq.client.fetch.inbox import Hand, Inbox, PartitionState
+from metamq.client.fetch.message_batch import MessageBatch
 from metamq.wire.batch import read_header, stamp
 from metamq.wire.columns import encode
 from metamq.zk.partitions import TopicPartition

@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from kazoo.client import KazooClient
 from kazoo.handlers.threading import KazooTimeoutError
 
-from metamq.client.offsets import ZooKeeperOffsets
-from metamq.client.rebalance import AssignedPartition, ZKLoadRebalanceListener
+from metamq.client.group.rebalance import AssignedPartition, ZKLoadRebalanceListener
+from metamq.client.offsets.offsets import ZooKeeperOffsets
 from metamq.errors import MetamqError
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.lease import Lease
-from metamq.zk.members import owned_partitions
+from metamq.zk.groups.members import owned_partitions
+from metamq.zk.groups.plans import read_plan
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.plans import read_plan
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicConfig, TopicStore
+from metamq.zk.session.lease import Lease
+from metamq.zk.session.session import Session
 
 GROUP = "etl"
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.accumulator import Accumulator, Busy
-from metamq.client.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, OutgoingBatch
-from metamq.client.partitioner import Partitioner, by_key_hash, partitioner_named
-from metamq.client.topic_buffer import chunk_bounds
+from metamq.client.producer.accumulator import Accumulator, Busy
+from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, Delivery, OutgoingBatch
+from metamq.client.producer.partitioner import Partitioner, by_key_hash, partitioner_named
+from metamq.client.producer.topic_buffer import chunk_bounds
 from metamq.errors import (
     BufferFull,
     ClosedError,
@@ -23,7 +23,7 @@ from metamq.errors import (
 )
 from metamq.wire.compression import Codec
 from metamq.wire.limits import BATCH_COUNT_MAX
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.parts import wait_until
 
 NEVER_NS = 0

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin, DatabaseOffsets, FileOffsets, TopicPartition, aio
-from metamq.client.admin_model import GroupDescription, GroupPartition
+from metamq.client.admin.admin_model import GroupDescription, GroupPartition
 from metamq.errors import (
     ClosedError,
     ConfigError,
@@ -32,9 +32,9 @@ from metamq.errors import (
     WrongType,
 )
 from metamq.testing import Cluster
+from metamq.zk.cluster.topics import FlushEvery
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.session import Session
-from metamq.zk.topics import FlushEvery
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 
 LIMIT_S = 60.0
@@ -543,7 +543,7 @@ def test_the_lag_of_a_group_is_not_known_while_that_of_a_partition_is_not() -> N
 def test_a_group_with_its_offsets_in_a_database_tells_how_far_it_is(
     running: Cluster, admin: Admin, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.client.progress.PROGRESS_CHECK_S", 0.05)
+    monkeypatch.setattr("metamq.client.consumer.progress.PROGRESS_CHECK_S", 0.05)
     admin.create_topic(topic, partitions=1, brokers=[0])
     fill(running, topic, "0-0", 5)
     offsets = DatabaseOffsets(lambda: sqlite3.connect(tmp_path / "offsets.sqlite3", timeout=LIMIT_S))

@@ -11,7 +11,7 @@ import pytest
 from metamq import Admin, Consumer
 from metamq.errors import ConnectError, DeliveryTimeout
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.one_zookeeper import cluster
 from tests.parts import Line, read_to_end, wait_until
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.client.blocking_connection import ROOM_BYTES, BlockingConnection
-from metamq.client.transport import WAKE_BYTES
+from metamq.client.net.blocking_connection import ROOM_BYTES, BlockingConnection
+from metamq.client.net.transport import WAKE_BYTES
 from metamq.errors import ConnectError, Timeout
 from metamq.testing import BrokerProcess
 from metamq.wire.commands import Command
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.client.test_large_answers import ASK, BODY, Peer
 from tests.one_zookeeper import cluster
 from tests.parts import wait_until

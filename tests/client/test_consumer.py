@@ -13,9 +13,9 @@ import pytest
 
 from metamq import Consumer, Message, TopicPartition
 from metamq.errors import ConfigError, ConnectError, OffsetOutOfRange, OwnershipLost, PartitionNotFound
-from metamq.zk.ownership import Committed, reset_offset
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicStore
+from metamq.zk.cluster.topics import TopicStore
+from metamq.zk.groups.ownership import Committed, reset_offset
+from metamq.zk.session.session import Session
 from tests.client.idle import LIMIT_S, all_of
 
 if TYPE_CHECKING:

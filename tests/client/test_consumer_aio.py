@@ -19,7 +19,7 @@ import pytest
 
 import metamq
 from metamq import DatabaseOffsets, Message, Rollback, TopicPartition, aio
-from metamq.client.cluster import MASTER
+from metamq.client.net.cluster import MASTER
 from metamq.errors import (
     ClosedError,
     ConfigError,

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from metamq import TopicPartition
-from metamq.client import fetch_runner
+from metamq.client.fetch import fetch_runner
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.ports import free_port
-from metamq.zk.session import ANY_VERSION, Session
+from metamq.zk.server.ports import free_port
+from metamq.zk.session.session import ANY_VERSION, Session
 from tests.one_zookeeper import cluster
 from tests.parts import Line, wait_until
 

@@ -28,8 +28,8 @@ import pytest
 
 from metamq import Consumer, DatabaseOffsets, Message, TopicPartition
 from metamq.errors import ClosedError, ConnectError
-from metamq.zk.ownership import read_offset
-from metamq.zk.session import Session
+from metamq.zk.groups.ownership import read_offset
+from metamq.zk.session.session import Session
 from tests.client.group_judge import Commit, Freeze, Handled, History, judge
 
 if TYPE_CHECKING:
@@ -444,8 +444,8 @@ def test_a_stuck_member_is_seen_from_outside_and_can_be_evicted(
 def is_seen_and_evicted(shop: Shop, group: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """False: its session has ended."""
     # Its session lives, so it keeps its partitions; but its beat tells that nothing gets done.
-    monkeypatch.setattr("metamq.client.rebalance.BEAT_S", 0.05)
-    monkeypatch.setattr("metamq.client.progress.PROGRESS_CHECK_S", 0.05)
+    monkeypatch.setattr("metamq.client.group.rebalance.BEAT_S", 0.05)
+    monkeypatch.setattr("metamq.client.consumer.progress.PROGRESS_CHECK_S", 0.05)
     topic = shop.topic(2)
     stuck, go_on = threading.Event(), threading.Event()
     ends: list[ClosedError] = []

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Consumer, DatabaseOffsets, FileOffsets, TopicPartition
-from metamq.client.commit_in import counted_limit
-from metamq.client.inbox import PartitionState
+from metamq.client.fetch.commit_in import counted_limit
+from metamq.client.fetch.inbox import PartitionState
 from metamq.client.model import Message
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, OwnershipLost, PartitionNotFound
 from tests.client.idle import all_of

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from metamq import Consumer, Producer, TopicPartition
-from metamq.client import cluster as client_cluster
-from metamq.client import fetch_runner, outages
+from metamq.client.fetch import fetch_runner
+from metamq.client.net import cluster as client_cluster
+from metamq.client.net import outages
 from metamq.errors import ConnectError, MetamqError
 from metamq.testing import Cluster, cluster
-from metamq.zk.brokers import BrokerAddress
-from metamq.zk.session import Session
+from metamq.zk.cluster.brokers import BrokerAddress
+from metamq.zk.session.session import Session
 
 GROUP = "etl"
 LOOK_EVERY = 256

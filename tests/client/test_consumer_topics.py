@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from metamq import TopicPartition
-from metamq.client.unshared import UnsharedAssignment
+from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.errors import OffsetOutOfRange
+from metamq.zk.cluster.topics import FlushEvery
+from metamq.zk.groups.ownership import Committed, reset_offset
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.ownership import Committed, reset_offset
-from metamq.zk.session import Session
-from metamq.zk.topics import FlushEvery
+from metamq.zk.session.session import Session
 
 if TYPE_CHECKING:
     from tests.client.conftest import Shop

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from metamq import Consumer, Message, MessageBatch, aio
-from metamq.client.inbox import Hand, PartitionState
+from metamq.client.fetch.inbox import Hand, PartitionState
 from metamq.errors import DecodeError
 from tests.client.conftest import Shop
 from tests.client.inbox_parts import TP, batch

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from metamq.client.cluster import Source
-from metamq.client.fetch_queue import DELAY_FIRST_S, DELAY_MAX_S, FetchRequest, FetchRequestQueue
+from metamq.client.fetch.fetch_queue import DELAY_FIRST_S, DELAY_MAX_S, FetchRequest, FetchRequestQueue
+from metamq.client.net.cluster import Source
 from metamq.zk.names import partition_name
 from metamq.zk.partitions import TopicPartition
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from metamq.client.group_plan import GroupPlan
+from metamq.client.group.group_plan import GroupPlan
 from metamq.errors import ConfigError
-from metamq.zk import plans
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.documents import say_once
-from metamq.zk.members import Member, join, leave
-from metamq.zk.plans import Plan, PlanTooLarge
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicConfig, TopicStore
+from metamq.zk.groups import plans
+from metamq.zk.groups.members import Member, join, leave
+from metamq.zk.groups.plans import Plan, PlanTooLarge
+from metamq.zk.session.session import Session
 
 
 class HearsNothingOfMembers:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from metamq.client.assignment import AssignedPartition
-from metamq.client.holdings import Holdings
-from metamq.client.offsets import CommitRequest, Committed, ZooKeeperOffsets
-from metamq.client.rebalance_decisions import Phase, next_plan
+from metamq.client.group.assignment import AssignedPartition
+from metamq.client.group.holdings import Holdings
+from metamq.client.group.rebalance_decisions import Phase, next_plan
+from metamq.client.offsets.offsets import CommitRequest, Committed, ZooKeeperOffsets
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.members import owned_partitions
-from metamq.zk.ownership import read_offset, reset_offset
+from metamq.zk.groups.members import owned_partitions
+from metamq.zk.groups.ownership import read_offset, reset_offset
+from metamq.zk.groups.plans import Plan, PlanInputs, TopicInput
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.plans import Plan, PlanInputs, TopicInput
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 
 ID = "a" * 16
 TP = TopicPartition("t", "0-0")

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from metamq.client.inbox import SLICE_MESSAGES, Hand, Inbox, PartitionState
+from metamq.client.fetch.inbox import SLICE_MESSAGES, Hand, Inbox, PartitionState
 from metamq.errors import ConfigError, ForkedError
 from tests.client.inbox_parts import OTHER, TP, batch, inbox_with, nothing_to_take, offset_of, take
 

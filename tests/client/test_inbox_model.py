@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from metamq.client.inbox import Hand, Inbox, PartitionState
+from metamq.client.fetch.inbox import Hand, Inbox, PartitionState
 from metamq.zk.partitions import TopicPartition
 from tests.client.inbox_parts import OTHER, TP, batch, offset_of, take
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from metamq.client.accumulator import Accumulator
-from metamq.client.outgoing import Delivery, OutgoingBatch
+from metamq.client.producer.accumulator import Accumulator
+from metamq.client.producer.outgoing import Delivery, OutgoingBatch
 from metamq.errors import ConfigError
 from tests.client.test_accumulator import Loopless, an_accumulator, known, take
 from tests.one_zookeeper import cluster

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import DatabaseOffsets, aio
-from metamq.client.joined_batch import JoinedBatch, joinable
+from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.errors import ConfigError, DecodeError, WrongType
 from tests.parts import wait_until
 

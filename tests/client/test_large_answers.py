@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import uvloop
 
-from metamq.client import transport
-from metamq.client.transport import WAKE_BYTES, BrokerConnection
+from metamq.client.net import transport
+from metamq.client.net.transport import WAKE_BYTES, BrokerConnection
 from metamq.errors import ConnectError
 from metamq.wire.commands import Command, Get, HelloReply
 from metamq.wire.connection import Request, ServerConnection

@@ -6,12 +6,12 @@ from math import inf
 
 import pytest
 
-from metamq.client.assignment import Obstacle
-from metamq.client.loop_end import ASK_AGAIN_S, LOOK_S, Decision, Step, decide
-from metamq.client.peers import EXPIRY_MARGIN_MS, lives, sharers
+from metamq.client.consumer.loop_end import ASK_AGAIN_S, LOOK_S, Decision, Step, decide
+from metamq.client.group.assignment import Obstacle
+from metamq.client.net.peers import EXPIRY_MARGIN_MS, lives, sharers
 from metamq.errors import MetamqError
+from metamq.zk.groups.plans import Plan, PlanInputs
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.plans import Plan, PlanInputs
 
 IDLE_S = 5.0
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from metamq import Consumer, Message, aio
-from metamq.client import outages
+from metamq.client.net import outages
 from metamq.errors import ConnectError, Timeout, TopicNotFound
 from metamq.testing import Cluster, cluster
 from tests.network import Network, Way

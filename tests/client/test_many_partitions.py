@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from metamq.broker.processors import page_of
-from metamq.client import admin_brokers
-from metamq.client.cluster import MASTER, Cluster, Source
-from metamq.client.fetch_queue import FetchRequest, FetchRequestQueue
-from metamq.client.fetch_runner import FetchLimits, FetchRunner
-from metamq.client.outgoing import OutgoingBatch
-from metamq.client.sender import Sender
-from metamq.client.start_offsets import OffsetFinder
+from metamq.broker.front_door.processors import page_of
+from metamq.client.admin import admin_brokers
+from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
+from metamq.client.fetch.fetch_runner import FetchLimits, FetchRunner
+from metamq.client.fetch.start_offsets import OffsetFinder
+from metamq.client.net.cluster import MASTER, Cluster, Source
+from metamq.client.producer.outgoing import OutgoingBatch
+from metamq.client.producer.sender import Sender
 from metamq.errors import MetamqError, StorageError, TopicNotFound
 from metamq.testing import Cluster as RealCluster
 from metamq.testing import cluster as real_cluster
@@ -49,10 +49,10 @@ from metamq.wire.limits import (
     MESSAGE_BYTES_MAX,
     STATS_PARTITIONS_MAX,
 )
+from metamq.zk.cluster.topics import TopicConfig
 from metamq.zk.names import MAX_NAME_CHARS, partition_name
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicConfig
+from metamq.zk.session.session import Session
 
 TOPIC = "t" * MAX_NAME_CHARS
 TOPIC_ID = "0123456789abcdef"

@@ -15,20 +15,20 @@ from typing import Any
 import psycopg
 import pytest
 
-from metamq.client import commit_in as in_transaction
-from metamq.client.assignment import AssignedPartition
-from metamq.client.dbapi import at_once, database_of
-from metamq.client.inbox import PartitionState
-from metamq.client.offsets import CommitRequest
-from metamq.client.offsets_database import DatabaseOffsets
-from metamq.client.rebalance import ZKLoadRebalanceListener
+from metamq.client.fetch import commit_in as in_transaction
+from metamq.client.fetch.inbox import PartitionState
+from metamq.client.group.assignment import AssignedPartition
+from metamq.client.group.rebalance import ZKLoadRebalanceListener
+from metamq.client.offsets.dbapi import at_once, database_of
+from metamq.client.offsets.offsets import CommitRequest
+from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
-from metamq.zk import ownership
-from metamq.zk.lease import Lease
-from metamq.zk.ownership import Claim, Committed
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
+from metamq.zk.groups import ownership
+from metamq.zk.groups.ownership import Claim, Committed
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session import ANY_VERSION, Session
-from metamq.zk.topics import TopicConfig, TopicStore
+from metamq.zk.session.lease import Lease
+from metamq.zk.session.session import ANY_VERSION, Session
 from tests.tx.databases import giving_mappings
 
 Connect = Callable[[], Any]

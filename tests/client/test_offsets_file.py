@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from metamq.client.offsets import CommitRequest
-from metamq.client.offsets_file import FileOffsets
+from metamq.client.offsets.offsets import CommitRequest
+from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
-from metamq.zk.ownership import Claim, Committed
+from metamq.zk.groups.ownership import Claim, Committed
 from metamq.zk.partitions import TopicPartition
 
 TOPIC_ID = "0123456789abcdef"

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from metamq.client import outages
-from metamq.client.outages import Outages
+from metamq.client.net import outages
+from metamq.client.net.outages import Outages
 from metamq.errors import ConnectError
 from metamq.zk.partitions import TopicPartition
 

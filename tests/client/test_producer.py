@@ -15,8 +15,8 @@ import pytest
 
 from metamq import Producer, aio
 from metamq.client.model import ReceiptRange
-from metamq.client.outgoing import Delivery, ManyDelivery
-from metamq.client.partitioner import by_key_hash
+from metamq.client.producer.outgoing import Delivery, ManyDelivery
+from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import (
     BufferFull,
     ClosedError,
@@ -29,7 +29,7 @@ from metamq.errors import (
     TopicNotFound,
 )
 from metamq.testing import Cluster
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.one_zookeeper import cluster
 from tests.parts import read_topic, statistics, wait_until
 
@@ -240,7 +240,7 @@ def test_flush_raises_what_failed_and_nobody_was_told_of(
 def test_failures_that_flush_cannot_keep_are_logged(
     parts: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.client.producer_core.FAILURES_MAX", 2)
+    monkeypatch.setattr("metamq.client.producer.producer_core.FAILURES_MAX", 2)
     with parts.producer() as producer:
         for number in range(4):  # two of them are told at once, and need no room
             delivery = producer.send(f"nowhere-{number}", b"x")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from metamq.client.outgoing import Delivery
+from metamq.client.producer.outgoing import Delivery
 from metamq.errors import DeliveryTimeout, MetamqError, PartitionNotFound, TopicNotFound
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.ports import free_port
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
+from metamq.zk.server.ports import free_port
 from tests.one_zookeeper import cluster
 from tests.parts import Line, Stored, read_topic, statistics, wait_until
 

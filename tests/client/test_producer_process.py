@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.client import producer as client_producer
+from metamq.client.producer import producer as client_producer
 from metamq.testing import Cluster
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.one_zookeeper import cluster
 from tests.parts import Stored, read_topic
 
@@ -204,8 +204,8 @@ def test_at_exit_it_waits_no_longer_than_five_seconds(parts: Cluster, topic: Top
         parts,
         topic,
         f"""
-import metamq.client.producer
-metamq.client.producer.AT_EXIT_FLUSH_S = {limit_s}
+import metamq.client.producer.producer
+metamq.client.producer.producer.AT_EXIT_FLUSH_S = {limit_s}
 producer = metamq.Producer(zookeeper)
 producer.send(topic, b"x").result(60)
 print("ready")

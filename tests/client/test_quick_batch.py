@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from metamq.client.accumulator import Accumulator
-from metamq.client.outgoing import Delivery, OutgoingBatch, QuickBatch
+from metamq.client.producer.accumulator import Accumulator
+from metamq.client.producer.outgoing import Delivery, OutgoingBatch, QuickBatch
 from tests.client.test_accumulator import an_accumulator, known, take
 
 HAMMERED = 60_000

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from metamq.client.offsets import CommitRequest, Committed
+from metamq.client.offsets.offsets import CommitRequest, Committed
 from metamq.errors import ConfigError, OwnershipLost, TopicNotFound
-from metamq.zk import ownership
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.members import evict, owned_partitions, read_members
-from metamq.zk.ownership import read_offset
+from metamq.zk.groups import ownership
+from metamq.zk.groups.members import evict, owned_partitions, read_members
+from metamq.zk.groups.ownership import read_offset
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session import Session, State
-from metamq.zk.topics import TopicConfig, TopicStore
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import Session, State
 from tests.client.rebalance_members import GROUP, Member, Referee, expire, group_with, until
 
 
@@ -356,7 +356,7 @@ def test_a_rebalance_that_fails_is_tried_again_for_as_long_as_it_takes(
     servers: str, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """The original gave up after seven tries, five seconds apart; with the pauses of here that would take minutes."""
-    monkeypatch.setattr("metamq.client.rebalance.RETRY_MS_MAX", 5)
+    monkeypatch.setattr("metamq.client.group.rebalance.RETRY_MS_MAX", 5)
     failures, tries = 30, 0
 
     def failing(owner: object, name: str) -> None:
@@ -402,7 +402,7 @@ def test_a_consumer_id_is_used_once(servers: str, monkeypatch: pytest.MonkeyPatc
             twin = await group.member("same")
             with monkeypatch.context() as patch:
                 # Its session lives on while it is waited for, for a second.
-                patch.setattr("metamq.client.rebalance.EXPIRY_MARGIN_MS", -29_000)
+                patch.setattr("metamq.client.group.rebalance.EXPIRY_MARGIN_MS", -29_000)
                 with pytest.raises(ConfigError, match="consumer id 'same' in group 'etl' is in use by process"):
                     await twin.listener.start()
             # Its process ends while another start waits for that.
@@ -417,7 +417,7 @@ def test_a_consumer_id_is_used_once(servers: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_members_tell_how_they_are_doing(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metamq.client.rebalance.BEAT_S", 0.05)
+    monkeypatch.setattr("metamq.client.group.rebalance.BEAT_S", 0.05)
 
     async def scenario() -> None:
         async with group_with(servers, TopicConfig("t", {0: 2})) as group:

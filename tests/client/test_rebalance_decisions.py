@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.rebalance_decisions import (
+from metamq.client.group.rebalance_decisions import (
     ACTIONS,
     TRANSITIONS,
     Decision,
@@ -25,11 +25,11 @@ from metamq.client.rebalance_decisions import (
     without_growth,
 )
 from metamq.errors import CorruptData
-from metamq.zk import plans
-from metamq.zk.members import Member
+from metamq.zk.cluster.topics import TopicConfig
+from metamq.zk.groups import plans
+from metamq.zk.groups.members import Member
+from metamq.zk.groups.plans import Plan, PlanInputs, TopicInput
 from metamq.zk.partitions import TopicPartition, configured_partitions
-from metamq.zk.plans import Plan, PlanInputs, TopicInput
-from metamq.zk.topics import TopicConfig
 
 ID = "a" * 16
 NEW_ID = "b" * 16

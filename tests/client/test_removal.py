@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metamq import Admin
-from metamq.client import admin_removal
+from metamq.client.admin import admin_removal
 from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.testing import Cluster
 from tests.one_zookeeper import cluster

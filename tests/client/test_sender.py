@@ -17,14 +17,14 @@ from typing import Any, cast
 
 import pytest
 
+from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
-from metamq.broker.partition import BatchIds, Partition
-from metamq.client import partition_queue, sender
-from metamq.client.cluster import Cluster, Source
-from metamq.client.outgoing import OutgoingBatch
-from metamq.client.partition_queue import PartitionQueue
-from metamq.client.producer_core import ProducerOptions
-from metamq.client.sender import Sender, Verdict, verdict_on
+from metamq.client.net.cluster import Cluster, Source
+from metamq.client.producer import partition_queue, sender
+from metamq.client.producer.outgoing import OutgoingBatch
+from metamq.client.producer.partition_queue import PartitionQueue
+from metamq.client.producer.producer_core import ProducerOptions
+from metamq.client.producer.sender import Sender, Verdict, verdict_on
 from metamq.errors import (
     ClosedError,
     ConfigError,
@@ -47,7 +47,7 @@ from metamq.wire.batch import read_header, walk
 from metamq.wire.columns import decode
 from metamq.wire.compression import Codec
 from metamq.wire.connection import Response
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 
 TOPIC = TopicConfig("t", {0: 1})
 
@@ -406,7 +406,7 @@ class World:
         return [status.OK, appended.base_offset, appended.time_us, None]
 
     async def connection(self, broker_id: int) -> Wire:
-        """As metamq.client.cluster.Cluster has it."""
+        """As metamq.client.net.cluster.Cluster has it."""
         wire = next((wire for wire in self.wires if wire.alive), None)
         if wire is None:
             wire = Wire(self)
@@ -414,7 +414,7 @@ class World:
         return wire
 
     def is_current(self, source: Source, address: str) -> bool:
-        """As metamq.client.cluster.Cluster has it."""
+        """As metamq.client.net.cluster.Cluster has it."""
         return True
 
     def stored(self) -> list[bytes]:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError
 from metamq.testing import Cluster
 from tests.one_zookeeper import cluster

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.strategies import STRATEGIES, Assignment, check_strategy, explain, plan
+from metamq.client.group.strategies import STRATEGIES, Assignment, check_strategy, explain, plan
 from metamq.errors import ConfigError
 from metamq.zk.partitions import TopicPartition, configured_partitions, partition_order
 

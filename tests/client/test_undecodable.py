@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import CorruptData, UndecodableBatch
 from metamq.testing import Cluster
 from metamq.wire import batch as layout

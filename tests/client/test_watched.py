@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from metamq.client.watched import Watched
+from metamq.client.net.watched import Watched
 
 
 class Node:

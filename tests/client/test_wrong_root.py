@@ -10,7 +10,7 @@ import pytest
 from metamq import Admin, Consumer, Producer, aio
 from metamq.errors import ConfigError, MetamqError, TopicNotFound
 from metamq.testing import BrokerProcess
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq.testing import Cluster, cluster
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 
 if TYPE_CHECKING:
     from tests.spark.standalone import Standalone

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.spark_consumers.committing import Committer
-from metamq.spark_consumers.decision_store import Owner
-from metamq.spark_consumers.decisions import JOB, BranchName, name_of, new_attempt, new_job
-from metamq.spark_consumers.gathering import Gatherer
-from metamq.spark_consumers.sink_client import SinkClient
-from metamq.spark_consumers.sink_options import parse_sink_options
+from metamq.spark_consumers.sink.committing import Committer
+from metamq.spark_consumers.sink.decision_store import Owner
+from metamq.spark_consumers.sink.decisions import JOB, BranchName, name_of, new_attempt, new_job
+from metamq.spark_consumers.sink.gathering import Gatherer
+from metamq.spark_consumers.sink.sink_client import SinkClient
+from metamq.spark_consumers.sink.sink_options import parse_sink_options
 from metamq.testing import Cluster
 from metamq.wire.xa import Verb
 from tests.parts import values_to_end
@@ -106,7 +106,7 @@ def check(running: Cluster, topic: str, sink: str, values: list[str]) -> None:
 
 def dying(committer: Committer, point: str, monkeypatch: pytest.MonkeyPatch) -> Committer:
     """It dies at a point of commit()."""
-    decide, client = committer.store.decide, "metamq.spark_consumers.branch_ends.TxClient"
+    decide, client = committer.store.decide, "metamq.spark_consumers.sink.branch_ends.TxClient"
 
     async def dying_decide(*arguments: Any) -> Any:
         if point == "prepared":
@@ -114,7 +114,7 @@ def dying(committer: Committer, point: str, monkeypatch: pytest.MonkeyPatch) -> 
         await decide(*arguments)
         raise Died
 
-    from metamq.client.branches import TxClient
+    from metamq.client.net.branches import TxClient
 
     class DyingClient(TxClient):
         commits = 0

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from metamq.client.branches import TxClient
+from metamq.client.net.branches import TxClient
 from metamq.spark_consumers.data_source import DefaultSource
-from metamq.spark_consumers.decision_store import DecisionStore
-from metamq.spark_consumers.exact_sink import BATCH_PROPERTY, ExactStreamWriter
+from metamq.spark_consumers.sink.decision_store import DecisionStore
+from metamq.spark_consumers.sink.exact_sink import BATCH_PROPERTY, ExactStreamWriter
 from metamq.wire.xa import Verb
 
 POINTS = ("written", "prepared", "decided", "one committed", "committed")

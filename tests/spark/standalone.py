@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from metamq.spark_consumers.java import java_home
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.parts import wait_until
 from tests.spark.conftest import small_session
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from metamq.errors import ConfigError, CorruptData
-from metamq.spark_consumers.checkpoint import (
+from metamq.spark_consumers.sink.checkpoint import (
     JUST_S,
     RUNNER,
     checkpoint_id,
@@ -24,7 +24,7 @@ from metamq.spark_consumers.checkpoint import (
     named,
     newest_finished,
 )
-from metamq.spark_consumers.decisions import (
+from metamq.spark_consumers.sink.decisions import (
     RUNS,
     BranchName,
     Decision,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from metamq.cli import demo_spark
-from metamq.cli.demo_flights import Tally
+from metamq.cli.demo import spark as demo_spark
+from metamq.cli.demo.flights import Tally
 from tests.one_zookeeper import cluster
 
 DAYS = 60

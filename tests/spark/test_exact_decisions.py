@@ -17,18 +17,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.client.columnar import ColumnarBatch
+from metamq.client.fetch.columnar import ColumnarBatch
 from metamq.errors import ConfigError, ConnectError, MetamqError
-from metamq.spark_consumers.branch_ends import CommitLost
-from metamq.spark_consumers.committing import CommitUnfinished
-from metamq.spark_consumers.decision_store import KEPT
-from metamq.spark_consumers.decisions import (
+from metamq.spark_consumers.sink.branch_ends import CommitLost
+from metamq.spark_consumers.sink.committing import CommitUnfinished
+from metamq.spark_consumers.sink.decision_store import KEPT
+from metamq.spark_consumers.sink.decisions import (
     BranchName,
     NotOurs,
     new_attempt,
     new_job,
 )
-from metamq.spark_consumers.gathering import Gatherer
+from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.testing import Cluster, cluster
 from metamq.zk.errors import BadVersion, ConnectionLost
 from tests.parts import wait_until

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from metamq.spark_consumers.decisions import NotOurs
+from metamq.spark_consumers.sink.decisions import NotOurs
 from metamq.testing import Cluster
 from tests.spark.drivers import Attempts, Died, Driver, check, closing_clients, dying, next_name
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.checkpoint import JUST_S, checkpoint_id
-from metamq.spark_consumers.decision_store import DecisionStore, Owner
-from metamq.spark_consumers.exact_sink import refuse_half_done
-from metamq.spark_consumers.sink_client import SinkClient, sink_client
-from metamq.spark_consumers.sink_options import parse_sink_options
+from metamq.spark_consumers.sink.checkpoint import JUST_S, checkpoint_id
+from metamq.spark_consumers.sink.decision_store import DecisionStore, Owner
+from metamq.spark_consumers.sink.exact_sink import refuse_half_done
+from metamq.spark_consumers.sink.sink_client import SinkClient, sink_client
+from metamq.spark_consumers.sink.sink_options import parse_sink_options
 from metamq.testing import Cluster
 from tests.spark.conftest import new_topic, send
 from tests.spark.drivers import Driver, closing_clients, next_name
@@ -139,7 +139,7 @@ def test_a_worker_that_is_kept_looks_again_when_a_batch_comes_again(
     running: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At least once, then exactly once, then at least once, in one session: that nothing was decided is old then."""
-    monkeypatch.setattr("metamq.spark_consumers.sink_client._connected", {})
+    monkeypatch.setattr("metamq.spark_consumers.sink.sink_client._connected", {})
     query, planned = next_name("query"), tmp_path / "offsets" / "0"
     planned.parent.mkdir()
     planned.touch()

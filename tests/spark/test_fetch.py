@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from metamq.client.background import background
-from metamq.client.cluster import MASTER
+from metamq.client.net.cluster import MASTER
 from metamq.client.settings import zookeeper_root
 from metamq.errors import (
     ConfigError,
@@ -22,18 +22,18 @@ from metamq.errors import (
     OffsetOutOfRange,
     TopicNotFound,
 )
-from metamq.spark_consumers.arrow_batches import ArrowBatches
-from metamq.spark_consumers.cluster_view import ClusterView
-from metamq.spark_consumers.fetch import FETCH_BYTES, Fetching, FetchTask, fetch
-from metamq.spark_consumers.options import parse_options
-from metamq.spark_consumers.planning import batch_ranges, tasks
-from metamq.spark_consumers.replicas import Replica
-from metamq.spark_consumers.stream_offsets import StreamPlace
+from metamq.spark_consumers.driver.cluster_view import ClusterView
+from metamq.spark_consumers.driver.planning import batch_ranges, tasks
+from metamq.spark_consumers.driver.stream_offsets import StreamPlace
+from metamq.spark_consumers.source.arrow_batches import ArrowBatches
+from metamq.spark_consumers.source.fetch import FETCH_BYTES, Fetching, FetchTask, fetch
+from metamq.spark_consumers.source.options import parse_options
+from metamq.spark_consumers.source.replicas import Replica
 from metamq.testing import Cluster, cluster
+from metamq.zk.groups.ownership import Committed, read_offset
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.ownership import Committed, read_offset
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.parts import statistics, wait_until
 from tests.spark.conftest import new_topic, send
 
@@ -262,7 +262,7 @@ def test_a_broken_connection_sends_no_task_to_zookeeper(own: Cluster, monkeypatc
     count = 4 * FETCH_BYTES // 1000
     send(own, "t", numbered(count, 1000))
     (task,) = planned(own, "t")
-    monkeypatch.setattr("metamq.spark_consumers.fetch.find_replicas", asked)
+    monkeypatch.setattr("metamq.spark_consumers.source.fetch.find_replicas", asked)
     fetching = Fetching(task)
     counts = []
     for chunk in fetching.chunks():

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from metamq.errors import CorruptData, OffsetDiverged
-from metamq.spark_consumers import fetch as fetching
-from metamq.spark_consumers.fetch import FetchTask
-from metamq.spark_consumers.files import FileReader
+from metamq.spark_consumers.source import fetch as fetching
+from metamq.spark_consumers.source.fetch import FetchTask
+from metamq.spark_consumers.source.files import FileReader
 from metamq.testing import Cluster
 from metamq.wire.addresses import is_own_address
 from metamq.wire.commands import FilePlace
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as there:
-        there.setattr("metamq.spark_consumers.files.os.open", refused)
+        there.setattr("metamq.spark_consumers.source.files.os.open", refused)
         assert table(files(own, "t")).num_rows == COUNT
     assert not opened
     assert table(files(own, "t")).num_rows == COUNT
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_opened_is_read_through_the_broker(
 def test_who_is_elsewhere_is_sent_what_there_is(
     tmp_path: Path, opened: list[FileReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.broker.protocol.are_near", lambda _peer, _here: False)
+    monkeypatch.setattr("metamq.broker.front_door.protocol.are_near", lambda _peer, _here: False)
     with (
         cluster(brokers=0, folder=tmp_path / "cluster") as running,
         LocalBroker(running.zookeeper, tmp_path / "data", http_port=-1),

@@ -9,14 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from metamq.client.partitioner import by_key_hash
+from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import ConfigError, MessageTooLarge, PartitionNotFound
-from metamq.spark_consumers.gathering import Gathered, Gatherer
-from metamq.spark_consumers.packed_headers import packed_headers
+from metamq.spark_consumers.sink.gathering import Gathered, Gatherer
+from metamq.spark_consumers.sink.packed_headers import packed_headers
 from metamq.wire import batch as layout
 from metamq.wire import columns
 from metamq.wire.columns import unpack_header_pairs, unpack_headers
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 LENGTHS = [0, 1, 31, 32, 255, 256, 65_535, 65_536]

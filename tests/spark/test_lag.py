@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from metamq.spark_consumers.lag import QueryLag, messages_behind
-from metamq.spark_consumers.stream_offsets import START, StreamOffset, StreamPlace, to_json
+from metamq.spark_consumers.driver.lag import QueryLag, messages_behind
+from metamq.spark_consumers.driver.stream_offsets import START, StreamOffset, StreamPlace, to_json
 from metamq.zk.partitions import TopicPartition
 
 A0, A1, B0 = TopicPartition("a", "0-0"), TopicPartition("a", "0-1"), TopicPartition("b", "0-0")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.client.blocking_connection import BlockingConnection
-from metamq.spark_consumers.lanes import IDLE_MAX, Lane, LaneKey, Lanes, Place
+from metamq.client.net.blocking_connection import BlockingConnection
+from metamq.spark_consumers.source.lanes import IDLE_MAX, Lane, LaneKey, Lanes, Place
 from metamq.testing import Cluster
 from metamq.zk.partitions import TopicPartition
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.cli.demo_flights import FILE, PACKAGE, WHOLE_NUMBERS
+from metamq.cli.demo.flights import FILE, PACKAGE, WHOLE_NUMBERS
 from metamq.testing import Cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

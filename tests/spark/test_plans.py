@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metamq.errors import ConfigError, OffsetOutOfRange
-from metamq.spark_consumers.boundaries import Boundary
-from metamq.spark_consumers.columns import check_columns, full_schema
-from metamq.spark_consumers.options import SourceOptions, Subscription, check_options, parse_options
-from metamq.spark_consumers.ranges import OffsetRange, split
-from metamq.spark_consumers.resolving import check_direction, ending_offset, question, starting_offset
+from metamq.spark_consumers.driver.resolving import check_direction, ending_offset, question, starting_offset
+from metamq.spark_consumers.source.boundaries import Boundary
+from metamq.spark_consumers.source.columns import check_columns, full_schema
+from metamq.spark_consumers.source.options import SourceOptions, Subscription, check_options, parse_options
+from metamq.spark_consumers.source.ranges import OffsetRange, split
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsResult
 from metamq.zk.partitions import TopicPartition
 

@@ -44,7 +44,7 @@ from pathlib import Path
 import metamq
 import pyspark.pipelines
 from metamq.spark_consumers import session
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 
 place, zookeeper, topic, connect = sys.argv[1:]
 assert Path(metamq.__file__).is_relative_to(place), metamq.__file__

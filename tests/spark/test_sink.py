@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from metamq.spark_consumers.sink import has_run
+from metamq.spark_consumers.sink.sink import has_run
 from metamq.testing import Cluster, cluster
 from tests.parts import read_to_end, wait_until
 from tests.spark.conftest import new_topic, send

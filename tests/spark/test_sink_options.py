@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from metamq.errors import ConfigError
-from metamq.spark_consumers.sink_options import HEADERS, check_sink_columns, parse_sink_options
+from metamq.spark_consumers.sink.sink_options import HEADERS, check_sink_columns, parse_sink_options
 
 
 @pytest.mark.parametrize(

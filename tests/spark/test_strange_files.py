@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ProtocolError
-from metamq.spark_consumers import files as opening
-from metamq.spark_consumers import lanes
-from metamq.spark_consumers.fetch import fetch
-from metamq.spark_consumers.files import FileReader, NotItsFile
+from metamq.spark_consumers.source import files as opening
+from metamq.spark_consumers.source import lanes
+from metamq.spark_consumers.source.fetch import fetch
+from metamq.spark_consumers.source.files import FileReader, NotItsFile
 from metamq.testing import Cluster
 from metamq.wire.commands import FilePlace
 from metamq.wire.rooms import Rooms
@@ -82,8 +82,8 @@ def test_without_a_data_folder_no_file_is_the_replicas(tmp_path: Path, data: str
 def misleading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, list[FilePlace]]]:
     """A broker that tells of the file in the list, once it has one, instead of its own."""
     told: list[FilePlace] = []
-    original = "metamq.broker.fetch_session.file_place"
-    from metamq.broker.fetch_session import file_place
+    original = "metamq.broker.front_door.fetch_session.file_place"
+    from metamq.broker.front_door.fetch_session import file_place
 
     monkeypatch.setattr(original, lambda part, log: told[0] if told else file_place(part, log))
     monkeypatch.setattr(opening, "_warned", False)
@@ -124,7 +124,7 @@ def test_a_replica_that_registers_no_data_folder_is_asked_to_send(
     def never(*_: object) -> None:
         raise AssertionError("a file is read")
 
-    monkeypatch.setattr("metamq.spark_consumers.fetch.FileReader", never)
+    monkeypatch.setattr("metamq.spark_consumers.source.fetch.FileReader", never)
     assert table(earlier).num_rows == COUNT
     with pytest.raises(AssertionError):
         table(tasks)

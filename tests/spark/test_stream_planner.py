@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ConfigError, ConnectError, OffsetDiverged
-from metamq.spark_consumers.cluster_view import ClusterView
-from metamq.spark_consumers.fetch import FetchTask, fetch
-from metamq.spark_consumers.options import parse_options
-from metamq.spark_consumers.planning import batch_ranges
-from metamq.spark_consumers.stream_offsets import START
-from metamq.spark_consumers.stream_planner import StreamPlanner
+from metamq.spark_consumers.driver.cluster_view import ClusterView
+from metamq.spark_consumers.driver.planning import batch_ranges
+from metamq.spark_consumers.driver.stream_offsets import START
+from metamq.spark_consumers.driver.stream_planner import StreamPlanner
+from metamq.spark_consumers.source.fetch import FetchTask, fetch
+from metamq.spark_consumers.source.options import parse_options
 from metamq.testing import Cluster
 from metamq.wire import columns
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic
@@ -208,7 +208,7 @@ def test_nothing_new_is_said_once_each_broker_has_said_it(two_brokers: Cluster, 
 def test_a_broker_that_was_warned_of_is_not_waited_for(
     two_brokers: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.spark_consumers.unanswered.WARN_AFTER_S", 0.5)
+    monkeypatch.setattr("metamq.spark_consumers.driver.unanswered.WARN_AFTER_S", 0.5)
     query = Query(two_brokers)
     assert query.batch()
     two_brokers.brokers[1].kill()

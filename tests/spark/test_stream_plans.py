@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.client.admin_brokers import Found
+from metamq.client.admin.admin_brokers import Found
 from metamq.errors import ConnectError, CorruptData, MetamqError, OffsetDiverged, TopicNotFound
-from metamq.spark_consumers.admission import admit, is_enough
-from metamq.spark_consumers.progress import Limits, Step, begin, lost_partitions, reachable, step
-from metamq.spark_consumers.publishing import Publisher
-from metamq.spark_consumers.stream_offsets import (
+from metamq.spark_consumers.driver.admission import admit, is_enough
+from metamq.spark_consumers.driver.progress import Limits, Step, begin, lost_partitions, reachable, step
+from metamq.spark_consumers.driver.publishing import Publisher
+from metamq.spark_consumers.driver.stream_offsets import (
     START,
     Places,
     StreamOffset,
@@ -24,7 +24,7 @@ from metamq.spark_consumers.stream_offsets import (
     from_json,
     to_json,
 )
-from metamq.spark_consumers.unanswered import WARN_AFTER_S, Unanswered
+from metamq.spark_consumers.driver.unanswered import WARN_AFTER_S, Unanswered
 from metamq.wire.commands import OffsetsResult
 from metamq.zk.partitions import TopicPartition
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from metamq.client.branches import TxClient
+from metamq.client.net.branches import TxClient
 from metamq.errors import ConfigError, ConnectError, MetamqError, TryLater
-from metamq.spark_consumers.decisions import BranchName, new_attempt
-from metamq.spark_consumers.gathering import Gatherer
-from metamq.spark_consumers.sink_client import SinkClient, sink_client
-from metamq.spark_consumers.sink_options import SinkOptions, parse_sink_options
-from metamq.spark_consumers.task_branches import TaskBranches
+from metamq.spark_consumers.sink.decisions import BranchName, new_attempt
+from metamq.spark_consumers.sink.gathering import Gatherer
+from metamq.spark_consumers.sink.sink_client import SinkClient, sink_client
+from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options
+from metamq.spark_consumers.sink.task_branches import TaskBranches
 from metamq.testing import Cluster
 from metamq.tx.store.verbs import Limits
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
 
@@ -136,7 +136,7 @@ def test_what_a_broker_does_not_take_at_present_is_sent_again(
 def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do(
     two: Cluster, tmp_path: Path, opened: Callable[[SinkOptions], SinkClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metamq.spark_consumers.task_branches.LOOK_S", 0.1)
+    monkeypatch.setattr("metamq.spark_consumers.sink.task_branches.LOOK_S", 0.1)
     with LocalBroker(two.zookeeper, tmp_path / "broker", id=9) as local:
         with two.admin() as admin:
             admin.create_topic("many", partitions=1, brokers=[9])
@@ -153,7 +153,7 @@ def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do
             assert client.background.run(late.prepare()).keys() == {9}, "there is room, by and by"
         finally:
             timer.join()
-        monkeypatch.setattr("metamq.spark_consumers.task_branches.OWN_MAX", 2)
+        monkeypatch.setattr("metamq.spark_consumers.sink.task_branches.OWN_MAX", 2)
         with pytest.raises(ConfigError, match=r"2 of the 2 .* are of this write.*coalesce\(n\)"):
             client.background.run(attempt(client, ["z"]).prepare())
         for one in (late, others[1]):
@@ -181,7 +181,7 @@ def test_a_branch_begins_once_its_broker_is_there(
     two: Cluster, opened: Callable[[SinkOptions], SinkClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits longer than for an answer."""
-    monkeypatch.setattr("metamq.spark_consumers.task_branches.ANSWER_S", AWAY_S / 4)
+    monkeypatch.setattr("metamq.spark_consumers.sink.task_branches.ANSWER_S", AWAY_S / 4)
     two.create_topic("later", partitions=4)
     client = opened(options(two, topic="later"))
     two.brokers[1].stop()
@@ -219,8 +219,8 @@ def test_zookeeper_is_tried_once_at_first_contact_and_waited_for_later(
         tried += 1
         raise ConnectError(servers, "as if by a fault") if tried < 5 else ConfigError("there")
 
-    monkeypatch.setattr("metamq.spark_consumers.sink_client.open_client_session", refused)
-    monkeypatch.setattr("metamq.spark_consumers.sink_client.RETRY_S", 0.01)
+    monkeypatch.setattr("metamq.spark_consumers.sink.sink_client.open_client_session", refused)
+    monkeypatch.setattr("metamq.spark_consumers.sink.sink_client.RETRY_S", 0.01)
     wrong = parse_sink_options({"topic": "t", "zookeeper": "no-such-host:1"}, streaming=True)
     with pytest.raises(MetamqError):
         sink_client(wrong, is_first=is_first)

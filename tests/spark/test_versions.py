@@ -13,8 +13,8 @@ from pyspark.sql.types import StructType
 
 from metamq.errors import ConfigError
 from metamq.spark_consumers.data_source import DefaultSource
-from metamq.spark_consumers.refused_reader import RefusedReader
-from metamq.spark_consumers.spark_versions import file_manager
+from metamq.spark_consumers.driver.refused_reader import RefusedReader
+from metamq.spark_consumers.source.spark_versions import file_manager
 from metamq.testing import Cluster
 from tests.spark import faces
 from tests.spark.conftest import new_topic, send
@@ -41,7 +41,7 @@ def test_a_spark_before_4_2_is_told_that_it_reads_no_streams(monkeypatch: pytest
     from pyspark.sql.streaming import datasource as of_streams
 
     monkeypatch.delattr(of_streams, "SupportsTriggerAvailableNow")
-    monkeypatch.delitem(sys.modules, "metamq.spark_consumers.stream_reader", raising=False)
+    monkeypatch.delitem(sys.modules, "metamq.spark_consumers.driver.stream_reader", raising=False)
     reader = DefaultSource({"zookeeper": "zk:1", "subscribe": "t"}).streamReader(VALUE)
     assert isinstance(reader, RefusedReader)
     with pytest.raises(
@@ -52,12 +52,12 @@ def test_a_spark_before_4_2_is_told_that_it_reads_no_streams(monkeypatch: pytest
 
 def test_a_spark_before_4_1_is_told_that_it_writes_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(datasource, "DataSourceStreamArrowWriter")
-    for name in ("sink", "exact_sink"):  # what imports it
+    for name in ("sink.sink", "sink.exact_sink"):  # what imports it
         monkeypatch.delitem(sys.modules, f"metamq.spark_consumers.{name}", raising=False)
     source = DefaultSource({"zookeeper": "zk:1", "topic": "t"})
     with pytest.raises(ConfigError, match=r"writeStream with metamq needs Spark 4.1 or later.*foreachBatch"):
         source.streamWriter(VALUE, False)
-    assert importlib.import_module("metamq.spark_consumers.sink").BatchWriter
+    assert importlib.import_module("metamq.spark_consumers.sink.sink").BatchWriter
 
 
 def test_a_spark_that_lacks_more_finds_other_formats_all_the_same(
@@ -65,7 +65,7 @@ def test_a_spark_that_lacks_more_finds_other_formats_all_the_same(
 ) -> None:
     """It imports every module of such a name to find a format of any name."""
     monkeypatch.delattr(datasource, "InputPartition")
-    for name in ("data_source", "partitions"):
+    for name in ("data_source", "source.partitions"):
         monkeypatch.delitem(sys.modules, f"metamq.spark_consumers.{name}", raising=False)
     monkeypatch.delitem(sys.modules, "pyspark_metamq", raising=False)
     found = importlib.import_module("pyspark_metamq")

@@ -13,7 +13,7 @@ from tests.spark.test_fetch import planned
 PROGRAM = """
 import gc, pickle, sys
 from pyspark.sql.types import BinaryType, StructField, StructType
-from metamq.spark_consumers.partitions import RangePartition, read_partition
+from metamq.spark_consumers.source.partitions import RangePartition, read_partition
 
 partition = RangePartition(pickle.loads(bytes.fromhex(sys.argv[1])))
 schema = StructType([StructField("value", BinaryType())])

@@ -25,13 +25,13 @@ from typing import Any
 import psycopg
 
 from metamq import Producer
-from metamq.broker.parent import follow_parent
-from metamq.client.branches import TxClient
-from metamq.client.dbapi import Database
+from metamq.broker.process.parent import follow_parent
+from metamq.client.net.branches import TxClient
+from metamq.client.offsets.dbapi import Database
 from metamq.errors import MetamqError
 from metamq.tx import Recoverer, dbtx
-from metamq.tx.app.outcomes import ABORT, COMMIT, OutcomeTable
 from metamq.tx.app.work import Work
+from metamq.tx.database.outcomes import ABORT, COMMIT, OutcomeTable
 from metamq.wire.xa import Verb
 
 DAWDLES, DAWDLE_S = 0.1, 0.03

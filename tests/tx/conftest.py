@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.client.branches import BranchDescription
+from metamq.client.net.branches import BranchDescription
 from metamq.testing import Cluster
 from metamq.tx import XAResource, create_outcome_table
 from tests.one_zookeeper import cluster

@@ -11,8 +11,8 @@ import psycopg
 
 from metamq import Producer
 from metamq.tx import Coordinator
-from metamq.tx.app import coordinator
-from metamq.tx.app.decision_log import DecisionLog
+from metamq.tx.database import coordinator
+from metamq.tx.database.decision_log import DecisionLog
 
 
 def die() -> None:

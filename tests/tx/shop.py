@@ -16,12 +16,12 @@ from typing import Any
 
 import psycopg
 
-from metamq.client.branches import BranchDescription, TxClient
-from metamq.client.cluster import Cluster as Known
+from metamq.client.net.branches import BranchDescription, TxClient
+from metamq.client.net.cluster import Cluster as Known
 from metamq.errors import MetamqError
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import until_answered, wait_until
 from tests.postgres import Postgres, running_postgres

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from metamq.broker.data.partition import BatchIds, Done, Partition
 from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, PartitionLog, Steps
-from metamq.broker.partition import BatchIds, Done, Partition
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
@@ -56,7 +56,7 @@ class Connection:
 
 
 class Logs:
-    """The open logs of one replica, in the place of metamq.broker.topics.Topics."""
+    """The open logs of one replica, in the place of metamq.broker.data.topics.Topics."""
 
     def __init__(self, own: DiskOs, machine: str, journal_log: LogConfig, topic_log: LogConfig, parts: int) -> None:
         self.files = FileCache(64, write=own.pwrite, sync=lambda fd: own.sync_of_caches(fd))
@@ -97,7 +97,7 @@ class Logs:
 
 
 class Flusher:
-    """fsyncs here and now, in the place of metamq.broker.flusher.Flusher."""
+    """fsyncs here and now, in the place of metamq.broker.data.flusher.Flusher."""
 
     async def settle(self, partition: Partition) -> None:
         flush(partition)

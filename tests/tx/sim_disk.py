@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from metamq.broker.log import derived, durable, files, flush, flushed, fresh, partition_log, recovery, segments, store
+from metamq.broker.log import durable, flush, fresh, partition_log, recovery, store
+from metamq.broker.log.disk import derived, files, flushed, segments
 
 MODULES: list[Any] = [derived, durable, files, flush, flushed, fresh, partition_log, recovery, segments, store]
 Change = tuple[str, Any, Any]

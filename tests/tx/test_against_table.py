@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from metamq.client.branches import Branch
+from metamq.client.net.branches import Branch
 from metamq.testing import Cluster
 from metamq.tx import XAResource
 from metamq.tx.store.table import State

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.partition import Partition
+from metamq.broker.data.partition import Partition
 from metamq.broker.transactions import upkeep
 from metamq.errors import DiskFull
 from metamq.wire.xa import Verb, XACode, Xid

@@ -101,7 +101,7 @@ def test_a_coordinator_that_is_closed_leaves_its_successors_work_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its recovery hangs in a resource, knows nothing of what began since, and would roll that back."""
-    monkeypatch.setattr("metamq.tx.app.coordinator.CLOSE_S", 0.1)
+    monkeypatch.setattr("metamq.tx.database.coordinator.CLOSE_S", 0.1)
     is_slow, hangs, go_on = threading.Event(), threading.Event(), threading.Event()
 
     def hang(call: str) -> None:

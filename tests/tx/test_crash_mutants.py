@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.partition import Done
+from metamq.broker.data.partition import Done
 from metamq.broker.transactions import commits
 from metamq.broker.transactions.commits import Commits, key_of
 from metamq.broker.transactions.journal import JournalStore, Written
@@ -180,7 +180,7 @@ def new_ids_at_each_try(patch: Patch, _own: DiskOs) -> None:
 
 def trust_what_was_written(patch: Patch, _own: DiskOs) -> None:
     """What recovery finds in a log's tail is taken for whole."""
-    patch.setattr("metamq.broker.log.scan.check_stored", lambda buffer, at, end: _unchecked(buffer, at, end))
+    patch.setattr("metamq.broker.log.disk.scan.check_stored", lambda buffer, at, end: _unchecked(buffer, at, end))
 
 
 def _unchecked(buffer: memoryview, at: int, end: int) -> tuple[Any, str | None]:

@@ -15,11 +15,11 @@ import psycopg
 import pytest
 
 from metamq import Producer
-from metamq.client.dbapi import at_once, database_of
+from metamq.client.offsets.dbapi import at_once, database_of
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MessageTooLarge, MetamqError, TopicNotFound, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table, dbtx
-from metamq.tx.app.outcomes import OutcomeTable
+from metamq.tx.database.outcomes import OutcomeTable
 from tests.parts import read_to_end, wait_until
 from tests.tx.databases import Connect, decisions, giving_mappings, insert, is_postgres, messages, rows
 

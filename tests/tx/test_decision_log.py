@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ConfigError, CorruptData, StorageError
-from metamq.tx.app import decision_log
-from metamq.tx.app.decision_log import DecisionLog, records
+from metamq.tx.database import decision_log
+from metamq.tx.database.decision_log import DecisionLog, records
 
 
 def test_decisions_are_there_until_they_are_ended(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from metamq.broker.transactions.followers import Followers
-from metamq.client.branches import Branch
+from metamq.client.net.branches import Branch
 from metamq.errors import BranchNotKnown, ConnectError
 from metamq.tx.store.branch import BranchState
 from metamq.tx.store.table import State

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from metamq.broker.data.partition import Partition
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
-from metamq.broker.partition import Partition
 from metamq.broker.transactions.journal import TOPIC, TOPIC_ID, read_journal
 from metamq.tx.store.fold import JournalState
 from metamq.tx.store.records import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.housekeeping import Housekeeping
-from metamq.broker.partition import Partition
+from metamq.broker.data.partition import Partition
+from metamq.broker.process.housekeeping import Housekeeping
 from metamq.broker.transactions import processor
 from metamq.broker.transactions.journal import Follower, read_journal
 from metamq.broker.transactions.processor import BODY_BYTES_MAX, WAITING_MAX

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Producer, aio
-from metamq.client.branches import TxClient
+from metamq.client.net.branches import TxClient
 from metamq.errors import (
     BranchMisuse,
     BufferFull,
@@ -416,7 +416,7 @@ def test_a_cancelled_task_leaves_nothing(shop: Shop, topic: str) -> None:
 
 def failing(producer: Producer[Any], fails: Callable[[list[Verb], int, bool], bool]) -> list[tuple[Verb, int]]:
     """Asked before each request, and after it with True: where it says so, the client is cut off."""
-    from metamq.client.branches import TxClient
+    from metamq.client.net.branches import TxClient
 
     asked: list[tuple[Verb, int]] = []
     original = TxClient._once
@@ -437,7 +437,7 @@ def failing(producer: Producer[Any], fails: Callable[[list[Verb], int, bool], bo
 
 @pytest.fixture
 def restore_client() -> Iterator[Any]:
-    from metamq.client.branches import TxClient
+    from metamq.client.net.branches import TxClient
 
     once = TxClient._once
     yield once
@@ -495,7 +495,7 @@ import sys, os, signal
 from contextlib import suppress
 from metamq import Producer
 from metamq.errors import RolledBack
-from metamq.client.branches import TxClient
+from metamq.client.net.branches import TxClient
 from metamq.wire.xa import Verb
 zookeeper, topic, step = sys.argv[1:]
 once = TxClient._once

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Producer
-from metamq.client.branches import TxClient
+from metamq.client.net.branches import TxClient
 from metamq.errors import BranchNotKnown, ConnectError, RolledBack, StorageError, TransactionError
 from metamq.tx import XAResource, Xid
 from metamq.wire import status

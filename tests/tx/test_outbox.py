@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from metamq import Producer, aio
-from metamq.client.producer_core import ProducerCore
+from metamq.client.producer.producer_core import ProducerCore
 from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, RolledBack, TopicNotFound
 from metamq.testing import Cluster
 from metamq.tx.app.outbox import TOGETHER

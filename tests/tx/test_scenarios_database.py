@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from metamq import Producer
-from metamq.client.branches import Branch, BranchDescription, TxClient, new_session
-from metamq.client.dbapi import at_once, database_of
+from metamq.client.net.branches import Branch, BranchDescription, TxClient, new_session
+from metamq.client.offsets.dbapi import at_once, database_of
 from metamq.errors import ConnectError, MetamqError, OutcomeUnknown
 from metamq.testing import BrokerProcess
 from metamq.tx import Recovered, Recoverer, dbtx
 from metamq.wire.xa import Verb
-from metamq.zk.ports import free_port
+from metamq.zk.server.ports import free_port
 from tests.parts import Line, wait_until
 from tests.tx.shop import Shop, open_shop, recovered
 

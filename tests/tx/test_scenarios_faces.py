@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from metamq.client.branches import Branch
+from metamq.client.net.branches import Branch
 from metamq.errors import BranchMisuse, BranchNotKnown, HeuristicOutcome, RolledBack
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
 from metamq.tx.store.table import State

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from metamq.client.partitioner import by_key_hash
+from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import MessageTooLarge
 from metamq.tx.app.staging import AnyMessage, Message, Routes, Staging
 from metamq.wire.batch import HEADER_BYTES, read_header
 from metamq.wire.columns import decode
 from metamq.wire.compression import Codec
 from metamq.wire.limits import ENTRIES_TARGET
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 
 TOPIC = TopicConfig("orders", {0: 2, 3: 1}, max_message_bytes=2000)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.partition import Partition
+from metamq.broker.data.partition import Partition
 from metamq.broker.transactions import commits
 from metamq.errors import CorruptData, Fenced
 from metamq.wire.xa import Verb, XACode, Xid

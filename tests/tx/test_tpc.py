@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metamq import Producer, aio
-from metamq.client.branches import Branch, TxClient
+from metamq.client.net.branches import Branch, TxClient
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,

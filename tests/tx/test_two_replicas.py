@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.partition import Done, Partition
+from metamq.broker.data.partition import Done, Partition
 from metamq.broker.transactions import commits, upkeep
 from metamq.broker.transactions.journal import JournalStore, Written
 from metamq.broker.transactions.term import Term

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.partition import Partition
+from metamq.broker.data.partition import Partition
 from metamq.broker.transactions import commits
 from metamq.broker.transactions.processor import BODY_BYTES_MAX
 from metamq.broker.transactions.upkeep import MOVED_BYTES

@@ -179,8 +179,8 @@ def test_the_statuses() -> None:
 
 def test_numbers_in_the_text() -> None:
     assert f"Texts are cut after {limits.ERROR_TEXT_CHARS_MAX:,} characters" in TEXT
-    from metamq.broker.protocol import HELLO_TIMEOUT_S, STALL_BYTES, WRITE_BUFFER_BYTES
-    from metamq.broker.server import STALL_S
+    from metamq.broker.front_door.protocol import HELLO_TIMEOUT_S, STALL_BYTES, WRITE_BUFFER_BYTES
+    from metamq.broker.process.server import STALL_S
 
     assert f"A broker waits {HELLO_TIMEOUT_S:.0f} s for a HELLO" in TEXT
     assert f"more than {WRITE_BUFFER_BYTES // 2**20} MiB wait for it" in TEXT

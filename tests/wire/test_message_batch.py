@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metamq.client.message_batch import MessageBatch
+from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, TopicPartition
 from metamq.errors import CorruptData
 from metamq.wire import batch as layout

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 from kazoo.client import KazooClient
 
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.session import Session
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import Session
 from tests.parts import make_chroot
 
 Expire = Callable[[Session], None]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from metamq.errors import ConfigError, CorruptData, Fenced
-from metamq.zk.brokers import (
+from metamq.zk.cluster.brokers import (
     BrokerAddress,
     BrokerState,
     Registration,
@@ -19,8 +19,8 @@ from metamq.zk.brokers import (
     next_term,
     read_state,
 )
-from metamq.zk.epochs import next_epoch
-from metamq.zk.session import Session
+from metamq.zk.cluster.epochs import next_epoch
+from metamq.zk.session.session import Session
 
 Until = Callable[..., Awaitable[None]]
 
@@ -104,7 +104,7 @@ def test_two_live_masters_of_one_broker_id_are_an_error_that_names_the_other(
     servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The other's session lives on while it is waited for, for a second.
-    monkeypatch.setattr("metamq.zk.registrations.EXPIRY_MARGIN_MS", -29_000)
+    monkeypatch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", -29_000)
 
     async def scenario() -> None:
         async with await Session.open(servers, timeout_ms=30_000) as other, await Session.open(servers) as session:

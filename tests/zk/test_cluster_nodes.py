@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from metamq.errors import ConfigError
-from metamq.zk import cluster_nodes
-from metamq.zk.brokers import BrokerState, known_cluster_id, state_json
-from metamq.zk.cluster_nodes import ClusterExport, compare, export_cluster, restore_cluster
+from metamq.zk.cluster import cluster_nodes
+from metamq.zk.cluster.brokers import BrokerState, known_cluster_id, state_json
+from metamq.zk.cluster.cluster_nodes import ClusterExport, compare, export_cluster, restore_cluster
+from metamq.zk.cluster.topics import TopicConfig, to_json
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.ownership import Committed, NotYet, claim, reset_offset
+from metamq.zk.groups.ownership import Committed, NotYet, claim, reset_offset
+from metamq.zk.groups.plans import Plan, PlanInputs, read_plan, store_plan
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.plans import Plan, PlanInputs, read_plan, store_plan
-from metamq.zk.session import Session
-from metamq.zk.topics import TopicConfig, to_json
+from metamq.zk.session.session import Session
 
 ID = "0123456789abcdef"
 NODES = {

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.errors import ConfigError, CorruptData
-from metamq.spark_consumers.decisions import Decision, SinkState
-from metamq.zk import members, ownership, plans, registrations, topics
+from metamq.spark_consumers.sink.decisions import Decision, SinkState
+from metamq.zk.cluster import registrations, topics
+from metamq.zk.cluster.offers import offered_partitions
 from metamq.zk.documents import DEPTH_MAX, DOCUMENT_BYTES_MAX, NUMBER_MAX, broker_numbers, number, parse, read_document
+from metamq.zk.groups import members, ownership, plans
 from metamq.zk.nodes import Node
-from metamq.zk.offers import offered_partitions
 from metamq.zk.partitions import TopicPartition
 
 ROOT = Path(__file__).parent.parent.parent
@@ -100,11 +101,21 @@ def test_depth_and_size_are_bounded_before_anything_is_parsed() -> None:
 
 
 READS_FILES = {
-    "broker/data_folder.py", "broker/folder_report.py", "broker/restore.py", "broker/topic_settings.py",
-    "client/offsets_file.py", "cli/demo_spark.py", "cli/demo_worker.py", "cli/log_reader.py", "cli/processes.py",
-    "spark_consumers/boundaries.py", "spark_consumers/checkpoint.py", "spark_consumers/lag.py",
-    "spark_consumers/table_options.py", "zk/cluster_nodes.py",
-}  # fmt: skip
+    "broker/data/data_folder.py",
+    "broker/data/folder_report.py",
+    "broker/data/restore.py",
+    "broker/data/topic_settings.py",
+    "cli/demo/spark.py",
+    "cli/demo/worker.py",
+    "cli/log_reader.py",
+    "cli/processes.py",
+    "client/offsets/offsets_file.py",
+    "spark_consumers/source/boundaries.py",
+    "spark_consumers/driver/lag.py",
+    "spark_consumers/sink/checkpoint.py",
+    "spark_consumers/table_options.py",
+    "zk/cluster/cluster_nodes.py",
+}
 """Modules that read JSON of files, of Spark, or of a child's output. An export of a cluster is such a file."""
 
 

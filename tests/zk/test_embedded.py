@@ -19,14 +19,14 @@ import psutil
 import pytest
 
 from metamq.errors import ConfigError, MetamqError
-from metamq.zk import embedded
-from metamq.zk.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, EmbeddedZooKeeper
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.jars import JARS, find_jars
-from metamq.zk.java import find_java
 from metamq.zk.nodes import Create
-from metamq.zk.ports import free_port
-from metamq.zk.session import Node, Session
+from metamq.zk.server import embedded
+from metamq.zk.server.embedded import MEMORY_BYTES_MAX, MEMORY_BYTES_MIN, EmbeddedZooKeeper
+from metamq.zk.server.jars import JARS, find_jars
+from metamq.zk.server.java import find_java
+from metamq.zk.server.ports import free_port
+from metamq.zk.session.session import Node, Session
 
 
 def write(server: EmbeddedZooKeeper, path: str, data: bytes) -> Node:
@@ -269,7 +269,7 @@ def test_it_dies_with_its_parent_however_that_ends(parent: str, death: signal.Si
     program = "\n".join(
         [
             "import os, signal, sys",
-            "from metamq.zk.embedded import EmbeddedZooKeeper",
+            "from metamq.zk.server.embedded import EmbeddedZooKeeper",
             "server = EmbeddedZooKeeper().start()",
             "print(server.pid, os.getpid(), server.data_dir, flush=True)",
             textwrap.dedent(PARENTS[parent]),

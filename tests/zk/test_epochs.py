@@ -9,7 +9,16 @@ import pytest
 
 from metamq.broker.config import BrokerConfig
 from metamq.errors import ConfigError
-from metamq.zk.epochs import CLASSES, REIGNS_KEPT, Claim, Known, highest_epoch, next_epoch, taken_back, with_reign
+from metamq.zk.cluster.epochs import (
+    CLASSES,
+    REIGNS_KEPT,
+    Claim,
+    Known,
+    highest_epoch,
+    next_epoch,
+    taken_back,
+    with_reign,
+)
 
 
 def test_the_next_number_is_above_all_that_are_known_and_no_further_than_it_must_be() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ConfigError, CorruptData
-from metamq.zk import jars
-from metamq.zk.jars import DEFAULT_REPOSITORY, JARS, LOGGING_JAR, PINNED, Jar, cache_folder, fetched, find_jars
+from metamq.zk.server import jars
+from metamq.zk.server.jars import DEFAULT_REPOSITORY, JARS, LOGGING_JAR, PINNED, Jar, cache_folder, fetched, find_jars
 
 CONTENT = bytes(range(256)) * 1_000
 JAR = Jar("org/example", "thing", "1.0", len(CONTENT), hashlib.sha512(CONTENT).hexdigest())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ConfigError
-from metamq.zk.java import OLDEST_JAVA, find_java, java_version, parse_version
+from metamq.zk.server.java import OLDEST_JAVA, find_java, java_version, parse_version
 
 
 def fake_java(folder: Path, version: str) -> Path:

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.lease import Lease, Term, now_ns, remaining_ns, renewed
-from metamq.zk.session import Session, State
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.lease import Lease, Term, now_ns, remaining_ns, renewed
+from metamq.zk.session.session import Session, State
 
 Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]

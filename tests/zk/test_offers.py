@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from metamq.errors import Fenced
-from metamq.zk.brokers import Registration, become_master
-from metamq.zk.offers import register_slave_topics, register_topics
-from metamq.zk.replicas import Confirmed, change_insync, take_over
-from metamq.zk.session import Session, State
+from metamq.zk.cluster.brokers import Registration, become_master
+from metamq.zk.cluster.offers import register_slave_topics, register_topics
+from metamq.zk.cluster.replicas import Confirmed, change_insync, take_over
+from metamq.zk.session.session import Session, State
 
 ME = Registration(0, replica=0, incarnation=1, folder="abc", lock="x", host="one.example", port=8123, version="0.1.0")
 SLAVE = replace(ME, replica=1, folder="def")

@@ -9,8 +9,8 @@ import pytest
 
 from metamq.errors import ConfigError, CorruptData, OwnershipLost
 from metamq.zk.errors import BadVersion
-from metamq.zk.members import Member, beat, evict, join, leave, owned_partitions, read_members
-from metamq.zk.ownership import (
+from metamq.zk.groups.members import Member, beat, evict, join, leave, owned_partitions, read_members
+from metamq.zk.groups.ownership import (
     Claim,
     Committed,
     NotYet,
@@ -24,7 +24,7 @@ from metamq.zk.ownership import (
     reset_offset,
 )
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session import ANY_VERSION, Create, Delete, Session, SetData
+from metamq.zk.session.session import ANY_VERSION, Create, Delete, Session, SetData
 
 Until = Callable[..., Awaitable[None]]
 

@@ -11,9 +11,9 @@ import pytest
 
 from metamq.errors import ConfigError
 from metamq.testing import BrokerProcess
-from metamq.zk import ports
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.ports import HeldPort, free_port
+from metamq.zk.server import ports
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.server.ports import HeldPort, free_port
 
 
 @pytest.fixture

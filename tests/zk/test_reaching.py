@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from metamq.errors import ConfigError, ConnectError
-from metamq.zk import session as session_module
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.ports import free_port
-from metamq.zk.session import Session
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.server.ports import free_port
+from metamq.zk.session import session as session_module
+from metamq.zk.session.session import Session
 from tests.zk.listeners import black_hole, talker
 
 Until = Callable[..., Awaitable[None]]

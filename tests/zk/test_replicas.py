@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from metamq.errors import ConfigError, CorruptData, Fenced
-from metamq.zk.brokers import (
+from metamq.zk.cluster.brokers import (
     BrokerAddress,
     BrokerState,
     Mastership,
@@ -21,11 +21,8 @@ from metamq.zk.brokers import (
     next_term,
     read_state,
 )
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.epochs import next_epoch
-from metamq.zk.errors import ConnectionLost
-from metamq.zk.nodes import Op
-from metamq.zk.replicas import (
+from metamq.zk.cluster.epochs import next_epoch
+from metamq.zk.cluster.replicas import (
     Confirmed,
     Refused,
     Unknown,
@@ -36,7 +33,10 @@ from metamq.zk.replicas import (
     slaves_of,
     take_over,
 )
-from metamq.zk.session import Session
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.nodes import Op
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import Session
 
 Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]
@@ -121,7 +121,7 @@ def test_two_live_replicas_of_one_number_are_an_error_that_names_the_other(
             await register_slave(other, replace(ONE, folder="another"))
             with monkeypatch.context() as patch:
                 # The other's session lives on while it is waited for, for a second.
-                patch.setattr("metamq.zk.registrations.EXPIRY_MARGIN_MS", -29_000)
+                patch.setattr("metamq.zk.cluster.registrations.EXPIRY_MARGIN_MS", -29_000)
                 with pytest.raises(ConfigError, match=r"replica 1 of broker 0 runs already, at two\.example:8123"):
                     await register_slave(session, ONE)
             waiting = asyncio.create_task(register_slave(session, ONE))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.zk.server_log import what_went_wrong
+from metamq.zk.server.server_log import what_went_wrong
 
 NOISE = """\
 [main] WARN org.apache.zookeeper.server.ServerCnxnFactory - maxCnxns is not configured, using default value 0.

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from metamq.errors import ClosedError, ConfigError, MessageTooLarge
-from metamq.zk.session import (
+from metamq.zk.session.session import (
     ANY_VERSION,
     BadVersion,
     Check,
@@ -29,7 +29,7 @@ from metamq.zk.session import (
     State,
     ZooKeeperError,
 )
-from metamq.zk.watches import OneWatch
+from metamq.zk.session.watches import OneWatch
 
 Until = Callable[..., Awaitable[None]]
 

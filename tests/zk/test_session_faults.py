@@ -12,8 +12,17 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from metamq.errors import ConnectError
-from metamq.zk.embedded import EmbeddedZooKeeper
-from metamq.zk.session import ANY_VERSION, ConnectionLost, Create, Node, NodeExists, Session, SessionExpired, State
+from metamq.zk.server.embedded import EmbeddedZooKeeper
+from metamq.zk.session.session import (
+    ANY_VERSION,
+    ConnectionLost,
+    Create,
+    Node,
+    NodeExists,
+    Session,
+    SessionExpired,
+    State,
+)
 from tests.zk.listeners import black_hole
 
 Expire = Callable[[Session], None]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
 from metamq.wire import limits
-from metamq.zk import topics
-from metamq.zk.session import Session
-from metamq.zk.topics import FlushEvery, TopicConfig, TopicStore, from_json, spread_partitions, to_json
+from metamq.zk.cluster import topics
+from metamq.zk.cluster.topics import FlushEvery, TopicConfig, TopicStore, from_json, spread_partitions, to_json
+from metamq.zk.session.session import Session
 
 Until = Callable[..., Awaitable[None]]
 

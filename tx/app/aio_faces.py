@@ -7,7 +7,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self, Unpack
 
-from metamq.client.branches import BranchDescription
+from metamq.client.net.branches import BranchDescription
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.tx.app.faces import XASettings
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions

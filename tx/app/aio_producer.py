@@ -9,10 +9,10 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
-from metamq.client import aio_producer
-from metamq.client.outgoing import Delivery, ManyDelivery
-from metamq.client.producer import FLUSH_TIMEOUT_S
-from metamq.client.producer_face import Key
+from metamq.client.producer import aio_producer
+from metamq.client.producer.outgoing import Delivery, ManyDelivery
+from metamq.client.producer.producer import FLUSH_TIMEOUT_S
+from metamq.client.producer.producer_face import Key
 from metamq.client.typevars import T
 from metamq.tx.app.transactional import TransactionalFace, Unentered, current_task
 from metamq.tx.app.transactions import Open, RecoveredXid, misuse, warn_of_untold

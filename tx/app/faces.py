@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
 from metamq.client.background import background
-from metamq.client.branches import BranchDescription
-from metamq.client.partitioner import Partitioner
+from metamq.client.net.branches import BranchDescription
+from metamq.client.producer.partitioner import Partitioner
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ForkedError

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from metamq.client.branches import Branch
-from metamq.client.cluster import Cluster
+from metamq.client.net.branches import Branch
+from metamq.client.net.cluster import Cluster
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.staging import Staging
 from metamq.tx.app.work import Work

@@ -17,8 +17,8 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from metamq.client.model import Receipt, ReceiptRange
-from metamq.client.outgoing import Delivery, ManyDelivery, OutgoingBatch, Owner
-from metamq.client.producer_core import ProducerOptions
+from metamq.client.producer.outgoing import Delivery, ManyDelivery, OutgoingBatch, Owner
+from metamq.client.producer.producer_core import ProducerOptions
 from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError, RolledBack
 from metamq.tx.app.staging import AnyMessage, size_of_all
 from metamq.tx.app.work import Work

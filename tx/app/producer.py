@@ -9,9 +9,9 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
-from metamq.client import producer
-from metamq.client.outgoing import Delivery, ManyDelivery
-from metamq.client.producer_face import Key
+from metamq.client.producer import producer
+from metamq.client.producer.outgoing import Delivery, ManyDelivery
+from metamq.client.producer.producer_face import Key
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
 from metamq.tx.app.transactional import TransactionalFace, Unentered

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from metamq.client.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
 from metamq.client.checks import check_ranges, is_number, wrong_type
-from metamq.client.cluster import Cluster
-from metamq.client.first_contact import open_client_session
 from metamq.client.forks import tell_of_forks
-from metamq.client.partitioner import Partitioner, partitioner_named
-from metamq.client.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
+from metamq.client.net.cluster import Cluster
+from metamq.client.net.first_contact import open_client_session
+from metamq.client.producer.partitioner import Partitioner, partitioner_named
+from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -34,7 +34,7 @@ from metamq.tx.app.staging import Message, Routes, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
-from metamq.zk.brokers import known_cluster_id
+from metamq.zk.cluster.brokers import known_cluster_id
 
 SESSION_TIMEOUT_MS = 10_000
 TIMEOUT_MAX_S = 24 * 3600

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Protocol, cast
 
 from metamq.client.checks import check_seconds, wrong_type
-from metamq.client.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.staging import AnyMessage, Message

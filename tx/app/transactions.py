@@ -18,10 +18,10 @@ from datetime import datetime
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from metamq.client.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
 from metamq.client.model import time_of
-from metamq.client.partitioner import partitioner_named
-from metamq.client.producer_core import ProducerCore
+from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
+from metamq.client.producer.partitioner import partitioner_named
+from metamq.client.producer.producer_core import ProducerCore
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,

@@ -11,8 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from metamq.client.branches import Branch, Encoded, TxClient, new_session
-from metamq.client.cluster import Cluster
+from metamq.client.net.branches import Branch, Encoded, TxClient, new_session
+from metamq.client.net.cluster import Cluster
 from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
 from metamq.tx.app.staging import AnyMessage, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from crc32c import crc32c
 
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import (
     ConfigError,
     ConnectError,

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 import psutil
 import pytest
 
-from metamq.client.blocking_connection import BlockingConnection
+from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout
 from metamq.wire import sync, tx_commands
 from metamq.wire.commands import (

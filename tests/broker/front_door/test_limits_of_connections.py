@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from metamq.broker import admission, protocol, server
-from metamq.broker.admission import Admission, Place
-from metamq.broker.answer_memory import AnswerMemory
-from metamq.client.blocking_connection import BlockingConnection
-from metamq.client.transport import BrokerConnection, keep_alive
+from metamq.broker.front_door import admission, protocol
+from metamq.broker.front_door.admission import Admission, Place
+from metamq.broker.front_door.answer_memory import AnswerMemory
+from metamq.broker.process import server
+from metamq.client.net.blocking_connection import BlockingConnection
+from metamq.client.net.transport import BrokerConnection, keep_alive
 from metamq.errors import ConnectError, ProtocolError
 from metamq.testing import Cluster
 from metamq.wire import status

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from metamq.broker import protocol, server
+from metamq.broker.front_door import protocol
+from metamq.broker.process import server
 from metamq.testing import Cluster
 from metamq.wire import status
 from metamq.wire.commands import Command, Get, GetPartition, PutEntry

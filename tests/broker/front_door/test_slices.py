@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from metamq.broker import look_ups
-from metamq.broker.slices import SLICE_S, Slices, Work
+from metamq.broker.front_door import look_ups
+from metamq.broker.front_door.slices import SLICE_S, Slices, Work
 from metamq.errors import ProtocolError, Timeout
 from metamq.testing import Cluster
 from metamq.wire import columns, status

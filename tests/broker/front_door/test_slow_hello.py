@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.protocol import GOODBYE_TIMEOUT_S, HELLO_TIMEOUT_S
+from metamq.broker.front_door.protocol import GOODBYE_TIMEOUT_S, HELLO_TIMEOUT_S
 
 
 def test_a_hello_that_does_not_come(front: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess, Cluster
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests.broker.ha.chaos_storage import NO_ROOM, SCRUB, TAKEN_BACK, WAITED, StorageFaults, temporary_disk
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group
 from tests.network import Network, Way

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from metamq import Consumer, Producer
 from metamq.errors import ClosedError, MetamqError, OffsetDiverged, OffsetOutOfRange
-from metamq.zk.ownership import read_offset
+from metamq.zk.groups.ownership import read_offset
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session import Session
+from metamq.zk.session.session import Session
 from tests.broker.ha.history import Given, History, Place, faults
 from tests.broker.ha.test_replication import SESSION_MS
 

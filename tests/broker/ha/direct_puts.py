@@ -8,14 +8,14 @@ import time
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, MetamqError
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.columns import encode
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list
 from metamq.wire.connection import Response
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.parts import SLOW_S, wait_until
 
 INTERVAL_S = 0.005

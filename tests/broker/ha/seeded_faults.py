@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from metamq.broker import __main__ as broker
+from metamq.broker.data.partition import Partition
 from metamq.broker.ha import keeper, role, service
 from metamq.broker.ha.group_transfer import GroupTransferService
 from metamq.broker.ha.handshake import Decision, Side, Verdict, decide
 from metamq.broker.ha.role import Cast, Role, cast
 from metamq.broker.ha.service import HAService
-from metamq.broker.partition import Partition
 from metamq.testing import BrokerProcess
-from metamq.zk import brokers, replicas
+from metamq.zk.cluster import brokers, replicas
+from metamq.zk.cluster.replicas import Confirmed, change_insync
 from metamq.zk.nodes import ANY_VERSION
-from metamq.zk.replicas import Confirmed, change_insync
 
 SETTING = "METAMQ_SEEDED_FAULT"
 

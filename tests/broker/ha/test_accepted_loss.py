@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from metamq import Consumer, DatabaseOffsets, FileOffsets
-from metamq.client.offsets import OffsetStorage
+from metamq.client.offsets.offsets import OffsetStorage
 from metamq.errors import OffsetDiverged
 from metamq.zk.partitions import TopicPartition
 from tests.broker.ha.test_replication import LAG_MS, SESSION_MS, Group, a_sync_topic, send

@@ -17,7 +17,7 @@ import pytest
 from metamq.broker.ha import connection
 from metamq.wire import sync
 from metamq.wire.columns import encode
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.broker.ha.test_service import EPOCH, LAG_S, TOPIC, Slave, a_master, turns
 
 FLUSHED = replace(TOPIC, flush="ack")

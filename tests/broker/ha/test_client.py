@@ -11,13 +11,13 @@ from typing import Any
 import msgpack
 import pytest
 
-from metamq.broker.flusher import Flusher
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.topics import Topics
 from metamq.broker.ha import client as ha_client
 from metamq.broker.ha.client import HAClient, _Link
-from metamq.broker.topics import Topics
 from metamq.errors import MetamqError
 from metamq.wire import sync
-from metamq.zk.brokers import Registration
+from metamq.zk.cluster.brokers import Registration
 from tests.broker.ha.test_acknowledgements import FLUSHED
 from tests.broker.ha.test_service import EPOCH, TOPIC, a_master, fails
 

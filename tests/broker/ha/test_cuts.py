@@ -11,7 +11,7 @@ import pytest
 
 from metamq.errors import Fenced, MetamqError
 from metamq.testing import BrokerProcess
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.broker.ha.chaos import ZOOKEEPER, NetworkedGroup, networked_group, party
 from tests.broker.ha.direct_puts import DirectPuts
 from tests.broker.ha.test_replication import SESSION_MS, a_sync_topic, send

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from metamq.cli.log_reader import find_partitions, verify_partition
-from metamq.cli.replica_view import damage as advice
-from metamq.client.transport import BrokerConnection
+from metamq.cli.show.replica_view import damage as advice
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.batch import walk
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
-from metamq.zk.topics import FlushEvery
+from metamq.zk.cluster.topics import FlushEvery
 from tests.broker.ha.test_replication import Group, a_sync_topic, log_bytes, raises_fenced, replica_group, send
 from tests.parts import is_at_end, statistics, wait_until
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.data_folder import GONE, REPLACED
+from metamq.broker.data.data_folder import GONE, REPLACED
 from metamq.errors import MetamqError
 from metamq.testing import BrokerProcess
 from tests.broker.ha.test_replication import Group, replica_group

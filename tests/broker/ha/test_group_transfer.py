@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
+from metamq.broker.data.partition import Partition
 from metamq.broker.ha.group_transfer import GroupTransferService
-from metamq.broker.partition import Partition
 from metamq.errors import Fenced, MetamqError, NotEnoughReplicas
 from tests.broker.ha.test_service import TOPIC, Master, a_master
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from metamq.broker.ha import handshake
 from metamq.broker.ha.handshake import Decision, Place, Side, Verdict, decide
-from metamq.broker.log.epochs import EpochList
+from metamq.broker.log.disk.epochs import EpochList
 
 REPLICAS = 3
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import msgpack
 
-from metamq.broker.data_folder import DataFolder
-from metamq.broker.flusher import Flusher
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import BatchIds
+from metamq.broker.data.topics import Topics
 from metamq.broker.ha.client import DECIDING_S, HAClient, _Link
 from metamq.broker.log import FileCache
-from metamq.broker.partition import BatchIds
-from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, MetamqError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.topics import TopicConfig
 from tests.broker.ha.test_client import REGISTRATION
 
 EPOCH = 2

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from metamq.client.outgoing import OutgoingBatch
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
+from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.commands import Command, PutEntry, PutResult, unpack_list

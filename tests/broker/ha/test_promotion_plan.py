@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metamq.client.promotion_plan import NO_ANSWER, TWO_MASTERS, Has, loss_of
-from metamq.zk.epochs import Known
+from metamq.client.admin.promotion_plan import NO_ANSWER, TWO_MASTERS, Has, loss_of
+from metamq.zk.cluster.epochs import Known
 from tests.broker.ha.test_replication import a_sync_topic, replica_group, send
 from tests.parts import wait_until
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
+from metamq.broker.data.partition import Partition
+from metamq.broker.data.topics import Topics
 from metamq.broker.log.replicated import CopyDamaged
-from metamq.broker.partition import Partition
-from metamq.broker.topics import Topics
 from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.batch import HEADER_BYTES

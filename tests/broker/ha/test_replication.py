@@ -14,13 +14,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from metamq import Producer
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import Fenced, MetamqError
 from metamq.testing import BrokerProcess, Cluster
 from metamq.wire.commands import Command, Promote
-from metamq.zk.brokers import BrokerState, read_state
-from metamq.zk.offers import slaves_offering
-from metamq.zk.session import Session
+from metamq.zk.cluster.brokers import BrokerState, read_state
+from metamq.zk.cluster.offers import slaves_offering
+from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import SLOW_S, http_get, statistics, timed_out, until_answered, values_to_end, wait_until
 

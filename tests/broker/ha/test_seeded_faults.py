@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from metamq.errors import DeliveryTimeout, MetamqError
-from metamq.zk.embedded import EmbeddedZooKeeper
+from metamq.zk.server.embedded import EmbeddedZooKeeper
 from tests.broker.ha import seeded_faults
 from tests.broker.ha.chaos import NetworkedGroup, party
 from tests.broker.ha.history import Given, History, faults

@@ -11,23 +11,23 @@ from typing import Any
 import msgpack
 import pytest
 
-from metamq.broker.data_folder import DataFolder
-from metamq.broker.flusher import Flusher
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import BatchIds, Partition
+from metamq.broker.data.topics import Topics
 from metamq.broker.ha import client as ha_client
 from metamq.broker.ha.client import HAClient
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.insync import Change
 from metamq.broker.ha.service import HAService, HASettings
 from metamq.broker.log import FileCache
-from metamq.broker.partition import BatchIds, Partition
-from metamq.broker.topics import Topics
 from metamq.errors import ClosedError, ConfigError, CorruptData, Fenced, MetamqError, ProtocolError
 from metamq.wire import sync
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode
 from metamq.wire.frames import Buffer
-from metamq.zk.brokers import BrokerAddress, BrokerState, Registration
-from metamq.zk.topics import TopicConfig
+from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, Registration
+from metamq.zk.cluster.topics import TopicConfig
 
 EPOCH = 4
 LAG_S = 600.0

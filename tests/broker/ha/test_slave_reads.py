@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from metamq import Consumer
-from metamq.client.outages import TELL_AFTER_S
-from metamq.client.transport import BrokerConnection
+from metamq.client.net.outages import TELL_AFTER_S
+from metamq.client.net.transport import BrokerConnection
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, Command, Get, GetPartition, OffsetsEntry, OffsetsResult, unpack_list
 from metamq.wire.commands import GetResult as Result
-from metamq.zk.offers import slaves_offering
-from metamq.zk.session import Session
+from metamq.zk.cluster.offers import slaves_offering
+from metamq.zk.session.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, replica_group, send
 from tests.parts import statistics, until_answered, wait_until
 

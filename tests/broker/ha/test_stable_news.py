@@ -12,8 +12,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from metamq.broker.fetch_session import FetchSession
-from metamq.broker.partition import BatchIds, Partition
+from metamq.broker.data.partition import BatchIds, Partition
+from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.errors import CorruptData, OffsetDiverged
 from metamq.wire import status, sync
 from metamq.wire.batch import read_header

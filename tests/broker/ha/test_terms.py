@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from metamq.broker.partition import Partition
+from metamq.broker.data.partition import Partition
 from metamq.broker.transactions import processor
 from metamq.errors import TooManyOpenFiles
 from metamq.testing import BrokerProcess
 from metamq.tx.store.fold import Entry
-from metamq.zk.brokers import read_state, state_json
-from metamq.zk.session import Session
+from metamq.zk.cluster.brokers import read_state, state_json
+from metamq.zk.session.session import Session
 from tests.broker.ha.test_replication import Group, a_sync_topic, group, send
 from tests.broker.test_disk import SmallDisk, small_disk
 from tests.parts import LocalBroker, statistics, values_to_end, wait_until

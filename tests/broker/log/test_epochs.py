@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from metamq.broker.log.epochs import Epoch, EpochList
+from metamq.broker.log.disk.epochs import Epoch, EpochList
 
 
 class Batch(NamedTuple):

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from metamq.broker.log import LogConfig, PartitionLog, derived
-from metamq.broker.log.epochs import EpochList
-from metamq.broker.log.flushed import FlushFile
+from metamq.broker.log import LogConfig, PartitionLog
+from metamq.broker.log.disk import derived
+from metamq.broker.log.disk.epochs import EpochList
+from metamq.broker.log.disk.flushed import FlushFile
 from metamq.errors import CorruptData, Fenced
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
 

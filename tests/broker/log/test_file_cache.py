@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
-from metamq.broker.log.index import IndexCache, SparseIndex
+from metamq.broker.log.disk.index import IndexCache, SparseIndex
 from metamq.wire.batch import read_header, walk
 from metamq.wire.columns import encode
 

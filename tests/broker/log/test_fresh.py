@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from metamq.broker.log import FLUSH, Duplicate, FileCache, LogConfig, New, PartitionLog, set_aside
-from metamq.broker.log.derived import unlink_all
-from metamq.broker.log.flushed import FlushFile, FlushPoint
+from metamq.broker.log.disk.derived import unlink_all
+from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
 from metamq.errors import CorruptData, OffsetOutOfRange, StorageError
 
 SEED = 20250312

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
-from metamq.broker.log.producers import Duplicate
+from metamq.broker.log.disk.producers import Duplicate
 from metamq.errors import DiskFull
 from metamq.wire.batch import read_header
 from metamq.wire.columns import encode

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from metamq.broker.log import LogConfig, New, recovery, scan
-from metamq.broker.log.flushed import FlushFile, FlushPoint
+from metamq.broker.log import LogConfig, New, recovery
+from metamq.broker.log.disk import scan
+from metamq.broker.log.disk.flushed import FlushFile, FlushPoint
 from metamq.errors import CorruptData
 from metamq.wire.batch import read_header
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from metamq.broker.log import Duplicate, LogConfig, New, PartitionLog
-from metamq.broker.log.producers import KEPT_BATCHES, ProducerStates
+from metamq.broker.log.disk.producers import KEPT_BATCHES, ProducerStates
 from metamq.errors import CorruptData, ProtocolError, SequenceGap
 
 SMALL = LogConfig(segment_bytes=2000, index_interval_bytes=300)

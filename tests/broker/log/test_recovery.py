@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
-from metamq.broker.log.flushed import SLOT_BYTES, FlushFile
-from metamq.broker.log.scan import find_flushed_claim
-from metamq.broker.log.segments import Segment
+from metamq.broker.log.disk.flushed import SLOT_BYTES, FlushFile
+from metamq.broker.log.disk.scan import find_flushed_claim
+from metamq.broker.log.disk.segments import Segment
 from metamq.errors import CorruptData, StorageError
 from metamq.wire.batch import HEADER_BYTES, stamp
 

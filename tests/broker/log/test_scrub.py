@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from metamq.broker.log import LogConfig, PartitionLog
+from metamq.broker.log.disk.segments import Segment
 from metamq.broker.log.scrub import STEP_BATCHES, Walk
-from metamq.broker.log.segments import Segment
 from tests.broker.log.conftest import SMALL, Shelf
 
 MANY = LogConfig(segment_bytes=1 << 20)

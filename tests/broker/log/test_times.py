@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from metamq.broker.log import LogConfig
-from metamq.broker.log.index import SparseIndex
+from metamq.broker.log.disk.index import SparseIndex
 from metamq.wire import batch as layout
 from metamq.wire.columns import encode
 from metamq.wire.compression import Codec

@@ -1,0 +1,314 @@
+"""One partition as the broker serves it: its log, who waits for its data, who waits for its flush."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from metamq.broker.log import FlushTicket, LogConfig, PartitionLog, Search
+from metamq.broker.log.disk.producers import Duplicate
+from metamq.broker.log.durable import UNBOUND
+from metamq.errors import CorruptData, Fenced, MetamqError
+from metamq.wire.batch import BatchHeader, make_batch_id
+
+Done = Callable[[MetamqError | None], None]
+
+
+class Reader(Protocol):
+    """Somebody who waits for data: a fetch session's place in this partition."""
+
+    def data_ready(self, added_bytes: int) -> None:
+        """Called once after the stable offset has moved, or the partition has closed; the wait is over then."""
+
+
+class Appended(NamedTuple):
+    """Where a batch is stored; `repeated` when it was before."""
+
+    base_offset: int
+    time_us: int
+    end_offset: int
+    repeated: bool
+
+
+class BatchIds:
+    """Hands out batch ids under one epoch: unique in the broker id for ever."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._counter = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        """A new term as master."""
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self._counter = 0
+
+    def next(self) -> int:
+        """The next id."""
+        return self.reserve(1)
+
+    def reserve(self, count: int) -> int:
+        """The first of so many ids in a row."""
+        first = self._counter + 1
+        self._counter += count
+        return make_batch_id(self.epoch, first)
+
+
+class Partition:
+    """A log that is open for clients. Used by the broker's loop only."""
+
+    __slots__ = (
+        "_damage",
+        "closed_by",
+        "cuts",
+        "dirty_since_ms",
+        "flush_began_ms",
+        "flush_wanted_position",
+        "flushed_listener",
+        "flushing",
+        "index",
+        "log",
+        "name",
+        "needed_offset",
+        "published_position",
+        "readers",
+        "stable_listener",
+        "topic",
+        "topic_id",
+        "waiting",
+        "waiting_here",
+    )
+
+    def __init__(self, topic: str, topic_id: str, index: int, log: PartitionLog) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.index = index
+        self.name = f"{topic}/{index}"
+        self.log = log
+        self.readers: set[Reader] = set()
+        self.waiting: list[tuple[int, Done]] = []
+        """(end offset, callback) of appends that are answered once the stable offset has reached them."""
+        self.waiting_here: list[tuple[int, Done]] = []
+        """(end offset, callback) of appends that are answered once this replica has stored them as the topic asks."""
+        self.published_position = log.stable_position
+        """Up to here readers and waiting appends have been told."""
+        self.flushing = False
+        self.flush_wanted_position = 0
+        """Up to here it is to be flushed whatever the policy: the master waits for it."""
+        self.flushed_listener: Callable[[Partition], None] | None = None
+        """Called after each flush."""
+        self.stable_listener: Callable[[Partition], None] | None = None
+        """Called whenever the stable mark has moved, whatever moved it."""
+        self.flush_began_ms = 0
+        self.dirty_since_ms: int | None = None
+        """Since when there is something to flush; None when there is nothing."""
+        self.closed_by: MetamqError | None = None
+        self._damage: CorruptData | None = None
+        self.cuts = 0
+        """How often something was given up here."""
+        self.needed_offset = UNBOUND
+        """At a master: a slave's copy begins there at the latest, since what follows does not stand by itself."""
+
+    def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
+        """Stores a batch, or finds the one it repeats. It gets the next id, unless it was given one before.
+
+        Raises SequenceGap, ProtocolError, StorageError, CorruptData, and what closed the partition. The caller has
+        checked the batch, and answers `when_stable(end_offset)`.
+        """
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
+        repeated = self.log.check_producer(header)
+        if isinstance(repeated, Duplicate):
+            known = repeated.base_offset >= 0
+            end_offset = repeated.base_offset + header.count if known else self.log.end_offset
+            return Appended(repeated.base_offset, repeated.append_time_us, end_offset, True)
+        now_us = time.time_ns() // 1000
+        batch_id = ids.next() if batch_id is None else batch_id
+        base_offset = self.log.append(batch, header, epoch=ids.epoch, batch_id=batch_id, now_us=now_us)
+        self._is_dirty()
+        self.publish()
+        return Appended(base_offset, now_us, base_offset + header.count, False)
+
+    def offset_at_time(self, timestamp_us: int) -> Search:
+        """As PartitionLog.offset_at_time(). Also raises Fenced when the log is cut meanwhile, and what closed it."""
+        cuts, search = self.cuts, self.log.offset_at_time(timestamp_us)
+        while True:
+            if self.closed_by is not None:
+                raise self.closed_by.with_traceback(None)
+            if cuts != self.cuts:
+                raise Fenced("this replica", f"{self.name} was cut here meanwhile")
+            try:
+                next(search)
+            except StopIteration as end:
+                found: tuple[int, int] | None = end.value
+                return found
+            yield
+
+    @property
+    def damage(self) -> CorruptData | None:
+        """How the log is damaged, as far as that is known; the rest may be served. None once retention removed it."""
+        error = self._damage
+        if error is not None and error.position is not None and error.position < self.log.start_position:
+            return None
+        return error
+
+    @damage.setter
+    def damage(self, error: CorruptData) -> None:
+        self._damage = error
+
+    def reconfigure(self, config: LogConfig) -> None:
+        """Takes new settings. What waits for a flush that is not asked for any more, waits no longer."""
+        self.log.reconfigure(config)
+        self.publish()
+
+    def append_replicated(self, batches: memoryview, position: int) -> None:
+        """On a slave: stores what the master sends, which begins at this byte of the log.
+
+        Raises CorruptData when it does not fit or is damaged, StorageError, and what closed the partition.
+        """
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
+        self.log.append_replicated(batches, position)
+        self._is_dirty()
+        self.publish()
+
+    def _is_dirty(self) -> None:
+        if self.dirty_since_ms is None:
+            self.dirty_since_ms = time.monotonic_ns() // 1_000_000
+
+    def cut(self, position: int) -> None:
+        """On a slave: gives up what lies behind this byte of the log. Raises StorageError, CorruptData."""
+        self.log.truncate(position)
+        self.published_position = min(self.published_position, self.log.stable_position)
+        self._was_cut()
+
+    def reset_to(self, offset: int, position: int) -> list[str]:
+        """On a slave: gives up all of the log, which begins anew there; returns files to be removed, in any thread.
+
+        Raises StorageError.
+        """
+        void = self.log.reset_to(offset, position)
+        self.published_position = self.log.stable_position
+        self._was_cut()
+        return void
+
+    def _was_cut(self) -> None:
+        self.cuts += 1
+        readers, self.readers = self.readers, set()
+        for reader in readers:
+            reader.data_ready(0)
+
+    def bound(self, offset: int, position: int) -> None:
+        """Lets readers see up to there, as far as it is stored here; never less than they saw."""
+        self.log.set_bound(offset, position)
+        self.publish()
+
+    def freeze(self) -> None:
+        """Lets readers see no more than they do: who may say so is to be found out."""
+        self.log.set_bound(self.log.stable_offset, self.log.stable_position)
+
+    def unbound(self) -> None:
+        """Lets readers see all that is stored here as the topic asks: no other replica counts."""
+        self.log.clear_bound()
+        self.publish()
+
+    @property
+    def flushes_before_ack(self) -> bool:
+        """Whether only what is flushed counts."""
+        return self.log.config.flush.before_ack
+
+    @property
+    def stored_offset(self) -> int:
+        """Up to here this replica has stored the log as the topic asks."""
+        return self.log.flushed_offset if self.flushes_before_ack else self.log.end_offset
+
+    def publish(self) -> None:
+        """Wakes those whose data or acknowledgement the marks have reached."""
+        if self.waiting_here:
+            reached, self.waiting_here = _split(self.waiting_here, self.stored_offset)
+            for done in reached:
+                done(None)
+        added_bytes = self.log.stable_position - self.published_position
+        if not added_bytes:
+            return
+        self.published_position = self.log.stable_position
+        if self.stable_listener is not None:
+            self.stable_listener(self)
+        if self.readers and added_bytes > 0:
+            readers, self.readers = self.readers, set()
+            for reader in readers:
+                reader.data_ready(added_bytes)
+        if self.waiting:
+            reached, self.waiting = _split(self.waiting, self.log.stable_offset)
+            for done in reached:
+                done(None)
+
+    def when_stable(self, end_offset: int, done: Done) -> bool:
+        """True when `end_offset`, which is in the log, is stable already; else calls `done` later."""
+        assert end_offset <= self.log.end_offset, "nobody waits for what is not stored"
+        if end_offset <= self.log.stable_offset:
+            return True
+        self.waiting.append((end_offset, done))
+        return False
+
+    def when_stored(self, end_offset: int, done: Done) -> bool:
+        """True when this replica has stored up to `end_offset` as the topic asks; else calls `done` later."""
+        assert end_offset <= self.log.end_offset, "nobody waits for what is not stored"
+        if end_offset <= self.stored_offset:
+            return True
+        self.waiting_here.append((end_offset, done))
+        return False
+
+    def fail_waiting(self, error: MetamqError) -> None:
+        """Answers every append that waits with an error."""
+        waiting = self.waiting + self.waiting_here
+        self.waiting, self.waiting_here = [], []
+        for _end, done in waiting:
+            done(error)
+
+    def flush_due(self, since_ms: int) -> bool:
+        """Whether a flush is wanted, `since_ms` after the first append that is not flushed."""
+        return self.flush_wanted_position > self.log.flushed_position or self.log.flush_due(since_ms)
+
+    def start_flush(self, now_ms: int) -> FlushTicket | None:
+        """A ticket whose sync() a thread is to call; None when there is nothing to flush, or a flush runs.
+
+        Raises StorageError.
+        """
+        if self.flushing or self.closed_by:
+            return None
+        ticket = self.log.start_flush()
+        if ticket is not None:
+            self.flushing = True
+            self.flush_began_ms = now_ms
+        return ticket
+
+    def finish_flush(self, ticket: FlushTicket, before_telling: Callable[[Partition], None] | None = None) -> None:
+        """The ticket is synced: takes note, and tells who waited for it. Raises StorageError."""
+        self.flushing = False
+        if self.closed_by:
+            return
+        log = self.log
+        log.finish_flush(ticket)
+        # What was appended meanwhile waits since then, at most.
+        self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
+        if before_telling is not None:
+            before_telling(self)
+        self.publish()
+        if self.flushed_listener is not None:
+            self.flushed_listener(self)
+
+    def close(self, error: MetamqError, *, clean: bool = True) -> None:
+        """Ends every wait and closes the log, with `error`. What waits is in the log: whether it stays is unknown."""
+        self.closed_by = error
+        self.fail_waiting(error.with_unknown_outcome())
+        readers, self.readers = self.readers, set()
+        for reader in readers:
+            reader.data_ready(0)
+        self.log.close(clean=clean)
+
+
+def _split(waiting: list[tuple[int, Done]], mark: int) -> tuple[list[Done], list[tuple[int, Done]]]:
+    """Those that a mark has reached, and the others; both in their order."""
+    return [done for end, done in waiting if end <= mark], [(end, done) for end, done in waiting if end > mark]

@@ -1,0 +1,523 @@
+"""What a lost ZooKeeper held, worked out from data folders and from an export. Pure: no I/O.
+
+Theory of operation
+-------------------
+*The master* is a replica that has everything that was acknowledged, in *every* partition, the journal of transactions
+among them. Of two logs of a partition, one has all that was acknowledged in the other if any of these holds:
+
+1. Its replica was a master, the other's replica knows no later epoch, and it is the same incarnation still. A master
+   begins with everything that was acknowledged before, and from then on acknowledges only what it has. After its host
+   went down it may have lost some of that.
+2. It has all of the other log.
+3. Its last batch is of an epoch as late as any that the other's replica knows, and it reaches further. Such a log has
+   what the master of that epoch began with (metamq.broker.log.disk.epochs).
+
+The later last batch alone proves nothing. Replicas 0 and 2 are in sync, and 2 becomes the master. It appends under
+epoch 9, but acknowledges nothing, since 0 does not follow it. Then 0 becomes the master of epoch 10, and everything
+that it has counts as acknowledged; the batches of epoch 9 never were. So it matters which epochs a replica knows, too.
+
+Where no replica is such in every partition, each lacks something of another, and a person chooses. Replicas that follow
+an older generation than others are no choice: a loss was accepted since, and they are on the side that was given up.
+
+*The in-sync set* is the master and those whose logs are all equal to its own. The others copy what they lack. A folder
+that will come back as a new incarnation is in no set but its own: nobody knows its number yet.
+
+*The epoch.* No later master may use an epoch again, and a replica whose folder is not here may have been the master
+after those that are. So the state's epoch is EPOCHS_AHEAD above the highest that any folder, or the export, knows.
+
+*The generation* is raised when the chosen master lacks something: only then may slaves cut what readers have seen.
+
+*Topics.* What lies in the folders is there, and an export tells what it was like on its day. The newer word wins:
+settings that a folder has seen first after the day of the export, else the export's. A topic that the export has, and
+none of the folders of its brokers, was deleted later. One that only a folder has was made later, or is left from a
+deletion that its broker was not there for: it is kept, and told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from metamq.broker.data.folder_report import FolderReport, LogReport, Place
+from metamq.broker.data.topics import OWN
+from metamq.errors import ConfigError, MetamqError
+from metamq.words import count
+from metamq.zk.cluster.brokers import BrokerState, state_json
+from metamq.zk.cluster.cluster_nodes import CLIENTS, HAD_SLAVES, TOPICS, ClusterExport
+from metamq.zk.cluster.topics import TopicConfig, from_json, to_json
+from metamq.zk.names import parse_partition
+
+EPOCHS_AHEAD = 1000
+_STATE = re.compile(r"/brokers/ids/(\d+)/state")
+_OFFSET = re.compile(r"/consumers/([^/]+)/offsets/([^/]+)/([^/]+)")
+_NOTHING = (-1, 0)
+_DAMAGED = (-2, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a person has decided: broker id -> its master, topic -> its id, broker ids that are gone for good."""
+
+    masters: Mapping[int, int]
+    topics: Mapping[str, str]
+    without: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica in the plan. `lacks`: topic -> messages that another folder has and this one does not."""
+
+    report: FolderReport
+    is_master: bool
+    in_sync: bool
+    lacks: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerView:
+    """One broker id in the plan. `state` is None where a person has to choose the master."""
+
+    broker_id: int
+    state: BrokerState | None
+    replicas: tuple[ReplicaView, ...]
+    had_slaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What is to be written. `questions` have to be answered before; `notes` say what else is to be known."""
+
+    cluster_id: str
+    brokers: tuple[BrokerView, ...]
+    topics: Mapping[str, TopicConfig]
+    settings_from: Mapping[str, str]
+    """By topic: "folder", "export", or "" where they are not known and are the default ones."""
+    nodes: Mapping[str, bytes]
+    notes: tuple[str, ...]
+    questions: tuple[str, ...]
+
+
+def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, choices: Choices) -> Restore:
+    """The restore. Raises ConfigError when the folders and the export are not of one cluster, or one twice."""
+    cluster_id = _cluster_id(reports, export)
+    by_broker = _by_broker(reports)
+    _check_choices(choices, by_broker)
+    notes: list[str] = []
+    questions: list[str] = []
+    brokers = [_broker(broker_id, found, export, choices) for broker_id, found in sorted(by_broker.items())]
+    questions += [_which_master(broker) for broker in brokers if broker.state is None]
+    topics, settings_from = _topics(by_broker, export, choices, notes, questions)
+    named = {broker_id for config in topics.values() for broker_id in config.partitions} | _states(export).keys()
+    missing = named - by_broker.keys()
+    for unknown in sorted(choices.without - missing):
+        raise ConfigError(
+            f"broker {unknown} is to be given up, and neither folders nor the export name it",
+            hint=f"Brokers that are named and have no folder here: {', '.join(map(str, sorted(missing))) or 'none'}.",
+        )
+    topics = _without(topics, choices.without, notes)
+    questions += [_which_broker(number) for number in sorted(missing - choices.without)]
+    nodes = {f"/brokers/ids/{one.broker_id}/state": state_json(one.state) for one in brokers if one.state is not None}
+    nodes |= {f"/brokers/ids/{one.broker_id}/{HAD_SLAVES}": b"" for one in brokers if one.had_slaves}
+    nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
+    nodes |= _of_clients(export, topics, choices, notes)
+    notes += _told(brokers, topics, settings_from, export)
+    return Restore(
+        cluster_id, tuple(brokers), topics, settings_from, nodes, tuple(notes), tuple(dict.fromkeys(questions))
+    )
+
+
+def _cluster_id(reports: Sequence[FolderReport], export: ClusterExport | None) -> str:
+    said: dict[str, list[str]] = defaultdict(list)
+    for report in reports:
+        said[report.cluster_id].append(str(report))
+    if export is not None:
+        said[export.cluster_id].append("the export")
+    if len(said) != 1:
+        parts = "; ".join(f"{cluster_id}: {', '.join(who)}" for cluster_id, who in sorted(said.items()))
+        raise ConfigError(f"these are of {len(said)} clusters: {parts}", hint="Restore each cluster by itself.")
+    return next(iter(said))
+
+
+def _by_broker(reports: Sequence[FolderReport]) -> dict[int, list[FolderReport]]:
+    found: dict[int, dict[int, FolderReport]] = defaultdict(dict)
+    for report in reports:
+        twin = found[report.broker_id].setdefault(report.replica, report)
+        if twin is not report:
+            shown = "; ".join(
+                f"{one} (epoch {one.epoch}, incarnation {one.incarnation}"
+                f"{', ' + one.becomes_new if one.becomes_new else ''})"
+                for one in (twin, report)
+            )
+            raise ConfigError(
+                f"two folders are replica {report.replica} of broker {report.broker_id}: {shown}",
+                hint="One is a copy of the other, or took its place. Give only the one that its broker will use.",
+            )
+    return {broker_id: [one for _number, one in sorted(these.items())] for broker_id, these in found.items()}
+
+
+def _check_choices(choices: Choices, by_broker: Mapping[int, Sequence[FolderReport]]) -> None:
+    for broker_id in sorted(choices.masters.keys() - by_broker.keys()):
+        raise ConfigError(f"a master is chosen for broker {broker_id}, of which no folder is given")
+    for broker_id in sorted(choices.without & by_broker.keys()):
+        raise ConfigError(
+            f"broker {broker_id} is to be given up, and has a folder here", hint="Leave out one of the two."
+        )
+
+
+# -- brokers ----------------------------------------------------------------------------------------------------------
+
+
+def _broker(
+    broker_id: int, reports: Sequence[FolderReport], export: ClusterExport | None, choices: Choices
+) -> BrokerView:
+    known = _states(export).get(broker_id)
+    newest = max(report.generation for report in reports)
+    able = [report for report in reports if report.generation == newest]
+    chosen = choices.masters.get(broker_id)
+    if chosen is None:
+        master = _who_has_all(able, known)
+    else:
+        master = next((report for report in reports if report.replica == chosen), None)
+        if master is None:
+            hint = f"Its folders here are those of: {', '.join(str(one.replica) for one in reports)}."
+            raise ConfigError(f"replica {chosen} of broker {broker_id} has no folder here", hint=hint)
+    epochs = [report.epoch for report in reports] + ([known.epoch] if known is not None else [])
+    views = tuple(
+        ReplicaView(one, one is master, _is_in_sync(one, master, newest), _lacks(one, reports)) for one in reports
+    )
+    had_slaves = len(reports) > 1 or reports[0].replica != 0 or (export is not None and _had_slaves(export, broker_id))
+    if master is None:
+        return BrokerView(broker_id, None, views, had_slaves)
+    generation = max(newest, known.generation if known is not None else 0)
+    if master not in able or any(_lacks(master, able).values()):
+        generation += 1
+    members = tuple((view.report.replica, view.report.incarnation) for view in views if view.in_sync)
+    state = BrokerState(max(epochs) + EPOCHS_AHEAD, master.replica, members, max(generation, 1), is_restored=True)
+    return BrokerView(broker_id, state, views, had_slaves)
+
+
+def _who_has_all(able: Sequence[FolderReport], known: BrokerState | None) -> FolderReport | None:
+    """Of those that lack nothing of the others, one that comes back as it was, the last known master first."""
+    complete = [one for one in able if not any(_is_behind(one, other) for other in able)]
+    former = known.master if known is not None else -1
+    return min(complete, key=lambda one: (bool(one.becomes_new), one.replica != former, one.replica), default=None)
+
+
+def _is_in_sync(one: FolderReport, master: FolderReport | None, newest: int) -> bool:
+    if master is None or one is master:
+        return one is master
+    is_same = all(_reach(one, place) == _reach(master, place) for place in one.logs.keys() | master.logs.keys())
+    return is_same and one.generation == newest and not one.becomes_new and not master.becomes_new
+
+
+def _is_behind(one: FolderReport, other: FolderReport) -> bool:
+    return any(_lags(one, other, place) for place in other.logs)
+
+
+def _lags(one: FolderReport, other: FolderReport, place: Place) -> bool:
+    """Whether the other's log of a partition may have something acknowledged that this one's lacks: see above."""
+    mine, theirs = one.logs.get(place), other.logs[place]
+    reach = _reach(one, place)
+    if mine is None or mine.problem or theirs.problem:
+        return reach < _reach(other, place)
+    was_master_since = 0 < other.epoch <= one.reign
+    has_all = not _beyond(theirs, mine)
+    is_later = reach[0] >= other.epoch and reach >= theirs.reach
+    return not (was_master_since or has_all or is_later)
+
+
+def _reach(report: FolderReport, place: Place) -> tuple[int, int]:
+    log = report.logs.get(place)
+    return _NOTHING if log is None else _DAMAGED if log.problem else log.reach
+
+
+def _lacks(one: FolderReport, others: Sequence[FolderReport]) -> dict[str, int]:
+    """By topic, the messages that one of the others has and this one does not, in partitions where it is behind."""
+    most: dict[Place, int] = {}
+    for other in others:
+        for place, log in other.logs.items():
+            if not log.problem and _lags(one, other, place):
+                most[place] = max(most.get(place, 0), _beyond(log, one.logs.get(place)))
+    found: dict[str, int] = defaultdict(int)
+    for (topic, _id, _index), messages in most.items():
+        found[topic] += messages
+    return dict(sorted(found.items()))
+
+
+def _beyond(log: LogReport, behind: LogReport | None) -> int:
+    """How many messages of a log lie beyond what it has in common with one that is behind it."""
+    start = log.epochs[0].offset if log.epochs else log.end_offset
+    agreed = start
+    if behind is not None and not behind.problem:
+        theirs, ours = _ends(behind), _ends(log)
+        agreed = max((min(ours[epoch], theirs[epoch]) for epoch in ours.keys() & theirs.keys()), default=start)
+    return log.end_offset - agreed
+
+
+def _ends(log: LogReport) -> dict[int, int]:
+    """Epoch -> the offset where it ends in the log."""
+    ends = [epoch.offset for epoch in log.epochs[1:]] + [log.end_offset]
+    return {epoch.epoch: end for epoch, end in zip(log.epochs, ends, strict=False)}
+
+
+def _which_master(broker: BrokerView) -> str:
+    parts = []
+    for view in broker.replicas:
+        lacking = ", ".join(f"{count(number, 'message')} of {topic}" for topic, number in view.lacks.items())
+        parts.append(f"replica {view.report.replica} lacks {lacking or 'nothing of the same generation'}")
+    return (
+        f"broker {broker.broker_id}: no replica has everything ({'; '.join(parts)}). Choose with "
+        f"--master {broker.broker_id}=REPLICA; what that one lacks is lost"
+    )
+
+
+def _which_broker(broker_id: int) -> str:
+    return (
+        f"broker {broker_id} has partitions, and no folder of it is given. Give it with --data or --folder, or give "
+        f"broker {broker_id} up, and its partitions, with --without-broker {broker_id}"
+    )
+
+
+# -- what an export says ----------------------------------------------------------------------------------------------
+
+
+def _states(export: ClusterExport | None) -> dict[int, BrokerState]:
+    found = {}
+    for path, data in export.nodes.items() if export is not None else ():
+        if (match := _STATE.fullmatch(path)) is not None:
+            try:
+                document = json.loads(data)
+                insync = tuple((int(replica), int(incarnation)) for replica, incarnation in document["insync"])
+                found[int(match[1])] = BrokerState(
+                    int(document["epoch"]), int(document["master"]), insync, int(document["generation"])
+                )
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(f"the export's {path} makes no sense: {error!r}") from error
+    return found
+
+
+def _had_slaves(export: ClusterExport, broker_id: int) -> bool:
+    return f"/brokers/ids/{broker_id}/{HAD_SLAVES}" in export.nodes
+
+
+def _exported_topics(export: ClusterExport | None, notes: list[str]) -> dict[str, TopicConfig]:
+    found = {}
+    for path, data in export.nodes.items() if export is not None else ():
+        if path.startswith(TOPICS):
+            topic = path.removeprefix(TOPICS)
+            try:
+                found[topic] = from_json(topic, data)
+            except MetamqError as error:
+                notes.append(f"The export's configuration of topic {topic} is left out: {error.problem}.")
+    return found
+
+
+# -- topics -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """Settings, and when they were known to hold."""
+
+    config: TopicConfig
+    at_ms: int
+    source: str
+
+
+def _topics(
+    by_broker: Mapping[int, Sequence[FolderReport]],
+    export: ClusterExport | None,
+    choices: Choices,
+    notes: list[str],
+    questions: list[str],
+) -> tuple[dict[str, TopicConfig], dict[str, str]]:
+    exported = _exported_topics(export, notes)
+    counts = _counts(by_broker)
+    words = _words(by_broker, exported, export)
+    ids: dict[str, set[str]] = defaultdict(set)
+    for name, its_id in counts:
+        ids[name].add(its_id)
+    configs: dict[str, TopicConfig] = {}
+    sources: dict[str, str] = {}
+    for topic in sorted(ids | exported.keys()):
+        of_export = exported.get(topic)
+        if topic not in ids and of_export is not None:
+            if of_export.partitions.keys() & by_broker.keys():
+                notes.append(f"Topic {topic} of the export has no folder: it was deleted later, and is left out.")
+                continue
+            configs[topic], sources[topic] = of_export, "export"
+            continue
+        candidates = ids[topic] | ({of_export.id} if of_export is not None else set())
+        topic_id = _which_id(topic, candidates, words, choices, questions)
+        if topic_id is None:
+            continue
+        _tell_of_other_ids(topic, topic_id, ids[topic], by_broker, notes)
+        word = max(words.get((topic, topic_id), []), key=lambda one: one.at_ms, default=None)
+        config = word.config if word is not None else TopicConfig(topic, {}, topic_id)
+        partitions = dict(config.partitions)
+        for broker_id, number in counts.get((topic, topic_id), {}).items():
+            partitions[broker_id] = max(partitions.get(broker_id, 0), number)
+        configs[topic] = replace(config, partitions=dict(sorted(partitions.items())))
+        sources[topic] = word.source if word is not None else ""
+        if export is not None and of_export is None:
+            notes.append(
+                f"Topic {topic} is in folders and not in the export: it was made later, or deleted while a broker was "
+                f"away. `metamq topic delete {topic}` removes it."
+            )
+    return configs, sources
+
+
+def _counts(by_broker: Mapping[int, Sequence[FolderReport]]) -> dict[tuple[str, str], dict[int, int]]:
+    """(topic, id) -> broker id -> partitions that have a folder there."""
+    found: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for broker_id, reports in by_broker.items():
+        for report in reports:
+            for log in report.logs.values():
+                if not log.topic.startswith(OWN):
+                    known = found[log.topic, log.topic_id]
+                    known[broker_id] = max(known.get(broker_id, 0), log.index + 1)
+    return found
+
+
+def _words(
+    by_broker: Mapping[int, Sequence[FolderReport]], exported: Mapping[str, TopicConfig], export: ClusterExport | None
+) -> dict[tuple[str, str], list[_Word]]:
+    found: dict[tuple[str, str], list[_Word]] = defaultdict(list)
+    for reports in by_broker.values():
+        for report in reports:
+            for config, since_ms in report.settings.values():
+                found[config.topic, config.id].append(_Word(config, since_ms, "folder"))
+    for topic, config in exported.items():
+        assert export is not None
+        found[topic, config.id].append(_Word(config, export.exported_ms, "export"))
+    return found
+
+
+def _which_id(
+    topic: str,
+    ids: set[str],
+    words: Mapping[tuple[str, str], list[_Word]],
+    choices: Choices,
+    questions: list[str],
+) -> str | None:
+    """Of a topic that was deleted and made anew, the later one."""
+    chosen = choices.topics.get(topic)
+    if chosen is not None:
+        if chosen not in ids:
+            raise ConfigError(f"topic {topic} has no id {chosen}", hint=f"Its ids are: {', '.join(sorted(ids))}.")
+        return chosen
+    if len(ids) == 1:
+        return next(iter(ids))
+    known = {
+        topic_id: max(word.at_ms for word in words[topic, topic_id]) for topic_id in ids if (topic, topic_id) in words
+    }
+    if len(known) == len(ids):
+        return max(known, key=lambda topic_id: known[topic_id])
+    questions.append(
+        f"topic {topic} was deleted and made anew, and nobody knows which of {', '.join(sorted(ids))} is the later. "
+        f"Choose with --topic {topic}@ID; the data of the others is removed when brokers start"
+    )
+    return None
+
+
+def _tell_of_other_ids(
+    topic: str, topic_id: str, ids: set[str], by_broker: Mapping[int, Sequence[FolderReport]], notes: list[str]
+) -> None:
+    for other in sorted(ids - {topic_id}):
+        logs = (log for reports in by_broker.values() for report in reports for log in report.logs.values())
+        messages = sum(log.end_offset for log in logs if (log.topic, log.topic_id) == (topic, other))
+        notes.append(
+            f"Topic {topic} was made anew as {topic_id}. The data of {other}, up to {count(messages, 'message')}, is "
+            "REMOVED when brokers start; copy the folders first if you want it."
+        )
+
+
+def _without(configs: Mapping[str, TopicConfig], gone: frozenset[int], notes: list[str]) -> dict[str, TopicConfig]:
+    """Without the partitions of brokers that are given up."""
+    kept = {}
+    for topic, config in configs.items():
+        lost = {broker_id: number for broker_id, number in config.partitions.items() if broker_id in gone}
+        left = {broker_id: number for broker_id, number in config.partitions.items() if broker_id not in gone}
+        if lost:
+            who = ", ".join(f"{number} of broker {broker_id}" for broker_id, number in lost.items())
+            notes.append(f"Topic {topic} loses partitions: {who}." + ("" if left else " It has none left, and goes."))
+        if left:
+            kept[topic] = replace(config, partitions=left)
+    return kept
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+def _of_clients(
+    export: ClusterExport | None, topics: Mapping[str, TopicConfig], choices: Choices, notes: list[str]
+) -> dict[str, bytes]:
+    """What groups and Spark's sinks had, as far as its topics are there."""
+    nodes = {}
+    dropped = 0
+    for path, data in export.nodes.items() if export is not None else ():
+        if path.startswith(CLIENTS):
+            if _is_of_nothing(path, topics, choices):
+                dropped += 1
+            else:
+                nodes[path] = data
+    if dropped:
+        notes.append(f"{count(dropped, 'committed offset')} of partitions that are not restored: left out.")
+    return nodes
+
+
+def _is_of_nothing(path: str, topics: Mapping[str, TopicConfig], choices: Choices) -> bool:
+    match = _OFFSET.fullmatch(path)
+    if match is None:
+        return False
+    try:
+        return match[2] not in topics or parse_partition(match[3])[0] in choices.without
+    except MetamqError:
+        return False
+
+
+def _told(
+    brokers: Sequence[BrokerView],
+    topics: Mapping[str, TopicConfig],
+    settings_from: Mapping[str, str],
+    export: ClusterExport | None,
+) -> Iterator[str]:
+    """What cannot be known, and what follows from the folders."""
+    if export is None:
+        yield (
+            "Committed offsets are not known without an export: each group begins where its consumers' `start` says, "
+            "unless it keeps its offsets in a database or a file."
+        )
+        yield "Decisions of Spark's exactly-once sinks are not known: a query that was in a batch may write it again."
+    else:
+        yield (
+            "Groups go on from the offsets of the export; what they committed later they read again. A query of Spark "
+            "that has decided a batch since may write it again."
+        )
+    unknown = [topic for topic in topics if not settings_from.get(topic)]
+    if unknown:
+        yield (
+            f"Settings are not known of: {', '.join(unknown)}. They get the default ones (retention 7 days, flush once "
+            "a second, replication async). Set them with `metamq topic alter` before the brokers start."
+        )
+    for broker in brokers:
+        former = _states(export).get(broker.broker_id)
+        if former is not None and former.master not in [view.report.replica for view in broker.replicas]:
+            yield (
+                f"Replica {former.master} of broker {broker.broker_id} was the master when the export was made, and "
+                "its folder is not given. Messages that only it had are LOST; their number is unknown."
+            )
+        for view in broker.replicas:
+            who = f"Replica {view.report.replica} of broker {broker.broker_id}"
+            problems = [log for log in view.report.logs.values() if log.problem]
+            if problems:
+                named = ", ".join(f"{log.topic}/{log.index}" for log in problems[:5])
+                yield f"{who} has damaged logs ({named}): {problems[0].problem}."
+            if view.report.becomes_new:
+                yield f"{who} will come back as a new incarnation: {view.report.becomes_new}."
+            if view.is_master and any(view.lacks.values()):
+                lost = ", ".join(f"{count(number, 'message')} of {topic}" for topic, number in view.lacks.items())
+                yield f"LOST with {who.lower()} as the master: {lost}."

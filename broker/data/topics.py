@@ -1,0 +1,359 @@
+"""The topics a broker carries: configuration in, open logs out.
+
+The configuration in ZooKeeper is the only source. A folder on disk whose topic id is not there any more belongs to
+a topic that was deleted, or deleted and made anew while this broker was away: it is removed, never offered again.
+
+To make folders, to move and to remove them waits for the disk, so threads do it: one for removals, which may take long.
+Neither knows anything but the folder; a log is opened, and was closed, in the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from metamq.broker.data import topic_settings
+from metamq.broker.data.data_folder import DataFolder, TopicFolder
+from metamq.broker.data.partition import Partition
+from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
+from metamq.broker.log.disk.derived import remove_leftovers
+from metamq.broker.log.disk.files import SHORTAGES
+from metamq.broker.log.fresh import is_half_made
+from metamq.broker.trouble import Trouble
+from metamq.errors import (
+    ConfigError,
+    CorruptData,
+    DiskFull,
+    MetamqError,
+    PartitionNotFound,
+    TooManyOpenFiles,
+    TopicNotFound,
+)
+from metamq.threads import start_pool
+from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.words import count
+from metamq.zk.cluster.topics import FlushEvery, TopicConfig
+from metamq.zk.names import partition_name
+
+log = logging.getLogger("metamq.broker")
+
+
+def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
+    """A topic's settings as its logs take them."""
+    if isinstance(config.flush, FlushEvery):
+        flush = FlushPolicy(every_messages=config.flush.messages, every_ms=config.flush.ms)
+    else:
+        flush = FlushPolicy(before_ack=True, every_messages=None, every_ms=None)
+    return LogConfig(
+        segment_bytes=config.segment_bytes,
+        flush=flush,
+        retention_ms=config.retention_ms,
+        retention_bytes=config.retention_bytes,
+        cleanup=config.cleanup,
+        archive_dir=archive_folder if config.cleanup == "archive" else None,
+        batch_bytes_max=BATCH_BYTES_MAX,
+    )
+
+
+THREADS = 3
+"""One may be long at removing a topic, and one at what is left of an emptied log."""
+RETRY_S = 1.0
+MISSING_HINT = (
+    "Put its folder back. Or promote a replica that is in sync, and this one copies the partition. Without one: stop "
+    "the broker; `metamq log accept` takes a copy that you put there"
+)
+FORGET_HINT = ", and `metamq log forget` begins an empty log"
+"""What follows `MISSING_HINT` for a topic of users."""
+OWN = "~"
+"""What the names of a broker's own logs begin with: no topic's name can."""
+
+
+class Topics:
+    """The open topics. Used by the broker's loop only; run_removals() is to run beside it."""
+
+    def __init__(self, broker_id: int, folder: DataFolder, files: FileCache) -> None:
+        self._broker_id = broker_id
+        self._folder = folder
+        self._files = files
+        self._configs: dict[str, TopicConfig] = {}
+        self.open: dict[str, dict[int, Partition]] = {}
+        """The open partitions, by topic and index. To be read, not changed."""
+        self._broken: dict[tuple[str, int], CorruptData] = {}
+        """Partitions whose logs are damaged: they are not served, the others are."""
+        self._set_aside: set[Path] = set()
+        """Folders of damaged logs that were moved away, and in whose place no new log is open yet."""
+        self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
+        self._removed: set[tuple[str, str]] = set()
+        """(topic, id) of the deleted ones whose removal the log has announced."""
+        self._executor = start_pool(THREADS, "metamq-topics")
+        self.opened: Callable[[Partition], None] = lambda partition: None
+        """Called with each partition that was opened."""
+        self.closing: Callable[[Partition], None] = lambda partition: None
+        """Called with each partition of a deleted topic, before it is closed."""
+        self.flush_changed: Callable[[Partition], None] = lambda partition: None
+        """Called with each partition whose topic begins, or ceases, to flush before it acknowledges."""
+        self.damaged: Callable[[], None] = lambda: None
+        """Called when a log was found to be damaged."""
+        self._changing = asyncio.Lock()
+        self._unreadable: dict[str, MetamqError] = {}
+        """Topics whose configuration in ZooKeeper cannot be read or used, or has no room on the disk."""
+
+    def find(self, topic: str, topic_id: str, index: int) -> Partition:
+        """The partition. Raises TopicNotFound (also when the topic was made anew), PartitionNotFound."""
+        config = self._configs.get(topic)
+        if config is None:
+            raise TopicNotFound(topic)
+        if topic_id != config.id:
+            raise TopicNotFound.made_anew(topic, config.id, topic_id)
+        partition = self.open[topic].get(index)
+        if partition is None and (topic, index) in self._broken:
+            raise self._broken[topic, index]
+        if partition is None:
+            known = count(config.partitions[self._broker_id], "partition")  # no names: there may be 10,000
+            hint = f"It has {known} at broker {self._broker_id}."
+            raise PartitionNotFound(topic, partition_name(self._broker_id, index), hint=hint)
+        return partition
+
+    def is_gone(self, topic: str, topic_id: str) -> bool:
+        """Whether a topic was deleted for good, or made anew under another id."""
+        config = self._configs.get(topic)
+        return config.id != topic_id if config is not None else topic not in self._unreadable
+
+    def get(self, topic: str, index: int) -> Partition | None:
+        """The partition, if it is open, of whatever id its topic is."""
+        return self.open.get(topic, {}).get(index)
+
+    def config(self, topic: str) -> TopicConfig:
+        """The configuration of a topic that is open."""
+        return self._configs[topic]
+
+    def partitions(self) -> Iterator[Partition]:
+        """All open partitions."""
+        for indexed in list(self.open.values()):
+            yield from list(indexed.values())
+
+    def counts(self) -> dict[str, int]:
+        """Partitions a topic, as registered in ZooKeeper: of what users have made."""
+        return {
+            topic: config.partitions[self._broker_id]
+            for topic, config in self._configs.items()
+            if not topic.startswith(OWN)
+        }
+
+    def without_room(self) -> DiskFull | None:
+        """Why a topic is not what its configuration says: apply() is to be called again."""
+        return next((error for error in self._unreadable.values() if isinstance(error, DiskFull)), None)
+
+    def broken(self) -> list[MetamqError]:
+        """Why partitions or topics are not served as they should be, or not from sound logs."""
+        return [*self._unreadable.values(), *self.damage().values()]
+
+    def damage(self) -> dict[tuple[str, int], CorruptData]:
+        """The partitions whose logs are damaged, and how."""
+        found = {(p.topic, p.index): p.closed_by or p.damage for p in self.partitions()}
+        return self._broken | {place: error for place, error in found.items() if isinstance(error, CorruptData)}
+
+    def is_damaged(self, partition: Partition, error: CorruptData) -> None:
+        """A partition that is open was found to be damaged: it is not served any more."""
+        if partition.closed_by is None:
+            log.critical("%s is not served any more: %s", partition.name, error)
+            partition.close(error, clean=False)
+            self.damaged()
+
+    def has_damage(self, partition: Partition, error: CorruptData) -> None:
+        """A partition that is open was found to be damaged, and is served all the same: the rest of it is sound."""
+        if partition.closed_by is None and partition.damage is None:
+            log.critical("%s is served, and damaged: %s", partition.name, error)
+            partition.damage = error
+            self.damaged()
+
+    async def set_damaged_aside(self) -> None:
+        """On a slave: moves damaged logs away and begins new ones in their place, which its master is to fill.
+
+        From before the first of them is moved this replica is another one than that which acknowledged what is gone.
+        Raises StorageError.
+        """
+        async with self._changing:
+            damage = self.damage()
+            if damage:
+                self._folder.raise_incarnation(f"{', '.join(self._name(*place) for place in damage)}: damaged")
+            for (topic, index), error in damage.items():
+                config, name = self._configs[topic], self._name(topic, index)
+                log.warning("%s is copied anew from the master: %s", name, error)
+                closed = self.open[topic].pop(index, None)
+                if closed is not None:
+                    self.closing(closed)
+                    if closed.closed_by is None:
+                        closed.close(error, clean=False)
+                self._broken[topic, index] = error  # until it is moved
+                folder = self._folder.partition_folder(topic, config.id, index)
+                if folder not in self._set_aside:
+                    moving = partial(self._move_aside, folder, name)
+                    await asyncio.get_running_loop().run_in_executor(self._executor, moving)
+                    self._set_aside.add(folder)
+                await self._open(topic, config, [index], makes_missing=True)
+                self._set_aside.discard(folder)
+                if index in self.open[topic]:
+                    del self._broken[topic, index]
+
+    def _move_aside(self, folder: Path, name: str) -> None:
+        if folder.exists() and not is_half_made(folder):
+            set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
+
+    async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
+        """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
+
+        A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged log stops its partition,
+        loudly, and no other; so does a configuration that cannot be used, or has no room on the disk, its topic. Raises
+        StorageError when the disk fails.
+        """
+        async with self._changing:
+            await self._apply(configs, dict(unreadable))
+
+    async def _apply(self, configs: Mapping[str, TopicConfig], unreadable: dict[str, MetamqError]) -> None:
+        for topic, old in list(self._configs.items()):
+            if topic not in unreadable and (topic not in configs or configs[topic].id != old.id):
+                self._remove(topic)
+        for topic, config in configs.items():
+            if self._configs.get(topic) != config:
+                try:
+                    await self._apply_one(topic, config)
+                except (ConfigError, DiskFull) as error:  # others may get a retention that makes room
+                    unreadable[topic] = error
+        for topic, problem in unreadable.items():
+            if str(self._unreadable.get(topic)) != str(problem):
+                log.error("topic %s is left as it is: %s", topic, problem)
+        self._unreadable = unreadable
+        wanted = {(config.topic, config.id) for config in self._configs.values()}
+        wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
+        for folder in self._folder.topics():
+            if (folder.topic, folder.topic_id) not in wanted:
+                if folder[:2] not in self._removed:
+                    log.warning("ZooKeeper has no topic %s with id %s: %s is removed", *folder[:3])
+                self._removed.add(folder[:2])
+                self._doomed.put_nowait(folder)
+
+    async def _apply_one(self, topic: str, config: TopicConfig) -> None:
+        indexed = self.open.setdefault(topic, {})
+        settings = log_config(config, self._folder.path / "archive")
+        for partition in indexed.values():
+            flushed_before = partition.flushes_before_ack
+            partition.reconfigure(settings)
+            if partition.flushes_before_ack != flushed_before:
+                self.flush_changed(partition)
+        wanted = config.partitions[self._broker_id]
+        missing = [index for index in range(wanted) if index not in indexed and (topic, index) not in self._broken]
+        await self._open(topic, config, missing)
+        self._configs[topic] = config
+
+    async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, makes_missing: bool = False) -> None:
+        """Opens logs, and makes those that this folder never had; or, with `makes_missing`, has no more."""
+        indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
+        missing = await self._made(config, indexes, makes_missing)
+        hint = MISSING_HINT + ("" if config.topic.startswith(OWN) else FORGET_HINT) + "."
+        for index in indexes:
+            name = self._name(topic, index)
+            folder = self._folder.partition_folder(topic, config.id, index)
+            try:
+                if index in missing:
+                    raise CorruptData(name, f"{missing[index]}: {folder}", hint=hint)
+                opened = await self._open_log(str(folder), name, settings)
+                if self._folder.asks_logs_for_epoch:
+                    self._folder.know_term(opened.epochs().last)
+            except CorruptData as error:
+                log.critical("%s is not served: %s", name, error)
+                self._broken[topic, index] = error
+                continue
+            indexed[index] = Partition(topic, config.id, index, opened)
+            self.opened(indexed[index])
+            await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
+
+    async def _made(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
+        trouble = Trouble()
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._make, config, indexes, makes_missing
+                )
+            except TooManyOpenFiles as error:
+                trouble.lasts(f"the logs of topic {config.topic!r} wait", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _open_log(self, folder: str, name: str, settings: LogConfig) -> PartitionLog:
+        trouble = Trouble()
+        losing = self._folder.raise_incarnation
+        while True:
+            try:
+                now_us = time.time_ns() // 1000
+                return PartitionLog.open(folder, name, settings, self._files, now_us=now_us, losing=losing)
+            except TooManyOpenFiles as error:
+                trouble.lasts(f"{name} waits", error)
+                await asyncio.sleep(RETRY_S)
+
+    def _name(self, topic: str, index: int) -> str:
+        return f"{topic}/{partition_name(self._broker_id, index)}"
+
+    def _make(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
+        """Makes the logs that are not there, and notes the topic's settings beside them. In a thread.
+
+        Returns the partitions that are missing, and how: they were there, and without `makes_missing` are not made.
+        """
+        missing = {} if makes_missing else self._folder.missing(config.topic, config.id, indexes)
+        indexes = [index for index in indexes if index not in missing]
+        for index in indexes:
+            folder = self._folder.partition_folder(config.topic, config.id, index)
+            PartitionLog.make(folder, self._name(config.topic, index), self._files)
+        if not config.topic.startswith(OWN):
+            topic_settings.save(self._folder.partition_folder(config.topic, config.id, 0).parent, config)
+        if indexes:
+            self._folder.sync_topic(config.topic, config.id)
+            self._folder.were_made(config.topic, config.id, indexes)
+        return missing
+
+    async def run_removals(self) -> None:
+        """Removes the folders of deleted topics, for ever. Raises StorageError."""
+        while True:
+            folder = await self._doomed.get()
+            try:
+                await asyncio.get_running_loop().run_in_executor(
+                    self._executor, self._folder.remove_topic, folder.topic, folder.topic_id
+                )
+            except SHORTAGES:  # on a full disk even another name may need room
+                await asyncio.sleep(RETRY_S)
+                self._doomed.put_nowait(folder)
+
+    def remove_leftovers(self, paths: list[str]) -> None:
+        """Removes what is left of a log that was emptied, in a thread."""
+        asyncio.get_running_loop().run_in_executor(self._executor, remove_leftovers, paths)
+
+    def _remove(self, topic: str) -> None:
+        topic_id = self._configs[topic].id
+        log.info("topic %s (id %s) was deleted: its data is removed", topic, topic_id)
+        self._removed.add((topic, topic_id))
+        del self._configs[topic]
+        self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
+        for partition in self.open.pop(topic).values():
+            self.closing(partition)
+            partition.close(TopicNotFound(topic), clean=False)
+
+    def close(self, error: MetamqError, *, clean: bool = True) -> bool:
+        """Closes every log; after a clean close nothing is scanned at the next start. Waits for a removal under way.
+
+        Returns whether all of them were closed cleanly, and no damaged one before.
+        """
+        all_clean = clean
+        for partition in self.partitions():
+            if partition.closed_by is not None:
+                all_clean = False
+                continue
+            try:
+                partition.close(error, clean=clean)
+            except SHORTAGES as failure:  # the next start looks through it
+                log.warning("%s is not closed cleanly: %s", partition.name, failure)
+                all_clean = False
+        self._executor.shutdown(wait=True)
+        return all_clean

@@ -1,0 +1,1 @@
+"""Requests: from connections, within limits, to what carries them out."""

@@ -1,0 +1,105 @@
+"""Accepts connections, and goes on doing so whatever happens to one of them.
+
+An event loop's own server does not: uvloop hangs up on clients while the process has no descriptor left, and closes
+its listening socket for good, without a word, when the system has none. Here an error ends nothing. Accepting pauses
+for a moment, clients wait in the kernel's queue meanwhile, and one line in the log says why. And connections leave the
+last descriptors of the process to its files: a log that cannot open one is a broken disk to the broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+from metamq.broker.log.disk.files import descriptors_max
+from metamq.client.net.transport import keep_alive
+
+log = logging.getLogger("metamq.broker")
+
+BACKLOG = 1024
+DESCRIPTORS_LEFT = 32
+"""What is not taken for connections, of the process's limit."""
+AT_ONCE = 64
+"""Connections accepted before others have their turn in the loop."""
+PAUSE_S = 0.2
+
+
+class Acceptor:
+    """Serves a bound socket until close(). `made` makes the protocol of each connection."""
+
+    def __init__(self, listener: socket.socket, made: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._listener = listener
+        self._made = made
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[object]] = set()
+        self._paused: asyncio.TimerHandle | None = None
+        self._in_trouble = False
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                self._check_room()
+                client, _address = self._listener.accept()
+            except BlockingIOError:  # all that came have been accepted
+                if self._in_trouble:
+                    self._in_trouble = False
+                    log.warning("connections are accepted again")
+                return
+            except (ConnectionError, InterruptedError):  # it is gone already
+                continue
+            except OSError as error:
+                self._pause(error)
+                return
+            client.setblocking(False)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(client)
+            task: asyncio.Task[object] = self._loop.create_task(self._open(client))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _check_room(self) -> None:
+        """Raises OSError when the next descriptor, the lowest that is free, is among the last."""
+        lowest = os.dup(self._listener.fileno())
+        os.close(lowest)
+        if lowest >= descriptors_max() - DESCRIPTORS_LEFT:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def _open(self, client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._made, client)
+        except OSError as error:
+            log.info("a connection was lost before it was served: %s", error)
+            client.close()
+
+    def _pause(self, error: OSError) -> None:
+        if not self._in_trouble:
+            self._in_trouble = True
+            log.error(
+                "no connection is accepted at present: %s. Those that come wait. Raise the limit on open files, %s "
+                "(`ulimit -n`), or lower connections_max or open_files_max.",
+                error.strerror or error, f"{descriptors_max():,}",
+            )  # fmt: skip
+        self._loop.remove_reader(self._listener.fileno())
+        self._paused = self._loop.call_later(PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._accept()
+
+    def close(self) -> None:
+        """Accepts no more; connections stay. A second call does nothing."""
+        if self._listener.fileno() < 0:
+            return
+        if self._paused is not None:
+            self._paused.cancel()
+        else:
+            self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()

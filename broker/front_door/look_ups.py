@@ -1,0 +1,106 @@
+"""OFFSETS: where partitions begin and end, and which message was the first at a time.
+
+A time is looked up in the log's files. What that may cost follows from what producers have stored: so it is done in
+slices (metamq.broker.front_door.slices), and one request has SEARCH_S_MAX of the loop's time for all its searches. What
+is not found by then is an error that says so. What was found out by then is remembered: who asks again goes on from
+there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Protocol
+
+from metamq.broker.data.partition import Partition
+from metamq.broker.front_door.fetch_session import Role, parted
+from metamq.broker.front_door.slices import Slices, Work
+from metamq.broker.log import Search
+from metamq.errors import Fenced, MetamqError, Timeout
+from metamq.wire import status
+from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult, unpack_list
+from metamq.wire.connection import Request
+
+if TYPE_CHECKING:
+    from metamq.broker.front_door.protocol import BrokerProtocol
+
+log = logging.getLogger("metamq.broker")
+
+EPOCHS_TOLD_MAX = 16
+"""Of one partition, in an answer."""
+SEARCH_S_MAX = 2.0
+
+
+class Replica(Role, Protocol):
+    """What this replica is at present, and what it says while it is not the master."""
+
+    not_master: Fenced
+
+    def reported(self, entry: OffsetsEntry) -> None:
+        """A reader says that a batch came damaged. Raises what finding the partition raises."""
+
+
+class LookUps:
+    """Answers OFFSETS. Used by the broker's loop only."""
+
+    def __init__(self, find: Callable[[str, str, int], Partition], replica: Replica, slices: Slices) -> None:
+        self._find = find
+        self._replica = replica
+        self._slices = slices
+
+    def offsets(self, request: Request, connection: BrokerProtocol) -> None:
+        """Answers, now or in a while. Raises ProtocolError."""
+        entries = unpack_list(OffsetsEntry, request.header)
+        work = Work()
+        work.steps = self._answer(request, connection, entries, work)
+        self._slices.add(connection, work)
+
+    def _answer(
+        self, request: Request, connection: BrokerProtocol, entries: list[OffsetsEntry], work: Work
+    ) -> Generator[None, None, None]:
+        try:
+            results = []
+            for entry in entries:
+                results.append((yield from self._look_up(entry, work)))
+                yield
+            connection.answer(request, results)
+        except Exception as error:  # a bug of ours: nobody else's work is to wait for ever
+            log.exception("request %d of %s, OFFSETS, failed", request.opaque, connection.peer)
+            connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
+
+    def _look_up(self, entry: OffsetsEntry, work: Work) -> Generator[None, None, OffsetsResult]:
+        replica = self._replica
+        try:
+            if entry.damaged >= 0:
+                replica.reported(entry)
+            partition = self._find(entry.topic, entry.topic_id, entry.partition)
+            if entry.offset >= 0:  # who goes on from there wants the last word
+                _is_sure, error = parted(partition, entry.offset, entry.epoch, replica)
+                if not replica.is_master or error is not None:
+                    raise error or replica.not_master.with_traceback(None)
+            log_ = partition.log
+            found = None
+            if entry.timestamp_us not in (EARLIEST, LATEST):
+                found = yield from _within_limit(partition.offset_at_time(entry.timestamp_us), work)
+            start, end, epochs = log_.start_offset, log_.stable_offset, log_.epochs()
+            offset, timestamp_us = found or (start if entry.timestamp_us == EARLIEST else end, -1)
+            told = epochs.after(entry.offset, end)[:EPOCHS_TOLD_MAX] if entry.offset >= 0 else []
+            epoch = epochs.epoch_of_reader(offset)
+            return OffsetsResult(status.OK, offset, timestamp_us, start, end, epoch, None, told)
+        except MetamqError as error:
+            number, fields = status.encode_error(error)
+            return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
+
+
+def _within_limit(search: Search, work: Work) -> Search:
+    """The search, as long as the request has time left. Raises Timeout, and what the search raises."""
+    while True:
+        try:
+            next(search)
+        except StopIteration as end:
+            found: tuple[int, int] | None = end.value
+            return found
+        if work.used_s > SEARCH_S_MAX:
+            hint = "Ask again: the search goes on where it was. Ask for fewer partitions at once."
+            raise Timeout("the search for a time", SEARCH_S_MAX, hint=hint)
+        yield

@@ -1,0 +1,114 @@
+"""The first message at or after a time, found in bits of work: nothing here takes long at once.
+
+What batches tell of themselves is their producers' word. The index of a segment has for each entry the greatest time
+that the headers before it tell, and a header may tell too much. Then the messages themselves are looked at, and what
+they say is remembered, so that a lie costs its look once:
+
+- of a batch, the running maximum of its timestamps, in a cache bounded in bytes. It never falls, so it is bisected;
+- of a segment, in its index: what was walked past has no time above the greatest that was really found there.
+
+A header may also tell too little. Then its messages are not found by their times.
+
+A search is a generator. It yields between two bits of work, each of one batch or some ten thousand timestamps. The log
+may grow meanwhile, and retention may take segments from it. Where it is cut or emptied the search is to be given up:
+metamq.broker.data.partition sees to that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator
+from itertools import accumulate
+from operator import attrgetter
+
+from metamq.broker.log.disk.files import FileCache
+from metamq.broker.log.disk.index import SparseIndex
+from metamq.broker.log.disk.scan import checked_batches, damaged, read_at
+from metamq.broker.log.disk.segments import Segment
+from metamq.errors import CorruptData
+from metamq.wire.batch import HAS_TIMESTAMPS, BatchHeader
+from metamq.wire.columns import decode
+
+Search = Generator[None, None, tuple[int, int] | None]
+"""Gives (offset, timestamp) in the end, or None when there is no such message."""
+
+AT_ONCE = 16 * 1024
+"""Timestamps that are looked at between two yields."""
+LEARN_BATCHES = 100
+"""After so many batches the index learns what was found, so that a search that is given up was not in vain."""
+_BASE_POSITION = attrgetter("base_position")
+_NONE = array("q")
+
+
+def first_at_time(
+    files: FileCache,
+    segments: list[Segment],
+    index_of: Callable[[Segment], SparseIndex],
+    timestamp_us: int,
+    stable_position: int,
+) -> Search:
+    """Searches the segments, of which there is one at least, that begin below stable. Raises CorruptData, OSError."""
+    position = segments[0].base_position
+    while position < stable_position:
+        segment = segments[max(bisect_right(segments, position, key=_BASE_POSITION) - 1, 0)]
+        position = segment.end_position
+        try:
+            index = segment.index or index_of(segment)
+            if index.max_timestamp_us >= timestamp_us:
+                found = yield from _in_segment(files, segment, index, timestamp_us)
+                if found is not None:
+                    return found
+        except (OSError, CorruptData):
+            if any(one is segment for one in segments):  # else retention has removed it, and its messages, meanwhile
+                raise
+        yield
+    return None
+
+
+def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestamp_us: int) -> Search:
+    position, greatest = index.find_time(timestamp_us)
+    for number, (at, header, problem) in enumerate(checked_batches(files, segment, position)):
+        if header is None or problem is not None:
+            raise damaged(segment.path, at, problem or "there is no header")
+        latest_us = header.max_timestamp_us
+        if latest_us >= timestamp_us:
+            maxima = yield from _running_maxima(files, segment, at, header)
+            message = bisect_left(maxima, timestamp_us)
+            if message < len(maxima):
+                index.learn(at, greatest)
+                return header.base_offset + message, maxima[message]
+            latest_us = maxima[-1] if maxima else greatest
+        greatest = max(greatest, latest_us)
+        position = at + header.size
+        if number % LEARN_BATCHES == 0:
+            index.learn(position, greatest)
+        yield
+    index.learn(position, greatest)
+    return None
+
+
+def _running_maxima(
+    files: FileCache, segment: Segment, at: int, header: BatchHeader
+) -> Generator[None, None, array[int]]:
+    """For each message the greatest timestamp up to it; none where the columns are not what they should be."""
+    if not header.flags & HAS_TIMESTAMPS:
+        return array("q", [header.base_timestamp_us])
+    batch = segment.path, at, header.producer_crc
+    known = files.times.get(batch)
+    if known is not None:
+        return known
+    try:
+        timestamps = decode(memoryview(read_at(files, segment, at, header.size)), header).timestamps
+    except CorruptData:  # its messages cannot be read, so none of them is to be found
+        return _NONE
+    assert timestamps is not None
+    yield
+    maxima = array("q")
+    for start in range(0, len(timestamps), AT_ONCE):
+        greatest = maxima[-1] if maxima else timestamps[0]
+        maxima.extend(accumulate(timestamps[start : start + AT_ONCE], max, initial=greatest))
+        del maxima[start]  # the initial one
+        yield
+    files.times.put(batch, maxima)
+    return maxima

@@ -1,0 +1,141 @@
+"""What a broker does now and then: retention, checkpoints, and a look at the free disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.data.data_folder import DataFolder
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import Partition
+from metamq.broker.data.topics import Topics
+from metamq.broker.front_door.processors import Processors
+from metamq.broker.log import FLUSH, Steps
+from metamq.broker.trouble import Trouble
+from metamq.errors import CorruptData, DiskFull, MetamqError, TooManyOpenFiles
+from metamq.threads import start_pool
+
+log = logging.getLogger("metamq.broker")
+
+T = TypeVar("T")
+
+DISK_CHECK_S = 0.05
+"""Short enough for what a broker writes meanwhile to fit into the reserve."""
+
+
+class Housekeeping:
+    """Runs in the broker's loop, a partition at a time; what waits for the disk runs in a thread beside it.
+
+    The loop is the one thread that every log belongs to. So a log's own part of the work is done here, between two
+    steps, and the steps are carried out elsewhere: metamq.broker.log.steps says why that is safe.
+    """
+
+    def __init__(
+        self,
+        topics: Topics,
+        folder: DataFolder,
+        processors: Processors,
+        flusher: Flusher,
+        config: BrokerConfig,
+        failed: Callable[[MetamqError], None],
+    ) -> None:
+        self._topics = topics
+        self._folder = folder
+        self._processors = processors
+        self._flusher = flusher
+        self._executor = start_pool(1, "metamq-housekeeping")
+        self._config = config
+        self._failed = failed
+        self._trouble = Trouble()
+        self._due = asyncio.Event()
+        self._due.set()
+        self.check_disk()
+
+    async def watch_disk(self) -> None:
+        """For ever. A task of its own: a round may wait long for a disk that fills up meanwhile."""
+        while True:
+            self.check_disk()
+            await asyncio.sleep(DISK_CHECK_S)
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.retention_check_s):
+                    await self._due.wait()
+            self._due.clear()
+            await self._round()
+
+    def check_disk(self) -> None:
+        """Refuses writes below the reserve, accepts them again above it."""
+        free_bytes = self._folder.free_bytes()
+        # What was promised fits on the disk beside the reserve, whatever else is written.
+        reserve_bytes = self._config.disk_reserve_bytes + self._processors.transactions.figures.promised_bytes
+        full = free_bytes < reserve_bytes
+        if full and self._processors.disk_full is None:
+            self._processors.disk_full = DiskFull(str(self._folder.path), free_bytes, reserve_bytes)
+            log.error("writes are refused: %s", self._processors.disk_full)
+            self._due.set()
+        elif not full and self._processors.disk_full is not None:
+            self._processors.disk_full = None
+            log.warning("writes are accepted again: %s bytes are free", f"{free_bytes:,}")
+
+    async def _round(self) -> None:
+        for partition in self._topics.partitions():
+            if partition.closed_by is not None:
+                continue
+            try:
+                await self._look_after(partition)
+            except CorruptData as error:
+                self._topics.is_damaged(partition, error)
+            except TooManyOpenFiles as error:
+                self._trouble.lasts("retention and checkpoints wait", error)
+                return
+            except DiskFull as error:
+                self._trouble.lasts("some of retention and checkpoints waits", error)
+            except MetamqError as error:
+                if partition.closed_by is None:  # it may have been, meanwhile
+                    self._failed(error)
+                    return
+            self.check_disk()
+            await asyncio.sleep(0)
+        self._trouble.is_over("retention and checkpoints go on")
+
+    async def _look_after(self, partition: Partition) -> None:
+        # For each anew: a commit that came since this round began may have gone here.
+        keep_from, drop_before = await self._processors.transactions.kept(partition, self._folder.generation)
+        steps = partition.log.retain(time.time_ns() // 1000, keep_from, drop_before)
+        for segment in await self._carry_out(partition, steps):
+            log.info(
+                "%s: retention removed offsets %d to %d, %s bytes: %s",
+                partition.name, segment.base_offset, segment.end_offset - 1, f"{segment.size_bytes:,}", segment.path,
+            )  # fmt: skip
+        await self._carry_out(partition, partition.log.checkpoint())
+
+    async def _carry_out(self, partition: Partition, steps: Steps[T]) -> T:
+        loop = asyncio.get_running_loop()
+        result: Any = None
+        error: OSError | None = None
+        while True:
+            try:
+                step = steps.send(result) if error is None else steps.throw(error)
+            except StopIteration as end:
+                done: T = end.value
+                return done
+            result = error = None
+            if step == FLUSH:
+                await self._flusher.settle(partition)
+                continue
+            try:
+                result = await loop.run_in_executor(self._executor, step)
+            except OSError as raised:
+                error = raised
+
+    def close(self) -> None:
+        """Waits for the step under way."""
+        self._executor.shutdown(wait=True)

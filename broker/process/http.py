@@ -1,0 +1,164 @@
+"""/metrics, /healthz and /readyz, from threads of their own, so that they answer while the event loop does not.
+
+Standard library and prometheus-client; a broker's port for scrapers needs no web framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from time import monotonic
+from typing import TYPE_CHECKING, Any, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from metamq.broker.process.metrics import BrokerCollector
+from metamq.errors import ConfigError, TooManyThreads
+from metamq.threads import start
+
+if TYPE_CHECKING:
+    from metamq.broker.process.server import Broker
+
+log = logging.getLogger("metamq.broker")
+
+ACCEPT_PAUSE_S = 0.2
+CONNECTIONS_MAX = 16
+DEADLINE_S = 10.0
+"""For a whole request, and its answer."""
+HEAD_BYTES_MAX = 16 * 1024
+
+
+class _Head:
+    """A request's first lines, which may have HEAD_BYTES_MAX together: after that they are at an end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._left = HEAD_BYTES_MAX
+
+    def readline(self, limit: int = -1) -> bytes:
+        line: bytes = self._file.readline(self._left if limit < 0 else min(limit, self._left))
+        self._left -= len(line)
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    timeout = 10
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast(Any, _Head(self.rfile))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug("http: " + format, *args)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread a request: a client that says nothing holds up neither the others nor the stop.
+
+    At most CONNECTIONS_MAX are served at a time, each for DEADLINE_S in all, however little comes of it. So this port
+    takes no descriptors and no threads that the broker needs.
+    """
+
+    daemon_threads = True
+    is_stopping = False
+
+    def __init__(self, *args: Any) -> None:
+        self._began: dict[Any, float] = {}
+        """The sockets that are served, and since when."""
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Without a descriptor left, the loop of socketserver would try again at once, for ever."""
+        try:
+            return super().get_request()
+        except OSError:
+            if not self.is_stopping:
+                time.sleep(ACCEPT_PAUSE_S)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place; a client without one is told so."""
+        with self._lock:
+            if len(self._began) < CONNECTIONS_MAX:
+                self._began[request] = monotonic()
+                return True
+        log.debug("http: %s is turned away, %d are served", client_address, CONNECTIONS_MAX)
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+        return False
+
+    def service_actions(self) -> None:
+        """Called twice a second: ends what takes too long."""
+        late = monotonic() - DEADLINE_S
+        with self._lock:
+            for request, began in self._began.items():
+                if began < late:
+                    with contextlib.suppress(OSError):  # it is closed already
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # before it is closed: another file may have its number after that
+            self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("http: a request of %s", client_address, exc_info=True)
+
+
+class StatusServer:
+    """Serves from the moment it is made. Raises ConfigError when the port is taken, TooManyThreads."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        registry = CollectorRegistry()
+        registry.register(BrokerCollector(broker))
+        self._metrics = make_wsgi_app(registry)
+        host, port = broker.config.host, broker.config.http_port
+        try:
+            self._server = make_server(host, port, self._respond, _Server, _QuietHandler)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}",
+                hint="Choose another --http-port (0 takes a free one, -1 serves none).",
+            ) from error
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metamq-http", daemon=True)
+        try:
+            start(self._thread)
+        except TooManyThreads:
+            self._server.server_close()
+            raise
+
+    def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            metrics: Iterable[bytes] = self._metrics(environ, start_response)
+            return metrics
+        checks = {"/healthz": self._broker.health, "/readyz": self._broker.readiness}
+        if path not in checks:
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"/metrics, /healthz and /readyz are here\n"]
+        good, reason = checks[path]()
+        start_response("200 OK" if good else "503 Service Unavailable", [("Content-Type", "text/plain")])
+        return [f"{reason}\n".encode()]
+
+    def close(self) -> None:
+        """Stops serving, whatever is under way."""
+        self._server.is_stopping = True
+        # Wakes the thread; where that does nothing, outside of Linux, it looks within half a second.
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,160 @@
+"""The broker's Prometheus metrics, collected from its statistics when they are scraped: no cost in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import metamq
+from metamq.broker.data.sync_times import BOUNDS_S
+from metamq.broker.ha.attempts import HAState
+from metamq.broker.ha.role import Role
+
+if TYPE_CHECKING:
+    from metamq.broker.process.server import Broker
+
+_GAUGES = {
+    "incarnation": ("metamq_broker_incarnation", "Raised when this replica may lack what it acknowledged"),
+    "connections": ("metamq_broker_connections", "Open connections"),
+    "open_log_files": ("metamq_broker_open_log_files", "Files of logs that are open"),
+    "request_bytes": ("metamq_broker_request_bytes", "Memory of requests under way"),
+    "requests_held_back": ("metamq_broker_requests_held_back", "Requests that wait unread for memory"),
+    "answer_bytes": ("metamq_broker_answer_bytes", "Memory of answers that are not read"),
+}
+_PER_TOPIC = {
+    "messages_in": ("metamq_broker_messages_in", "Messages stored"),
+    "bytes_in": ("metamq_broker_bytes_in", "Bytes of batches stored"),
+    "batches_in": ("metamq_broker_batches_in", "Batches stored"),
+}
+_TOTALS = {
+    "bytes_out": ("metamq_broker_bytes_out", "Bytes sent to consumers"),
+    "fetches": ("metamq_broker_fetches", "GET requests answered"),
+    "repeats": ("metamq_broker_repeated_batches", "Batches that came again and were not stored twice"),
+}
+_PER_PARTITION = {
+    "start_offset": ("metamq_log_start_offset", "The first offset that is kept"),
+    "stable_offset": ("metamq_log_stable_offset", "The end of what can be read"),
+    "end_offset": ("metamq_log_end_offset", "The end of the log"),
+    "size_bytes": ("metamq_log_size_bytes", "Bytes on disk"),
+}
+
+
+_PER_SLAVE = {
+    "lag_messages": ("metamq_replication_lag_messages", "At the master: messages that a slave does not hold yet"),
+    "lag_bytes": ("metamq_replication_lag_bytes", "At the master: bytes that a slave does not hold yet"),
+    "lag_ms": ("metamq_replication_lag_seconds", "At the master: age of the oldest batch that a slave does not hold"),
+    "in_sync": ("metamq_replication_in_sync", "At the master: 1 when a slave is in sync"),
+    "sent_bytes": ("metamq_replication_sent_bytes", "At the master: bytes of logs sent to a slave, over its link"),
+}
+_UNITS = {"lag_ms": 1000}
+_TRANSACTIONS = {
+    "open": ("metamq_transactions_open", "At the master: branches that are begun and not prepared"),
+    "prepared": ("metamq_transactions_prepared", "At the master: branches that are prepared and not finished"),
+    "heuristic": ("metamq_transactions_heuristic", "At the master: branches that an operator has decided about"),
+    "promised_bytes": ("metamq_transactions_promised_bytes", "At the master: what prepared branches are to bring"),
+    "journal_bytes": ("metamq_transactions_journal_bytes", "At the master: size of the journal of transactions"),
+}
+_OLDEST = "At the master: how long the oldest prepared branch has been so; 0 when there is none"
+_VERIFIED = "Bytes of logs that were verified in the background"
+_SCRUB_AGE = "Since when all logs were verified last; before the first time, since the start"
+_DAMAGED = "Partitions whose logs are known to be damaged"
+_LINKED = "At a slave: 1 when it is linked to its master"
+_RECEIVED = "At a slave: bytes of logs that came from masters"
+_IN_SYNC = "At the master: replicas in sync, itself included"
+
+
+class BrokerCollector(Collector):
+    """Collects one broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    def collect(self) -> Iterator[Metric]:
+        statistics: dict[str, Any] = self._broker.statistics()
+        counters = statistics["counters"]
+        for name, (metric, text) in _GAUGES.items():
+            yield GaugeMetricFamily(metric, text, value=statistics[name])
+        yield GaugeMetricFamily("metamq_broker_ready", "1 when /readyz is good", value=int(self._broker.readiness()[0]))
+        build = GaugeMetricFamily("metamq_build_info", "This release", labels=["version"])
+        build.add_metric([metamq.__version__], 1)
+        yield build
+        for name, (metric, text) in _TOTALS.items():
+            yield CounterMetricFamily(metric, text, value=counters[name])
+        yield from _replication(statistics["replication"])
+        yield from _transactions(statistics["transactions"], statistics["time_ms"])
+        yield from _scrub(statistics["scrub"])
+        yield GaugeMetricFamily("metamq_log_damaged_partitions", _DAMAGED, value=statistics["damaged_count"])
+        flushes = statistics["flushes"]
+        yield CounterMetricFamily("metamq_broker_flushes", "Flushes of logs, each for all that wait", value=flushes)
+        text = "Connections that were closed since they did not go on, did not read, or asked for nothing"
+        yield CounterMetricFamily("metamq_broker_stalled_connections", text, value=statistics["stalled_connections"])
+        yield self._fsyncs()
+        for name, (metric, text) in _PER_TOPIC.items():
+            family = CounterMetricFamily(metric, text, labels=["topic"])
+            for topic, value in counters[name].items():
+                family.add_metric([topic], value)
+            yield family
+        for name, (metric, text) in _PER_PARTITION.items():
+            gauge = GaugeMetricFamily(metric, text, labels=["topic", "partition"])
+            for partition in statistics["partitions"]:
+                gauge.add_metric([partition["topic"], str(partition["partition"])], partition[name])
+            yield gauge
+
+    def _fsyncs(self) -> Metric:
+        found = self._broker.fsyncs()
+        bounds = [*map(str, BOUNDS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(found.counts), strict=True))
+        text = "How long fsyncs took, those of files that are not logs included"
+        return HistogramMetricFamily("metamq_disk_fsync_seconds", text, buckets=buckets, sum_value=found.sum_s)
+
+
+def _transactions(figures: dict[str, int], now_ms: int) -> Iterator[Metric]:
+    for name, (metric, text) in _TRANSACTIONS.items():
+        yield GaugeMetricFamily(metric, text, value=figures[name])
+    oldest_us = figures["oldest_prepared_us"]
+    age_s = max(now_ms / 1000 - oldest_us / 1_000_000, 0) if oldest_us else 0
+    yield GaugeMetricFamily("metamq_transactions_oldest_prepared_seconds", _OLDEST, value=age_s)
+
+
+def _scrub(figures: dict[str, Any]) -> Iterator[Metric]:
+    yield CounterMetricFamily("metamq_scrub_verified_bytes", _VERIFIED, value=figures["verified_bytes"])
+    yield GaugeMetricFamily("metamq_scrub_age_seconds", _SCRUB_AGE, value=figures["pass_age_s"])
+
+
+def _replication(statistics: dict[str, Any]) -> Iterator[Metric]:
+    """The replica's role, and how its links go."""
+    text = "The term of the master that this replica is, or follows"
+    yield GaugeMetricFamily("metamq_broker_epoch", text, value=statistics["epoch"])
+    roles = GaugeMetricFamily("metamq_replication_role", "1 for the role that this replica plays", labels=["role"])
+    for role in Role:
+        roles.add_metric([role.value], int(role.value == statistics["role"]))
+    yield roles
+    for family, value in (
+        (GaugeMetricFamily("metamq_replication_linked", _LINKED, labels=[]), _linked(statistics)),
+        (
+            CounterMetricFamily("metamq_replication_received_bytes", _RECEIVED, labels=[]),
+            statistics.get("received_bytes"),
+        ),
+        (
+            GaugeMetricFamily("metamq_replication_insync_replicas", _IN_SYNC, labels=[]),
+            len(statistics["insync"]) if "insync" in statistics else None,
+        ),
+    ):
+        if value is not None:  # it is of the other role
+            family.add_metric([], value)
+        yield family
+    for name, (metric, text) in _PER_SLAVE.items():
+        kind = CounterMetricFamily if name == "sent_bytes" else GaugeMetricFamily
+        family = kind(metric, text, labels=["slave"])
+        for slave in statistics.get("slaves", []):
+            values = {**slave, "in_sync": slave["replica"] in statistics["insync"]}
+            family.add_metric([str(slave["replica"])], values[name] / _UNITS.get(name, 1))
+        yield family
+
+
+def _linked(statistics: dict[str, Any]) -> int | None:
+    return int(statistics["link"] == HAState.TRANSFER.value) if "link" in statistics else None

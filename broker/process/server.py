@@ -1,0 +1,580 @@
+"""The broker process: start in the right order, follow ZooKeeper, stop without losing anything.
+
+start   lock the data folder → bind the port → wait for ZooKeeper → read the topics → recover their logs → become
+        master under a new epoch → serve → register the topics. Nobody can find a broker that has not finished recovery.
+run     topics follow their configuration; a lost session means becoming master and registering anew; cut off from
+        ZooKeeper the broker goes on serving readers; producers, too, if it never had a slave, else until its lease
+        ends.
+stop    withdraw from ZooKeeper → stop accepting → answer what is under way → flush → close the logs cleanly.
+fail    the first failed write or fsync: acknowledge nothing more, say why, end with status 1. What the disk holds
+        after it is not known to anybody, so nothing is flushed or closed cleanly; recovery looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import metamq
+from metamq.broker.config import BrokerConfig
+from metamq.broker.data.data_folder import LOST_ZOOKEEPER, REMOVED, RIGHT_ZOOKEEPER, DataFolder
+from metamq.broker.data.flusher import Flusher
+from metamq.broker.data.partition import BatchIds
+from metamq.broker.data.scrubber import Scrubber
+from metamq.broker.data.sync_times import Histogram, SyncTimes
+from metamq.broker.data.topics import Topics
+from metamq.broker.front_door.acceptor import Acceptor
+from metamq.broker.front_door.admission import LINGERING_MAX, SLOTS_KEPT, Admission
+from metamq.broker.front_door.answer_memory import AnswerMemory
+from metamq.broker.front_door.counters import Counters
+from metamq.broker.front_door.processors import Processors
+from metamq.broker.front_door.protocol import BrokerProtocol, Timeouts
+from metamq.broker.front_door.request_memory import RequestMemory
+from metamq.broker.ha.keeper import RoleKeeper
+from metamq.broker.ha.role import Role
+from metamq.broker.log import FileCache
+from metamq.broker.log.disk.files import SHORTAGES
+from metamq.broker.process.housekeeping import Housekeeping
+from metamq.broker.process.http import StatusServer
+from metamq.broker.transactions.followers import Followers
+from metamq.broker.transactions.journal import TOPIC as JOURNAL
+from metamq.broker.transactions.journal import journal_config
+from metamq.broker.trouble import Trouble
+from metamq.errors import (
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    CorruptData,
+    DiskFull,
+    Fenced,
+    MetamqError,
+    TooManyOpenFiles,
+)
+from metamq.wire.limits import BATCH_BYTES_MAX
+from metamq.words import count
+from metamq.zk.cluster.brokers import Registration, cluster_id, known_cluster_id, read_state
+from metamq.zk.cluster.registrations import until_alone
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.session.session import Session, State
+
+log = logging.getLogger("metamq.broker")
+
+RETRY_S = 1.0
+TOPICS_AT_ONCE = 64
+"""Topics that are read side by side: one after the other, each would take a round trip to ZooKeeper."""
+STALL_S = 30.0
+"""How long half a frame may stay as it is, at least; twice as long at most."""
+OPEN_FILES_LEAST = 128
+OPEN_FILES_MOST = 1 << 16
+OPENED_ELSEWHERE = 64
+"""Descriptors for all that is neither a cached file of a log nor a client: flushes, folders, ZooKeeper, the loop."""
+
+
+class Broker:
+    """One broker. `start()`, then `wait()` until it is to end, then `stop()`."""
+
+    def __init__(self, config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT) -> None:
+        self.config = config
+        self.failure: MetamqError | None = None
+        self._zookeeper = zookeeper
+        self._root = root
+        self._ended = asyncio.Event()
+        self._topics_changed = asyncio.Event()
+        self._connections: set[BrokerProtocol] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready_reason = "starting"
+        self._beat = time.monotonic()
+
+    async def start(self) -> None:
+        """Brings the broker up, as described above. Raises ConfigError, ConnectError, CorruptData, StorageError."""
+        config = self.config
+        self._folder = await self._opened_folder()
+        try:
+            self._listener = self._bind()
+            self.port = self._listener.getsockname()[1]
+            limit = _raised_open_files_limit()
+            open_files, connections = shares(limit, config.open_files_max)
+            connections_max = min(config.connections_max, max(1, connections - SLOTS_KEPT - LINGERING_MAX))
+            self._memory = RequestMemory(config.request_memory_bytes)
+            self._answers = AnswerMemory(config.answer_memory_bytes)
+            self._sync_times = SyncTimes()
+            self._files = FileCache(open_files, sync=self._sync_times.timed(os.fsync))
+            self._session = await Session.open(
+                self._zookeeper,
+                timeout_ms=config.session_timeout_ms,
+                connect_timeout_s=None,  # it may be started after us
+                root=self._root,
+                make_chroot=not self._folder.cluster_id,  # an old folder finds its own, or is refused
+                on_state=self._session_state,
+            )
+            self._flusher = Flusher(self.fail)
+            self._topics = Topics(config.id, self._folder, self._files)
+            self._store = TopicStore(self._session)
+            await self._until_answered(self._check_zookeeper)
+            await self._until_answered(self._read_topics)
+            self._make_parts(connections_max)
+            self._status = StatusServer(self) if config.http_port >= 0 else None
+            await self._until_answered(self._keeper.begin)
+        except BaseException:
+            await self._abandon()
+            raise
+        work: tuple[Callable[[], Awaitable[None]], ...] = (
+            self._flusher.run,
+            self._housekeeping.watch_disk,
+            self._housekeeping.run,
+            self._scrubber.run,
+            self._scrubber.run_reports,
+            self._topics.run_removals,
+            self._follow_topics,
+            self._keeper.run,
+            self._keeper.tick,
+            self._processors.transactions.run,
+            Followers(config.id, self._session, self._processors.transactions, config.branch_grace_ms / 1000).run,
+            self._beats,
+            self._sweeps,
+        )
+        self._tasks = [asyncio.ensure_future(job()) for job in work]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+        self._ready_reason = ""
+        log.info(
+            "%s is up at %s:%d, %s, data in %s",
+            self.name, self.host, self.port, count(len(self._topics.counts()), "topic"), config.data,
+        )  # fmt: skip
+
+    async def _opened_folder(self) -> DataFolder:
+        """The data folder; on a full disk as soon as there is room."""
+        trouble = Trouble()
+        while True:
+            try:
+                return DataFolder.open(Path(self.config.data), self.config.id, self.config.replica)
+            except DiskFull as error:
+                trouble.lasts(f"broker {self.config.id} waits for room on its disk", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _until_answered(self, step: Callable[[], Awaitable[None]]) -> None:
+        """A step of the start; again from its beginning when ZooKeeper goes away in the middle of it."""
+        while True:
+            await self._session.connected()
+            try:
+                return await step()
+            except (ConnectError, *SHORTAGES) as error:
+                names = {DiskFull: "room on its disk", TooManyOpenFiles: "descriptors"}
+                what = names.get(type(error), "ZooKeeper")
+                log.info("broker %d waits for %s: %s", self.config.id, what, error)
+                await asyncio.sleep(RETRY_S)
+
+    def _make_parts(self, connections_max: int) -> None:
+        """What serves clients, over the topics; the role is still to be taken."""
+        config, loop = self.config, asyncio.get_running_loop()
+        ids = BatchIds(0)
+        self._processors = Processors(
+            self._folder,
+            self._topics,
+            self._flusher,
+            ids,
+            Counters(),
+            batch_bytes_max=BATCH_BYTES_MAX,
+            failed=self.fail,
+        )
+        self._keeper = RoleKeeper(
+            config,
+            self._folder,
+            self._session,
+            self._topics,
+            self._flusher,
+            ids,
+            self._processors,
+            self._registration,
+            check=self._check_zookeeper,
+            failed=self.fail,
+        )
+        self._processors.keeper = self._keeper
+        self._housekeeping = Housekeeping(
+            self._topics, self._folder, self._processors, self._flusher, config, self.fail
+        )
+        self._scrubber = Scrubber(self._topics, config, self._processors.found_damage)
+        self._processors.scrubber = self._scrubber
+        admission = Admission(connections_max, config.connections_per_address_max)
+        timeouts = Timeouts(config.unread_timeout_s, config.idle_timeout_s)
+        self._acceptor = Acceptor(
+            self._listener,
+            lambda: BrokerProtocol(
+                self._processors, self._memory, self._connections, loop, admission, self._answers, timeouts
+            ),
+        )
+
+    def _bind(self) -> socket.socket:
+        config = self.config
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}",
+                hint="Choose another --port (0 takes a free one), or stop what uses it.",
+            ) from error
+        return listener
+
+    @property
+    def host(self) -> str:
+        """The host that clients are told."""
+        if self.config.advertise:
+            return self.config.advertise
+        return socket.gethostname() if self.config.host in ("0.0.0.0", "::") else self.config.host
+
+    @property
+    def http_port(self) -> int:
+        """The port of /metrics, -1 when it is not served."""
+        return self._status.port if self._status is not None else -1
+
+    @property
+    def name(self) -> str:
+        """For people: which replica this is, and its role."""
+        role = self._keeper.role
+        parts = {Role.MASTER: f"the master, epoch {self.epoch}", Role.SLAVE: "a slave"}
+        return f"replica {self._folder.replica} of broker {self.config.id} ({parts.get(role, role.value)})"
+
+    def _registration(self) -> Registration:
+        return Registration(
+            broker_id=self.config.id,
+            replica=self._folder.replica,
+            incarnation=self._folder.incarnation,
+            folder=self._folder.identity,
+            lock=self._folder.lock,
+            host=self.host,
+            port=self.port,
+            version=metamq.__version__,
+            learner=self.config.learner,
+            data=os.path.abspath(self.config.data),
+            epoch=self._folder.epoch,
+            state_version=self._folder.state_version,
+            generation=self._folder.generation,
+            is_replaced=self._folder.is_replaced and bool(self._topics.counts()),
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The term of the master that this replica is, or was last."""
+        return self._keeper.epoch
+
+    async def _check_zookeeper(self) -> None:
+        """Refuses a ZooKeeper that never saw this broker: in front of an empty one all topics would seem deleted."""
+        topics = {folder.topic for folder in self._folder.topics()} - {JOURNAL}
+        if topics and await read_state(self._session, self.config.id) is None:
+            is_ours = await known_cluster_id(self._session) == self._folder.cluster_id
+            wrong = "In front of another one its topics would count as deleted."
+            raise ConfigError(
+                f"the data folder {self.config.data} holds {count(len(topics), 'topic')}, but ZooKeeper at "
+                f"{self._zookeeper} does not know broker {self.config.id}",
+                hint=REMOVED if is_ours else f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER} {wrong}",
+            )
+        await self._check_cluster()
+        await self._check_not_copied()
+
+    async def _check_cluster(self) -> None:
+        """Refuses a ZooKeeper of another cluster, and an empty one. Only a new folder makes anything there."""
+        if self._folder.cluster_id:
+            self._folder.check_cluster(await known_cluster_id(self._session))
+        else:
+            await self._check_not_replaced()
+            self._folder.join_cluster(await cluster_id(self._session))
+
+    async def _check_not_replaced(self) -> None:
+        """A new folder in the place of one that is lost is no member of the in-sync set, whatever stands there."""
+        former = await self._incarnations_before()
+        if former:
+            reason = "is new, and what the replica had in another one is gone"
+            self._folder.begin_after(max(former), reason, is_older=True)
+
+    async def _check_not_copied(self) -> None:
+        """Nor is a copy of the folder, or an original in whose place a copy has been since: the replica went on with
+        the other one. Who runs with that is left alone: as long as it may live, nothing is changed here."""
+        is_older = True
+        if self._folder.is_copy:
+            reason = "is a copy, or was moved to another disk: it may be older than what the replica had last"
+            is_older = not await self._is_complete_copy()
+        elif max(await self._incarnations_told(), default=0) > self._folder.incarnation:  # in a folder, it only rises
+            reason = "is not the one that the replica used last: it lacks what was stored in that one"
+        else:
+            return
+        former = await self._incarnations_before()
+        self._folder.begin_after(max(former, default=0), reason, is_older=is_older)
+
+    async def _is_complete_copy(self) -> bool:
+        """Whether it was copied after a clean stop, and no term has begun since."""
+        stored = await read_state(self._session, self.config.id)
+        return self._folder.was_clean and stored is not None and stored[0].epoch == self._folder.epoch
+
+    async def _incarnations_before(self) -> list[int]:
+        """Those of a time when this replica had another folder. Raises ConfigError when another process is this
+        replica now: a living one has lost nothing."""
+        await until_alone(self._session, self._registration())
+        return await self._incarnations_told()
+
+    async def _incarnations_told(self) -> list[int]:
+        """What stands in ZooKeeper of this replica."""
+        stored = await read_state(self._session, self.config.id)
+        if stored is None:
+            return []
+        told = [incarnation for replica, incarnation in stored[0].insync if replica == self._folder.replica]
+        if not told and stored[0].master == self._folder.replica:
+            return [self._folder.incarnation]
+        return told
+
+    async def _read_topics(self) -> None:
+        """Applies every topic's configuration, and watches all of them.
+
+        A topic that is not listed is removed from the disk. So a list counts only where it comes from the ZooKeeper
+        whose cluster was looked at: a replaced one does not know the session, which has another generation then.
+        """
+        generation = self._session.generation
+        await self._check_cluster()
+        configs: dict[str, TopicConfig] = {}
+        unreadable: dict[str, MetamqError] = {}
+        names = await self._store.names(self._topics_changed.set)
+        for first in range(0, len(names), TOPICS_AT_ONCE):
+            some = names[first : first + TOPICS_AT_ONCE]
+            for topic, found in zip(some, await asyncio.gather(*map(self._read_topic, some)), strict=True):
+                if isinstance(found, MetamqError):
+                    unreadable[topic] = found
+                elif found is not None and found.partitions.get(self.config.id):
+                    configs[topic] = found
+        configs[JOURNAL] = journal_config(self.config.id, self.config.transactions_min_insync)
+        if self._session.generation != generation:
+            raise ConnectionLost("the list of topics", "the session ended meanwhile")
+        await self._topics.apply(configs, unreadable)
+        if self._topics.get(JOURNAL, 0) is None and (full := self._topics.without_room()) is not None:
+            raise full.with_traceback(None)
+
+    async def _read_topic(self, topic: str) -> TopicConfig | CorruptData | ConfigError | None:
+        try:
+            return await self._store.get_or_none(topic, self._topics_changed.set)
+        except (CorruptData, ConfigError) as error:
+            return error
+
+    async def _follow_topics(self) -> None:
+        trouble = Trouble()
+        while True:
+            await self._topics_changed.wait()
+            self._topics_changed.clear()
+            try:
+                await self._read_topics()
+                await self._keeper.settle()  # a log that was opened may lack something
+                await self._keeper.offer()
+                if (full := self._topics.without_room()) is not None:
+                    raise full.with_traceback(None)
+                trouble.is_over("topics are followed again")
+            except (ConnectError, CorruptData, *SHORTAGES) as error:
+                trouble.lasts("topics are not followed at present", error)
+                await asyncio.sleep(RETRY_S)
+                self._topics_changed.set()
+
+    def _session_state(self, state: State) -> None:
+        if state is State.LOST:
+            log.warning("the ZooKeeper session is lost: registering anew when there is a new one")
+            self._topics_changed.set()  # the watches were those of the lost session
+            if hasattr(self, "_keeper"):
+                self._keeper.look_again()
+
+    async def _beats(self) -> None:
+        """Shows /healthz that the loop turns."""
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(0.5)
+
+    async def _sweeps(self) -> None:
+        """Looks for clients that hold memory and do not go on."""
+        while True:
+            await asyncio.sleep(STALL_S)
+            for connection in list(self._connections):
+                connection.sweep()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, MetamqError):
+                self.fail(error)
+            else:
+                log.critical("a task of the broker ended by an error", exc_info=error)
+                self.fail(MetamqError(f"internal error: {error!r}"))
+
+    def fail(self, error: MetamqError) -> None:
+        """The broker must not go on: end it with this error."""
+        if self.failure is None:
+            self.failure = error
+            log.critical("broker %d stops: %s", self.config.id, error)
+            for connection in list(self._connections):
+                connection.abort()
+            self._ended.set()
+
+    def end(self) -> None:
+        """Asks for a graceful stop."""
+        self._ended.set()
+
+    async def wait(self) -> None:
+        """Until end() or fail()."""
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        """Ends the broker: gracefully after end(), at once after fail()."""
+        self._ready_reason = "stopping"
+        self._processors.stopping = Fenced(f"broker {self.config.id}", "it is stopping")
+        self._acceptor.close()
+        self._keeper.say_goodbye()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+        if self.failure is None:
+            await self._drain()
+        await self._keeper.close()
+        self._processors.slices.close()
+        clean = self._topics.close(ClosedError("broker"), clean=self.failure is None)
+        for connection in list(self._connections):
+            connection.close() if self.failure is None else connection.abort()
+        self._flusher.close()
+        self._housekeeping.close()
+        self._scrubber.close()
+        if self._status is not None:
+            self._status.close()
+        self._files.close()
+        self._folder.close(clean=clean)
+        log.info("broker %d has stopped", self.config.id)
+
+    async def _drain(self) -> None:
+        """Answers what is under way, up to the drain time-out, and flushes."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._flusher.drain()
+                while any(not connection.idle for connection in self._connections):
+                    await asyncio.sleep(0.01)
+                    await self._flusher.drain()
+
+    async def _abandon(self) -> None:
+        """Undoes a start that failed half way."""
+        if hasattr(self, "_status") and self._status is not None:
+            self._status.close()
+        if hasattr(self, "_acceptor"):
+            self._acceptor.close()
+        elif hasattr(self, "_listener"):
+            self._listener.close()
+        if hasattr(self, "_keeper"):
+            await self._keeper.close()
+        if hasattr(self, "_session"):
+            await self._session.close()
+        if hasattr(self, "_topics"):
+            self._topics.close(ClosedError("broker"), clean=False)
+        if hasattr(self, "_housekeeping"):
+            self._housekeeping.close()
+        if hasattr(self, "_scrubber"):
+            self._scrubber.close()
+        if hasattr(self, "_flusher"):
+            self._flusher.close()
+        if hasattr(self, "_files"):
+            self._files.close()
+        self._folder.close(clean=False)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether the event loop turns. Any thread."""
+        late_s = time.monotonic() - self._beat
+        return late_s < 5, f"the event loop last turned {late_s:.1f} s ago"
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether clients are served as they should be. Any thread."""
+        broken = self._topics.broken()
+        reason = self._ready_reason or self._keeper.readiness()
+        if reason:
+            return False, reason
+        if (refusal := self._processors.refuse_writes) is not None:
+            return False, str(refusal)
+        if broken:
+            return False, "; ".join(str(error) for error in broken)
+        return True, f"epoch {self.epoch}, {count(len(self._topics.counts()), 'topic')}"
+
+    def statistics(self) -> dict[str, object]:
+        """What STATS answers, and what the metrics have besides. Any thread."""
+        return {
+            **self._processors.statistics(),
+            "connections": len(self._connections),
+            "flushes": self._flusher.flushes,
+            "open_log_files": self._files.open_count,
+            "request_bytes": self._memory.used_bytes,
+            "requests_held_back": self._memory.waiting,
+            "answer_bytes": self._answers.used_bytes,
+            "stalled_connections": self._answers.stalled,
+        }
+
+    def fsyncs(self) -> Histogram:
+        """How long the fsyncs took. Any thread."""
+        return self._sync_times.snapshot()
+
+
+def shares(limit: int, open_files_max: int) -> tuple[int, int]:
+    """Of the process's limit on open files: what the logs' files and what connections take at most.
+
+    Raises ConfigError where that is too little.
+    """
+    if limit < OPEN_FILES_LEAST:
+        raise ConfigError(
+            f"the limit on open files is {limit}, a broker needs at least {OPEN_FILES_LEAST}",
+            hint="Raise it: `ulimit -n`, LimitNOFILE= of systemd, `ulimits` of Compose.",
+        )
+    files = open_files_max or (limit - OPENED_ELSEWHERE) // 2
+    return files, max(1, limit - files - OPENED_ELSEWHERE)
+
+
+def _raised_open_files_limit() -> int:
+    """The process's limit on open files, raised as far as it goes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return min(soft, OPEN_FILES_MOST)
+
+
+async def serve(
+    config: BrokerConfig, zookeeper: str, *, root: str = DEFAULT_ROOT, ready: Callable[[Broker], None]
+) -> int:
+    """Runs a broker until SIGTERM, SIGINT or SIGHUP; `ready` is called once it serves. Returns the exit status."""
+    broker = Broker(config, zookeeper, root=root)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+            loop.add_signal_handler(number, broker.end)
+    if not await _started(broker):
+        log.info("broker %d was stopped before it was up", config.id)
+        return 0
+    ready(broker)
+    await broker.wait()
+    await broker.stop()
+    return 1 if broker.failure else 0
+
+
+async def _started(broker: Broker) -> bool:
+    """Brings the broker up; False when it was asked to end before that, and has undone what it did."""
+    start, end = asyncio.ensure_future(broker.start()), asyncio.ensure_future(broker.wait())
+    try:
+        await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            await asyncio.wait({start})
+        if start.cancelled():
+            return False
+        start.result()
+        return True
+    finally:
+        end.cancel()

@@ -1,0 +1,293 @@
+"""`metamq cluster`: export, inspect, restore, remove-broker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from metamq.broker.data.folder_report import FolderReport, inspect_folder
+from metamq.broker.data.restore import Choices, Restore, plan_restore
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    listed,
+    output_option,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.show.terminal import inert_json
+from metamq.client.net.first_contact import open_session
+from metamq.errors import ConfigError
+from metamq.zk.cluster.cluster_nodes import ClusterExport, Standing, compare, exported_cluster, restore_cluster
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+JSON = output_option("json")
+
+
+@click.group(cls=Group)
+def cluster() -> None:
+    """Save and restore what ZooKeeper holds, and remove brokers that are gone for good.
+
+    \b
+    metamq cluster export cluster.json
+    metamq cluster restore --data ./broker-0 --export cluster.json
+    """
+
+
+@cluster.command()
+@click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
+@JSON
+def export(file: Path | None, output: str) -> None:
+    """Write everything that ZooKeeper holds of the cluster into FILE, or to standard output (no FILE, or -), as JSON.
+
+    Topics with their settings, who is master and in sync, the groups' offsets and Spark's decisions. What is there only
+    while a process runs is left out. Do it regularly: `metamq cluster restore` brings groups back to this state.
+    An older export in FILE is replaced; one of another cluster is not.
+
+    \b
+    metamq cluster export cluster.json
+    metamq cluster export | gzip > cluster-$(date +%F).json.gz
+    """
+    current().log()
+    with current().admin() as admin:
+        document = admin.export_cluster()
+    text = inert_json(json.dumps(document, indent=1)) + "\n"
+    if file is None or str(file) == "-":
+        sys.stdout.write(text)
+    else:
+        _check_is_own(file, document["cluster_id"])
+        _write(file, text)
+        say(f"{count(len(document['nodes']), 'node')} of cluster {document['cluster_id']} are in {file}.")
+    moved = document["changed_meanwhile"]
+    if moved:
+        say(f"{count(len(moved), 'node')} changed while they were read, and are as they were last: {listed(moved)}.")
+
+
+def _check_is_own(file: Path, cluster_id: str) -> None:
+    """Raises ConfigError when the file is the export of another cluster, perhaps the last that there is; OSError."""
+    former = exported_cluster(file.read_bytes()) if file.is_file() else None
+    if former not in (None, cluster_id):
+        raise ConfigError(
+            f"{file} is an export of cluster {former}, and this ZooKeeper has cluster {cluster_id}: it is not replaced",
+            hint="Give another file name, or remove the file.",
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    """An older export stays whole until this one is on the disk."""
+    if file.exists() and not file.is_file():  # a pipe or a device is written to, and stays
+        file.write_text(text)
+        return
+    temporary = file.with_name(f"{file.name}.tmp")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+
+
+@cluster.command()
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@JSON
+def inspect(folder: Path, output: str) -> None:
+    """Print what the data folder DIR knows of its cluster, as JSON: for a restore that runs on another machine.
+
+    The folder's broker has to be stopped. Nothing is changed.
+
+    \b
+    metamq cluster inspect ./broker-0 > broker-0.json
+    """
+    current().log()
+    print_json(inspect_folder(folder).to_json())
+
+
+def _pairs(what: str, separator: str, values: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for value in values:
+        left, found, right = value.rpartition(separator)
+        if not found or not left or not right:
+            raise click.UsageError(f"{what} is {value!r}, and has to be written like {_EXAMPLES[what]}")
+        yield left, right
+
+
+_EXAMPLES = {"--master": "0=1", "--topic": "orders@0123456789abcdef"}
+
+
+@cluster.command()
+@click.option(
+    "--data", "folders", metavar="DIR", type=FOLDER, multiple=True, help="A broker's data folder; repeatable."
+)
+@click.option(
+    "--folder", "files", metavar="FILE", type=FILE, multiple=True,
+    help="What `metamq cluster inspect` printed on another machine; repeatable.",
+)  # fmt: skip
+@click.option("--export", "exported", metavar="FILE", type=FILE, help="What `metamq cluster export` wrote last.")
+@click.option("--master", "masters", metavar="BROKER=REPLICA", multiple=True, help="The next master of a broker id.")
+@click.option("--topic", "topics", metavar="NAME@ID", multiple=True, help="Which topic counts, where two have a name.")
+@click.option("--without-broker", "without", metavar="ID", type=int, multiple=True, help="Gone, with its partitions.")
+@YES
+@TABLE_OR_JSON
+def restore(
+    folders: tuple[Path, ...],
+    files: tuple[Path, ...],
+    exported: Path | None,
+    masters: tuple[str, ...],
+    topics: tuple[str, ...],
+    without: tuple[int, ...],
+    yes: bool,
+    output: str,
+) -> None:
+    """Make a lost ZooKeeper's content anew from the brokers' data folders, and from an export.
+
+    Give the folder of every replica, all brokers stopped. Without --yes nothing is written: it shows what would be, and
+    what cannot be known. One that was interrupted is run again. Then start the brokers.
+
+    \b
+    metamq cluster restore --data ./broker-0 --data ./broker-0-slave
+    metamq cluster restore --data ./broker-0 --folder broker-1.json --yes
+    """
+    current().log()
+    reports = [inspect_folder(folder) for folder in folders]
+    reports += [FolderReport.from_json(file.read_bytes(), str(file)) for file in files]
+    if not reports:
+        raise click.UsageError("Give the brokers' data folders, with --data or --folder.")
+    export = None if exported is None else ClusterExport.from_json(exported.read_bytes(), str(exported))
+    try:
+        choices = Choices(
+            {int(broker_id): int(replica) for broker_id, replica in _pairs("--master", "=", masters)},
+            dict(_pairs("--topic", "@", topics)),
+            frozenset(without),
+        )
+    except ValueError as error:
+        raise click.UsageError(f"--master takes two numbers, like {_EXAMPLES['--master']}") from error
+    plan = plan_restore(reports, export, choices)
+    standing = asyncio.run(_compare(plan))
+    if output == "json":
+        print_json(_document(plan, standing))
+    else:
+        _print(plan)
+    for note in plan.notes:
+        say(note)
+    if plan.questions:
+        raise ConfigError("this restore needs a decision", hint="\n  ".join(plan.questions))
+    if standing.is_finished:
+        say(f"Cluster {plan.cluster_id} is here already: nothing is written. Start the brokers.")
+        return
+    where = f"{current().place()} in ZooKeeper at {current().servers()}"
+    confirm(
+        [f"{count(len(standing.operations), 'node')} of cluster {plan.cluster_id} are written to {where}."], yes=yes
+    )
+    asyncio.run(_restore(plan))
+    say(f"Cluster {plan.cluster_id} is restored. Start the brokers.")
+
+
+async def _compare(plan: Restore) -> Standing:
+    async with await open_session(current().servers(), root=current().place(), patient=False) as session:
+        return await compare(session, plan.cluster_id, plan.nodes)
+
+
+async def _restore(plan: Restore) -> None:
+    servers, root = current().servers(), current().place()
+    async with await open_session(servers, root=root, patient=False, make_chroot=True) as session:
+        await restore_cluster(session, plan.cluster_id, plan.nodes)
+
+
+def _print(plan: Restore) -> None:
+    print_table(
+        ["BROKER", "REPLICA", "BECOMES", "IN SYNC", "LACKS", "EPOCH", "FOLDER"],
+        [
+            [
+                str(broker.broker_id),
+                str(view.report.replica),
+                "?" if broker.state is None else "master" if view.is_master else "slave",
+                "yes" if view.in_sync else "no",
+                count(sum(view.lacks.values()), "message") if view.lacks else "nothing",
+                str(view.report.epoch),
+                str(view.report),
+            ]
+            for broker in plan.brokers
+            for view in broker.replicas
+        ],
+    )
+    click.echo()
+    print_table(
+        ["TOPIC", "ID", "PARTITIONS", "REPLICATION", "FLUSH", "SETTINGS FROM"],
+        [
+            [
+                topic,
+                config.id,
+                ", ".join(f"{number} at broker {broker_id}" for broker_id, number in config.partitions.items()),
+                config.replication,
+                config.flush if isinstance(config.flush, str) else "later",
+                plan.settings_from.get(topic) or "unknown: the default ones",
+            ]
+            for topic, config in plan.topics.items()
+        ],
+    )
+
+
+def _document(plan: Restore, standing: Standing) -> dict[str, Any]:
+    return {
+        "cluster_id": plan.cluster_id,
+        "is_here_already": standing.is_finished,
+        "brokers": [
+            {
+                "broker_id": broker.broker_id,
+                "epoch": broker.state.epoch if broker.state is not None else None,
+                "generation": broker.state.generation if broker.state is not None else None,
+                "master": broker.state.master if broker.state is not None else None,
+                "replicas": [
+                    {
+                        "replica": view.report.replica,
+                        "folder": str(view.report),
+                        "in_sync": view.in_sync,
+                        "lacks": dict(view.lacks),
+                    }
+                    for view in broker.replicas
+                ],
+            }
+            for broker in plan.brokers
+        ],
+        "topics": {topic: plan.settings_from.get(topic, "") for topic in plan.topics},
+        "notes": list(plan.notes),
+        "questions": list(plan.questions),
+        "nodes": {path: data.decode(errors="replace") for path, data in sorted(plan.nodes.items())},
+        "writes": [f"{type(one).__name__.lower()} {one.path}" for one in standing.operations],
+    }
+
+
+@cluster.command("remove-broker")
+@click.argument("broker_id", metavar="ID", type=int)
+@ACCEPT_LOSS
+@YES
+@TEXT_OR_JSON
+def remove_broker(broker_id: int, accept_loss: bool, yes: bool, output: str) -> None:
+    """Remove a broker id that is gone for good, with its partitions and what groups committed in them.
+
+    What was in its partitions is lost; a topic that has no others is deleted. One that runs is refused. A single
+    replica is removed by `metamq ha remove`.
+
+    \b
+    metamq cluster remove-broker 3
+    metamq cluster remove-broker 3 --accept-loss --yes
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = admin.plan_removal(broker_id)
+        confirm(removal_lines(plan, accept_loss), yes=yes)
+        admin.remove_broker(broker_id, accept_loss=accept_loss)
+    tell_removed(plan, output)

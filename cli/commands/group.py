@@ -1,0 +1,316 @@
+"""`metamq group`: list, describe, explain, reset, evict, delete."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    folded,
+    listed,
+    print_json,
+    print_table,
+    say,
+    table_lines,
+)
+from metamq.cli.show.units import GROUP_THERE, PLACE, TOPIC, Parsed, show_age
+from metamq.client.admin.admin_model import GroupDescription, OffsetReset, ResetTo
+from metamq.zk.names import check_consumer, parse_partition
+from metamq.zk.partitions import TopicPartition
+
+RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
+
+
+@click.group(cls=Group)
+def group() -> None:
+    """Look at consumer groups, and mend them."""
+
+
+@group.command("list")
+@TABLE_OR_JSON
+def list_groups(output: str) -> None:
+    """List the groups, with and without members.
+
+    \b
+    metamq group list
+    metamq group list -o json | jq -r '.[] | select(.members == []) | .group'
+    """
+    current().log()
+    with current().admin() as admin:
+        found = list(admin.groups().values())
+    if output == "json":
+        print_json([asdict(one) for one in found])
+        return
+    print_table(
+        ["GROUP", "MEMBERS", "STRATEGY", "TOPICS"],
+        [[one.group, len(one.members), one.strategy, ",".join(one.topics)] for one in found],
+    )
+
+
+@group.command()
+@click.argument("names", type=GROUP_THERE, nargs=-1, required=True)
+@TABLE_OR_JSON
+def describe(names: tuple[str, ...], output: str) -> None:
+    """Show committed offsets, lag and owners of a group's partitions, and its members.
+
+    PROGRESS is how long ago a member last said that it got on; members say so every 10 s, so a minute or more means
+    that it is stuck. "-": nothing is committed, nobody owns the partition, or the lag is not known.
+
+    \b
+    metamq group describe etl
+    metamq group describe etl -o json | jq '.[0].partitions | map(.lag) | add'
+    """
+    current().log()
+    with current().admin() as admin:
+        found = [admin.describe_group(name) for name in names]
+    if output == "json":
+        print_json([_description_json(one) for one in found])
+        return
+    for number, one in enumerate(found):
+        if number:
+            click.echo()
+        _print_description(one)
+
+
+def _description_json(one: GroupDescription) -> dict[str, Any]:
+    members = [{**asdict(member), "partitions": list(map(str, member.partitions))} for member in one.members]
+    return {
+        "group": one.group,
+        "strategy": one.strategy,
+        "plan_generation": one.plan_generation,
+        "lag": one.lag,
+        "members": members,
+        "partitions": [{**asdict(partition), "lag": partition.lag} for partition in one.partitions],
+    }
+
+
+def _print_description(one: GroupDescription) -> None:
+    strategy = f", strategy {one.strategy}" if one.strategy else ""
+    lag = "not known" if one.lag is None else f"{one.lag:,}"
+    click.echo(folded(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}", sys.stdout))
+    if one.partitions:
+        print_table(
+            ["PARTITION", "COMMITTED", "END", "LAG", "OWNER"],
+            [
+                [f"{part.topic}/{part.partition}", part.committed, part.end, part.lag, part.owner]
+                for part in one.partitions
+            ],
+        )
+    for keeper, names in _keepers(one).items():
+        words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
+        click.echo(folded(words, sys.stdout))
+    for problem, names in _problems(one).items():
+        click.echo(folded(f"Not known: {listed(names)}: {problem}", sys.stdout))
+    if one.members:
+        click.echo()
+        print_table(
+            ["MEMBER", "HOST", "PID", "PARTITIONS", "PROGRESS", "VERSION"],
+            [
+                [
+                    member.consumer_id,
+                    member.host,
+                    str(member.pid),
+                    len(member.partitions),
+                    show_age(member.progress_age_ms),
+                    member.version,
+                ]
+                for member in one.members
+            ],
+        )
+    for member in one.members:
+        if member.idle_reason:
+            click.echo(folded(f"{member.consumer_id} has no partition: {member.idle_reason}", sys.stdout))
+
+
+def _keepers(one: GroupDescription) -> dict[str, list[str]]:
+    """Partitions whose offsets are not in ZooKeeper, by what keeps them."""
+    found: dict[str, list[str]] = {}
+    for part in one.partitions:
+        if part.kept_by:
+            found.setdefault(part.kept_by, []).append(f"{part.topic}/{part.partition}")
+    return found
+
+
+def _problems(one: GroupDescription) -> dict[str, list[str]]:
+    """Partitions of which no broker says where they end, by what is wrong."""
+    found: dict[str, list[str]] = {}
+    for part in one.partitions:
+        if part.problem:
+            found.setdefault(part.problem, []).append(f"{part.topic}/{part.partition}")
+    return found
+
+
+@group.command()
+@click.argument("name", type=GROUP_THERE)
+@TABLE_OR_JSON
+def explain(name: str, output: str) -> None:
+    """Say which member is to have which partition and why, and where it is not so yet.
+
+    \b
+    metamq group explain etl
+    """
+    current().log()
+    with current().admin() as admin:
+        found = admin.explain_group(name)
+    if output == "table":
+        click.echo(folded(found.text, sys.stdout))
+        return
+    print_json(
+        {
+            "group": found.group,
+            "generation": found.generation,
+            "strategy": found.strategy,
+            "members": {member: list(topics) for member, topics in found.members.items()},
+            "assignment": {str(tp): member for tp, member in found.assignment.items()},
+            "owners": {str(tp): member for tp, member in found.owners.items()},
+            "text": found.text,
+        }
+    )
+
+
+def _parse_partition_offset(text: str) -> tuple[str, int]:
+    partition, equals, offset = text.partition("=")
+    parse_partition(partition)
+    if not equals or not offset.isdecimal():
+        raise ValueError(f"{text!r} is not PARTITION=OFFSET: write it like 0-3=1200")
+    return partition, int(offset)
+
+
+@group.command()
+@click.argument("name", type=GROUP_THERE)
+@click.argument("topic", type=TOPIC)
+@click.option("--to", "place", type=PLACE, metavar="PLACE", help="earliest, latest, an OFFSET for all, @TIME or @-1h.")
+@click.option(
+    "--partition", "offsets", type=Parsed("offset", _parse_partition_offset), multiple=True, metavar="0-3=1200",
+    help="An offset for one partition; repeat it. The others stay as they are.",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only print what would be done; ends with status 0.")
+@YES
+@TABLE_OR_JSON
+def reset(
+    name: str,
+    topic: str,
+    place: Any,
+    offsets: tuple[tuple[str, int], ...],
+    dry_run: bool,
+    yes: bool,
+    output: str,
+) -> None:
+    """Set where a group goes on in a topic. The group must have no members.
+
+    \b
+    metamq group reset etl flights --to earliest          shows what would change
+    metamq group reset etl flights --to earliest --yes
+    metamq group reset etl flights --to @2026-11-01T00:00 --yes
+    metamq group reset etl flights --partition 0-3=1200 --yes
+    """
+    to = _reset_to(topic, place, offsets)
+    current().log()
+    with current().admin() as admin:
+        resets = admin.reset_offsets(name, topic, to, dry_run=True)
+        if not dry_run:
+            confirm([f"Group {name}, topic {topic}:", *table_lines(RESET_HEADINGS, _rows(resets))], yes=yes)
+            resets = admin.reset_offsets(
+                name, topic, {TopicPartition(topic, one.partition): one.after for one in resets}
+            )
+    if output == "json":
+        print_json([asdict(one) for one in resets])
+    elif dry_run:
+        print_table(RESET_HEADINGS, _rows(resets))
+    if not dry_run:
+        say(f"{count(len(resets), 'offset')} set.")
+
+
+def _reset_to(topic: str, place: Any, offsets: tuple[tuple[str, int], ...]) -> ResetTo:
+    if (place is None) == (not offsets):
+        raise click.UsageError("give --to or --partition, to say where the group is to go on")
+    if isinstance(place, int) and place < 0:
+        raise click.BadParameter(f"{place} is no offset", param_hint="'--to'")
+    if place is not None:
+        to: ResetTo = place
+        assert isinstance(to, str | int | datetime)
+        return to
+    return {TopicPartition(topic, partition): offset for partition, offset in offsets}
+
+
+def _rows(resets: tuple[OffsetReset, ...]) -> list[list[object]]:
+    return [[one.partition, one.before, one.after] for one in resets]
+
+
+@group.command()
+@click.argument("name", type=GROUP_THERE)
+@click.argument("member", type=Parsed("consumer id", check_consumer))
+@YES
+@TABLE_OR_JSON
+def evict(name: str, member: str, yes: bool, output: str) -> None:
+    """Put a member that is stuck out of its group; others get its partitions at once.
+
+    What it has not committed is delivered again, to them. If it is well after all, it ends with an error.
+
+    \b
+    metamq group describe etl                            shows the members
+    metamq group evict etl etl_host-4711-0a1b2c3d --yes
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = _eviction(admin.describe_group(name), member)
+        if plan:  # else there is no such member, which evict() tells
+            confirm(plan, yes=yes)
+        freed = admin.evict(name, member)
+    if output == "json":
+        print_json({"group": name, "member": member, "partitions": list(map(str, freed))})
+    say(f"{member} is out of group {name}, {count(len(freed), 'partition')} freed.")
+
+
+def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
+    """What evicting the member means; nothing when there is nothing of it."""
+    held = [f"{part.topic}/{part.partition}" for part in found.partitions if part.owner == consumer_id]
+    lines = [
+        f"Evict {consumer_id} from group {found.group}: process {member.pid} on {member.host}, "
+        f"which got on {show_age(member.progress_age_ms)} ago."
+        for member in found.members
+        if member.consumer_id == consumer_id
+    ]
+    if held:
+        lines.append(f"  {consumer_id} owns {', '.join(held)}.")
+    return lines
+
+
+@group.command()
+@click.argument("names", type=GROUP_THERE, nargs=-1, required=True)
+@YES
+@TEXT_OR_JSON
+def delete(names: tuple[str, ...], yes: bool, output: str) -> None:
+    """Delete groups with their committed offsets. They must have no members.
+
+    \b
+    metamq group delete etl --yes
+    """
+    current().log()
+    with current().admin() as admin:
+        found = [admin.describe_group(name) for name in names]
+        committed = [sum(part.committed is not None for part in one.partitions) for one in found]
+        plan = [
+            f"Delete group {one.group}: {count(offsets, 'committed offset')}, {count(len(one.members), 'member')}."
+            for one, offsets in zip(found, committed, strict=True)
+        ]
+        confirm(plan, yes=yes)
+        for name in names:
+            admin.delete_group(name)
+            if output == "text":
+                say(f"Group {name} is deleted.")
+    if output == "json":
+        print_json(
+            [{"group": name, "committed_offsets": offsets} for name, offsets in zip(names, committed, strict=True)]
+        )

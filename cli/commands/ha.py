@@ -1,0 +1,284 @@
+"""`metamq ha`: status, wait, promote, remove."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    listed,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.show.replica_view import amiss, damage, in_sync_and_down
+from metamq.cli.show.units import DURATION, show_bytes
+from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
+from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
+from metamq.zk.paths import Paths
+from metamq.zk.servers import parse_servers
+
+if TYPE_CHECKING:
+    from metamq import Admin
+
+HEADINGS = [
+    "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"
+]  # fmt: skip
+WAIT_S = 0.2
+WAIT_HINT = "`metamq ha status` says what each replica does; with --broker only that one is waited for."
+
+
+@click.group(cls=Group)
+def ha() -> None:
+    """Look at masters and slaves, and promote a slave.
+
+    \b
+    metamq ha status
+    metamq ha wait --in-sync 2
+    metamq ha promote --broker 0 --slave 1
+    metamq ha remove --broker 0 --replica 2
+    """
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, help="This broker id only.  [every one]")
+@TABLE_OR_JSON
+def status(broker_id: int | None, output: str) -> int:
+    """Show each broker's replicas: roles, who is in sync, how far slaves are behind their master.
+
+    STATE is up, down (not registered), or silent (a master that is registered, and was asked twice without an answer).
+    IN SYNC is what stands in ZooKeeper, also of one that is down. What is to be done stands below the table, on
+    standard error, and the status is then 1. A replica that is neither in sync nor running is not known, and not shown.
+
+    \b
+    metamq ha status
+    metamq ha status -o json | jq '.[].replicas[] | select(.in_sync | not)'
+    """
+    current().log()
+    with current().admin() as admin:
+        replicas = admin.replicas()
+    if broker_id is not None and broker_id not in replicas:
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
+    found = list(replicas.values()) if broker_id is None else [replicas[broker_id]]
+    if output == "json":
+        print_json([_json(one) for one in found])
+    else:
+        print_table(
+            HEADINGS,
+            [_row(broker, replica) for broker in found for replica in broker.replicas],
+        )
+    to_do = [each for broker in found for each in (*amiss(broker), *damage(broker))]
+    for each in to_do:
+        say(f"{each.what}: {each.detail}")
+        if each.hint:
+            say(f"  {each.hint}")
+    return 1 if to_do else 0
+
+
+def _json(broker: BrokerReplicas) -> dict[str, Any]:
+    described = asdict(broker)
+    described["replicas"] = [{**asdict(one), "state": one.state} for one in broker.replicas]
+    return described
+
+
+def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
+    return [
+        str(broker.broker_id),
+        str(replica.replica),
+        "learner" if replica.learner and replica.role == "slave" else replica.role,
+        replica.state,
+        replica.address,
+        "yes" if replica.in_sync else "never" if replica.learner else replica.stage or "no",
+        replica.lag_messages,
+        None if replica.lag_bytes is None else show_bytes(replica.lag_bytes),
+        None if replica.lag_ms is None else f"{replica.lag_ms / 1000:.1f}",
+        str(broker.epoch),
+    ]
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, help="This broker id only.  [every one]")
+@click.option("--in-sync", "wanted", type=click.IntRange(1), default=2, show_default=True, help="So many replicas.")
+@click.option("--limit", "limit_ms", type=DURATION, default="60s", show_default=True, help="Give up after this time.")
+@TEXT_OR_JSON
+def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
+    """Wait until so many replicas of each broker, its master among them, run and are in sync.
+
+    For scripts: between two steps of a rolling restart, before a promotion. Ends with status 1 when it takes too long.
+    With -o json it prints what `metamq ha status` does.
+
+    \b
+    metamq ha wait --in-sync 2
+    metamq ha wait --broker 0 --in-sync 3 --limit 10m
+    """
+    current().log()
+    deadline = time.monotonic() + limit_ms / 1000
+    waiting = _Waiting()
+    with _admin_of_a_cluster(deadline, waiting) as admin:
+        while True:
+            try:
+                found = admin.replicas()
+            except ConnectError as error:  # ZooKeeper was there, and may be back in a moment
+                waiting.outlives(error, deadline)
+                continue
+            asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
+            lacking = [one for one in asked.values() if not _is_in_sync(one, wanted)]
+            if asked and not lacking:
+                break
+            if not asked:
+                why = "no broker was ever started" if broker_id is None else f"broker {broker_id} was never started"
+            else:
+                why = "; ".join(_who_lacks(one, wanted) for one in lacking)
+            waiting.tell(why)
+            if time.monotonic() > deadline:
+                what = f"waiting for {count(wanted, 'replica')} in sync"
+                raise Timeout(f"{what} ({why})", limit_ms / 1000, hint=WAIT_HINT)
+            time.sleep(WAIT_S)
+    if output == "json":
+        print_json([_json(one) for one in asked.values()])
+    else:
+        say(f"{count(wanted, 'replica')} of {_brokers(asked)} in sync.")
+    return 0
+
+
+class _Waiting:
+    """Says what is waited for, once until it changes."""
+
+    def __init__(self) -> None:
+        self._told = ""
+
+    def tell(self, why: str) -> None:
+        if why != self._told:
+            self._told = why
+            say(f"Waiting: {why}.")
+
+    def outlives(self, error: MetamqError, deadline: float) -> None:
+        """Waits a moment on account of an error. Raises it at the deadline."""
+        if time.monotonic() > deadline:
+            raise error
+        self.tell(error.problem)
+        time.sleep(WAIT_S)
+
+
+def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
+    """Waits also for ZooKeeper, and for the first broker ever. Raises ConfigError, ConnectError at the deadline."""
+    parse_servers(current().servers())  # what is wrong with them, waiting does not mend
+    Paths(current().place())
+    while True:
+        try:
+            return current().admin()
+        except (ConfigError, ConnectError) as error:
+            waiting.outlives(error, deadline)
+
+
+def _who_lacks(broker: BrokerReplicas, wanted: int) -> str:
+    """ "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
+    has_master = any(one.holds_all for one in broker.replicas if one.role == "master")
+    ready = (one for one in broker.replicas if (one.holds_all if has_master else one.in_sync and one.address))
+    running = [str(one.replica) for one in ready]
+    who = f" (replica {listed(running)})" if running else ""
+    rest = ""
+    for one in broker.replicas:
+        if str(one.replica) not in running:
+            state = "down" if one.address is None else one.stage or "not linked to the master"
+            rest += f", replica {one.replica}{' (the master)' if one.role == 'master' else ''} is {state}"
+    return f"broker {broker.broker_id} has {len(running)} of {count(wanted, 'replica')} in sync{who}{rest}"
+
+
+def _is_in_sync(broker: BrokerReplicas, wanted: int) -> bool:
+    running = [one for one in broker.replicas if one.holds_all]
+    return len(running) >= wanted and any(one.role == "master" for one in running)
+
+
+def _brokers(found: Iterable[int]) -> str:
+    return f"broker {listed([str(number) for number in sorted(found)])}"
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--slave", "replica", type=int, required=True, help="The number of the slave that is to be the master.")
+@click.option("--accept-loss", is_flag=True, help="Also when it is not in sync: what it lacks is lost.")
+@YES
+@TEXT_OR_JSON
+def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
+    """Make a slave the master of its broker id, without a restart.
+
+    A living master hands over to a slave that is in sync, and becomes a slave; a dead one becomes a slave when it comes
+    back. Producers and consumers find the new master by themselves.
+
+    \b
+    metamq ha promote --broker 0 --slave 1
+    metamq ha promote --broker 0 --slave 1 --accept-loss
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = admin.plan_promotion(broker_id, replica)
+        confirm(_plan_lines(plan, accept_loss), yes=yes)
+        epoch = admin.promote(broker_id, replica, accept_loss=accept_loss)
+    if output == "json":
+        print_json({"broker_id": broker_id, "master": replica, "epoch": epoch})
+        return
+    say(f"Replica {replica} is the master of broker {broker_id}, epoch {epoch}.")
+
+
+@ha.command()
+@click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
+@click.option("--replica", type=int, required=True, help="The number of the slave that is gone for good.")
+@ACCEPT_LOSS
+@YES
+@TEXT_OR_JSON
+def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
+    """Remove a slave that is gone for good: from the in-sync set, and as the last slave that its broker id had.
+
+    A replica that runs is refused, and so is the master: promote another one first. A whole broker id is removed by
+    `metamq cluster remove-broker`.
+
+    \b
+    metamq ha remove --broker 0 --replica 1
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = admin.plan_removal(broker_id, replica)
+        confirm(removal_lines(plan, accept_loss), yes=yes)
+        admin.remove_replica(broker_id, replica, accept_loss=accept_loss)
+    tell_removed(plan, output)
+
+
+def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
+    lives = "which lives and hands " + ("over" if plan.in_sync else "nothing over")
+    lives = lives if plan.master_lives else "which is down, or hangs"
+    former = f"in place of replica {plan.master}, {lives}" if plan.master != plan.replica else "again"
+    lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} {former}."]
+    if plan.in_sync and plan.master_lives:
+        return [*lines, "It is in sync: nothing is lost."]
+    if plan.in_sync:
+        lines.append("It is in sync: nothing is lost that was acknowledged on topics with replication sync.")
+        return [*lines, "Other topics may lose what it had not yet."]
+    what = "a learner, which is never in sync" if plan.learner else "not in sync"
+    refused = "" if accept_loss else ": without --accept-loss the promotion is refused"
+    lines.append(f"It is {what}{refused}.")
+    if plan.in_sync_and_down:
+        lines.append(in_sync_and_down(plan.in_sync_and_down))
+    if plan.lost is None:
+        lines.append(f"What it would lose cannot be known: {plan.unknown}.")
+        if plan.promote_instead is not None and plan.promote_instead == plan.master and plan.master_lives:
+            lines.append(f"That one is the master and runs: wait until replica {plan.replica} is in sync.")
+        elif plan.promote_instead is not None:
+            lines.append(f"Start replica {plan.promote_instead}; if it runs, promote that one.")
+    elif not plan.lost:
+        lines.append("At present it has all messages that the replicas that answer have.")
+    for topic, messages in (plan.lost or {}).items():
+        lines.append(f"{'LOST' if accept_loss else 'It would lose'}: {count(messages, 'message')} of topic {topic}.")
+    return lines

@@ -1,0 +1,282 @@
+"""`metamq log forget`: gives up one partition of a broker that is stopped, since its log is damaged or missing.
+`metamq log accept`: takes the files of one that came from elsewhere, and may lack something.
+
+What lies in the folder is moved, never removed. What the plan says follows from the rules of roles and in-sync sets: a
+replica that gave something up is a new incarnation, so it is in sync with nobody (metamq.broker.data.data_folder). As a
+slave it copies the partition. As a master beside others in sync it waits until one of them is promoted. As a master
+alone it begins a new epoch and generation with an empty log, and readers whose message is of an epoch that the log
+does not have begin it anew (metamq.broker.log.disk.epochs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from metamq.broker.data import made_partitions
+from metamq.broker.data.data_folder import GONE, REPLACED, DataFolder
+from metamq.broker.data.folder_report import data_folder, is_copy, is_replaced, lock_mark_of, locked, read_meta
+from metamq.broker.data.topics import OWN
+from metamq.broker.log.disk import flushed
+from metamq.cli.command import Command
+from metamq.cli.context import current
+from metamq.cli.log_reader import PartitionFolder, verify_partition
+from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, listed, print_json, say
+from metamq.cli.show.progress import progress_bar
+from metamq.cli.show.units import show_bytes
+from metamq.errors import ConfigError
+from metamq.zk.names import partition_name
+
+OLDER_JOURNAL = (
+    "It holds what the broker promised in transactions. If the copy is older, a branch that ended later is prepared "
+    "again. Decide about it only as its transaction manager did: a second commit stores its messages a second time."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One partition that a data folder has, or had."""
+
+    topic: str
+    topic_id: str
+    index: int
+    name: str
+    path: Path
+
+    @property
+    def key(self) -> str:
+        """Its name in the record of partitions."""
+        return f"{self.topic}@{self.topic_id}/{self.index}"
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the folder had it, and has it no more."""
+        return not (self.path / flushed.FILE_NAME).exists()
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetPlan:
+    """What is given up. `messages` are those that can still be read in the log, `damaged_places` what cannot."""
+
+    partition: str
+    broker_id: int
+    replica: int
+    was_master: bool
+    epoch: int
+    has_folder: bool
+    messages: int
+    size_bytes: int
+    damaged_places: int
+
+
+@click.command(cls=Command)
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("partition", metavar="TOPIC/PARTITION")
+@YES
+@TEXT_OR_JSON
+def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
+    """Give up one partition in DIR, the data folder of a broker that is stopped: its log is damaged, or missing.
+
+    The log is moved aside, not removed. At the next start the broker has an empty one in its place. A slave copies the
+    partition again. At a master without a slave in sync the messages are lost, and consumers are told.
+
+    \b
+    metamq log verify ./broker-0
+    metamq log forget ./broker-0 flights/0-1
+    metamq log forget ./broker-0 flights/0-1 --yes
+    """
+    current().log()
+    folder = told_folder(folder)
+    with locked(folder):
+        meta, _mark = read_meta(folder)
+        place = _find(places(folder, meta["broker_id"]), partition, folder)
+        _check_is_of_users(place, partition)
+        plan = _plan(place, meta)
+    confirm(_plan_lines(plan, place), yes=yes)
+    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
+    try:
+        moved_to = opened.forget_partition(place.topic, place.topic_id, place.index, place.name)
+    finally:
+        opened.close(clean=False)
+    if output == "json":
+        print_json({**asdict(plan), "moved_to": None if moved_to is None else str(moved_to)})
+        return
+    say(f"{place.name} is given up." + ("" if moved_to is None else f" Its log is in {moved_to}."))
+
+
+@click.command(cls=Command)
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("partition", metavar="TOPIC/PARTITION")
+@YES
+@TEXT_OR_JSON
+def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
+    """Accept the files of one partition in DIR that were put there from elsewhere, such as a backup.
+
+    The broker does not serve such a partition, since it may lack messages. DIR is the data folder of a broker that is
+    stopped. At a master without a slave in sync, what the files lack is lost, and consumers go by their `on_data_loss`.
+
+    \b
+    metamq log accept ./broker-0 flights/0-1
+    metamq log accept ./broker-0 flights/0-1 --yes
+    """
+    current().log()
+    folder = told_folder(folder)
+    with locked(folder) as lock_mark:
+        meta, mark = read_meta(folder)
+        place = _find(places(folder, meta["broker_id"]), partition, folder)
+        if place.is_missing:
+            hint = "Put them there first."
+            if not place.topic.startswith(OWN):
+                hint += f" Or begin an empty log with `metamq log forget {folder} {place.name}`."
+            raise ConfigError(f"{place.name} has no files in {place.path}", hint=hint)
+        _check_is_replaced(place, folder, is_whole_copy=is_copy(meta, lock_mark, mark))
+        plan = _plan(place, meta)
+    readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
+    lines = [f"{place.name} is accepted as it is: {readable}, {count(plan.damaged_places, 'damaged place')}."]
+    if place.topic.startswith(OWN):
+        lines.append(OLDER_JOURNAL)
+    confirm([*lines, *_what_follows(plan, "what these files lack")], yes=yes)
+    opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
+    try:
+        opened.accept_partition(place.topic, place.topic_id, place.index, place.name)
+    finally:
+        opened.close(clean=False)
+    if output == "json":
+        print_json(asdict(plan))
+        return
+    say(f"{place.name} is accepted. Start the broker.")
+
+
+def told_folder(folder: Path) -> Path:
+    """The data folder that a person means; says which one it is, where others may have been meant."""
+    chosen = data_folder(folder)
+    if chosen != folder.absolute():
+        others = [str(path.parent) for path in sorted(folder.glob("replica-*/meta.json"))]
+        more = f" The folder also has {listed(others)}: give the one that you mean." if others else ""
+        say(f"The data folder is {chosen}.{more}")
+    return chosen
+
+
+def places(folder: Path, broker_id: int) -> list[Place]:
+    """The partitions that a data folder has, and those that it had by its record. Raises OSError."""
+    folders = (folder / "topics").glob("[!.]*@*/*")
+    found = {f"{path.parent.name}/{path.name}" for path in folders if path.name.isdecimal()}
+    described = []
+    for one in sorted(found.union(made_partitions.recorded(folder))):
+        topic_folder, _slash, index = one.rpartition("/")
+        topic, _at, topic_id = topic_folder.rpartition("@")
+        name = f"{topic}/{partition_name(broker_id, int(index))}"
+        described.append(Place(topic, topic_id, int(index), name, folder / "topics" / one))
+    return sorted(described, key=lambda place: (place.topic, place.index))
+
+
+def lost_partitions(folder: Path) -> list[tuple[Place, str]]:
+    """The partitions whose files are gone, or are not those that the replica used last, of a broker's data folder; and
+    what to say of each. None of any other folder. Raises OSError."""
+    recorded = made_partitions.recorded(folder)
+    if not recorded:
+        return []
+    lock_mark = lock_mark_of(folder)
+    meta, mark = read_meta(folder)
+    takes_all = is_copy(meta, lock_mark, mark)
+    lost = []
+    for place in places(folder, meta["broker_id"]):
+        if place.key in recorded and place.is_missing:
+            lost.append((place, GONE))
+        elif not takes_all and is_replaced(place.path, recorded.get(place.key)):
+            lost.append((place, REPLACED))
+    return lost
+
+
+def _find(known: list[Place], partition: str, folder: Path) -> Place:
+    found = [place for place in known if place.name == partition]
+    if not found:
+        users = [place.name for place in known if not place.topic.startswith(OWN)]
+        hint = f"It has {listed(users)}." if users else "It has none."
+        raise ConfigError(f"there is no partition {partition!r} in {folder}", hint=hint)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{partition} is in {len(found)} folders, since the topic was made anew",
+            hint="Start the broker, which removes those of the deleted topic; then stop it, and try again.",
+        )
+    return found[0]
+
+
+def _check_is_of_users(place: Place, partition: str) -> None:
+    """Raises ConfigError for the journal of transactions."""
+    if place.topic.startswith(OWN):
+        raise ConfigError(
+            f"{partition} cannot be given up: it holds what the broker promised in transactions, and a branch that is "
+            "prepared in it may be committed elsewhere",
+            hint="Promote a slave that is in sync, see `metamq ha status`: this replica then copies the journal. Or "
+            "restore its folder from a copy, and take that with `metamq log accept`. The broker serves everything but "
+            "transactions meanwhile.",
+        )
+
+
+def _check_is_replaced(place: Place, folder: Path, *, is_whole_copy: bool) -> None:
+    """Raises ConfigError when the broker takes the partition's files anyway, OSError."""
+    mark = made_partitions.recorded(folder).get(place.key)
+    if is_whole_copy:
+        reason = f"all of {folder} is a copy, and the broker takes its files as they are"
+    elif not mark:
+        reason = "nothing is known of the files that were here before, and the broker takes these"
+    elif is_replaced(place.path, mark):
+        return
+    else:
+        reason = "its files are those that this replica used last"
+    raise ConfigError(
+        f"{place.name} needs no accept: {reason}",
+        hint=f"Start the broker. `metamq log verify {folder}` shows whether a log is damaged.",
+    )
+
+
+def _plan(place: Place, meta: dict[str, Any]) -> ForgetPlan:
+    messages = size_bytes = damaged_places = 0
+    if place.path.is_dir():
+        size_bytes = sum(path.stat().st_size for path in place.path.glob("*.log"))
+        with progress_bar("Checking", size_bytes, unit="bytes") as advance:
+            report = verify_partition(PartitionFolder(place.name, place.path, size_bytes), advance)
+        messages = sum(segment.messages for segment in report.segments)
+        damaged_places = sum(finding.kind == "damage" for finding in report.findings)
+    return ForgetPlan(
+        partition=place.name,
+        broker_id=meta["broker_id"],
+        replica=meta["replica"],
+        was_master=meta["state_version"] >= 0,
+        epoch=meta["epoch"],
+        has_folder=place.path.is_dir(),
+        messages=messages,
+        size_bytes=size_bytes,
+        damaged_places=damaged_places,
+    )
+
+
+def _plan_lines(plan: ForgetPlan, place: Place) -> list[str]:
+    readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
+    if not plan.has_folder:
+        lines = [f"The folder of {plan.partition} is missing: {place.path}. The broker is to miss it no more."]
+    elif plan.damaged_places:
+        damage = count(plan.damaged_places, "damaged place")
+        lines = [f"{plan.partition} has {damage}, and {readable} that can be read. Its folder is moved aside."]
+    elif place.is_missing:
+        lines = [f"{plan.partition} lacks its file `flushed`, and has {readable}. Its folder is moved aside."]
+    else:
+        lines = [f"No damage is found in {plan.partition}, which has {readable}. Its folder is moved aside."]
+    return [*lines, *_what_follows(plan, "every message of the partition")]
+
+
+def _what_follows(plan: ForgetPlan, lost: str) -> list[str]:
+    replica = f"Replica {plan.replica} of broker {plan.broker_id}"
+    if not plan.was_master:
+        return [f"{replica} was a slave: it copies what it lacks from its master, and is in sync after that."]
+    promote = f"metamq ha promote --broker {plan.broker_id} --slave NUMBER"
+    return [
+        f"{replica} was the master, in epoch {plan.epoch}. If a slave is in sync, it waits until that is promoted. "
+        f"Better promote now, and give up nothing: `{promote}`; `metamq ha status` shows who is in sync.",
+        f"Without a slave in sync, {lost} is LOST. A new epoch begins, and consumers that had read further go by their "
+        "`on_data_loss`. A slave that is not in sync gives up what this replica lacks, too.",
+    ]

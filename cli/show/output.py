@@ -1,0 +1,163 @@
+"""Data on standard output: tables for people, JSON for programs. Talk, plans and questions on standard error."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from metamq.cli.show.terminal import inert_json, shown
+from metamq.words import count as count
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+NOTHING = "-"
+GAP = "  "
+DEFAULT_WIDTH = 80
+SHOWN_MAX = 12
+
+
+def output_option(*kinds: str, text: str = "How to print it.") -> Callable[[F], F]:
+    """The option -o; the first kind is the default."""
+    return click.option("-o", "--output", type=click.Choice(kinds), default=kinds[0], show_default=True, help=text)
+
+
+TABLE_OR_JSON = output_option("table", "json")
+TEXT_OR_JSON = output_option("text", "json")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    click.echo(inert_json(json.dumps(value, indent=2, ensure_ascii=False)))
+
+
+def print_json_line(value: Any) -> None:
+    """One JSON document on one line, at once: for whoever reads while we go on."""
+    click.echo(inert_json(json.dumps(value, ensure_ascii=False)))
+    sys.stdout.flush()
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as they need to be; None shows as "-", numbers stand right.
+
+    Where that is wider than the terminal, the columns with the longest texts become narrower; after a text that does
+    not fit into its column, the rest of its line goes on below.
+    """
+    for line in table_lines(headings, rows):
+        click.echo(line)
+
+
+def table_lines(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table."""
+    plain = list(rows)
+    cells = [[shown(_cell(value), sys.stdout) for value in row] for row in plain]
+    right = [_are_numbers([row[column] for row in plain]) for column in range(len(headings))]
+    widths = _widths(headings, cells, right)
+
+    def lines(texts: Sequence[str]) -> Iterator[str]:
+        begun: list[str] = []
+        for column, (text, width) in enumerate(zip(texts, widths, strict=True)):
+            begun.append(text.rjust(width) if right[column] else text.ljust(width))
+            if len(text) > width and column < len(texts) - 1:
+                yield GAP.join(begun).rstrip()
+                begun = [" " * width for width in widths[: column + 1]]
+        yield GAP.join(begun).rstrip()
+
+    return [styled(next(lines(headings)), sys.stdout, bold=True), *(line for row in cells for line in lines(row))]
+
+
+def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
+    """As wide as the longest text; in a terminal, so narrow that all fit, but no narrower than the heading."""
+    widths = [max(len(line[column]) for line in [headings, *cells]) for column in range(len(headings))]
+    excess = sum(widths) + len(GAP) * (len(widths) - 1) - (_width(sys.stdout) or sys.maxsize)
+    least = [width if right[column] else len(headings[column]) for column, width in enumerate(widths)]
+    while excess > 0 and widths != least:
+        spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
+        widest = spare.index(max(spare))
+        next_widest = max((width for column, width in enumerate(spare) if column != widest), default=0)
+        before = widths[widest]
+        widths[widest] = max(before - excess, min(next_widest, before - 1), least[widest])
+        excess -= before - widths[widest]
+    return widths
+
+
+def _cell(value: object) -> str:
+    if value is None or value == "":
+        return NOTHING
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _are_numbers(column: Sequence[object]) -> bool:
+    known = [value for value in column if value is not None]
+    return bool(known) and all(isinstance(value, int) for value in known)
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "0-0, 0-1, 0-2"; of many the first."""
+    rest = len(names) - SHOWN_MAX
+    return ", ".join([*names[:SHOWN_MAX], *([f"and {rest:,} more"] if rest > 0 else [])])
+
+
+def styled(text: str, stream: Any, **style: Any) -> str:
+    """Coloured, where a person looks at the stream and has not said NO_COLOR; inert in any case."""
+    text = shown(text, stream)
+    return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def folded(text: str, stream: Any, indent: str = "  ") -> str:
+    """Inert, and broken between words, where a person looks at the stream; what is piped on stays one line."""
+    width = _width(stream)
+    text = shown(text, stream)
+    return text if width is None else "\n".join(_fold(line, width, indent) for line in text.split("\n"))
+
+
+def _width(stream: Any) -> int | None:
+    """Of the terminal behind the stream; None when there is none."""
+    if not stream.isatty():
+        return None
+    return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
+
+
+def _fold(line: str, width: int, indent: str) -> str:
+    if len(line) <= width:
+        return line
+    begin = line[: len(line) - len(line.lstrip())]
+    words = textwrap.TextWrapper(
+        width, initial_indent=begin, subsequent_indent=begin + indent, break_long_words=False, break_on_hyphens=False
+    )
+    return words.fill(line.lstrip())
+
+
+def say(text: str, **style: Any) -> None:
+    """A line of talk."""
+    click.echo(styled(folded(text, sys.stderr), sys.stderr, **style), err=True)
+
+
+def confirm(plan: Iterable[str], *, yes: bool) -> None:
+    """Prints what is going to be done, and goes on with --yes or a yes. Ends the command with status 1 otherwise."""
+    for line in plan:
+        say(line)
+    if yes:
+        return
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        # Not click.confirm: in some of its versions a part of the question goes to standard output.
+        click.echo("Do it? [y/N] ", err=True, nl=False)
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+        say("Nothing was done.")
+    else:
+        say("Nothing was done. Give --yes to do it.")
+    click.get_current_context().exit(1)
+
+
+YES = click.option("--yes", is_flag=True, help="Do it, without asking.")
+
+
+def partition_map(mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    """With "topic/partition" for TopicPartitions, as JSON wants keys."""
+    return {str(key): value for key, value in mapping.items()}

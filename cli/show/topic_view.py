@@ -1,0 +1,106 @@
+"""How `metamq topic`, and others, show topics: as JSON, and in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+import click
+
+from metamq.cli.show.output import count, folded, listed, print_table
+from metamq.cli.show.units import show_bytes, show_flush, show_retention
+from metamq.client.admin.admin_model import TopicDescription
+from metamq.zk.cluster.topics import FlushEvery, TopicConfig
+
+
+def config_json(config: TopicConfig) -> dict[str, Any]:
+    """A topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
+    document = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "unknown"}
+    document["partitions"] = {str(broker_id): number for broker_id, number in config.partitions.items()}
+    if isinstance(config.flush, FlushEvery):
+        document["flush"] = {"messages": config.flush.messages, "ms": config.flush.ms}
+    return document
+
+
+def description_json(one: TopicDescription) -> dict[str, Any]:
+    partitions = [
+        {
+            "partition": partition.partition,
+            "broker_id": partition.broker_id,
+            "address": partition.address,
+            "live": partition.live,
+            "start_offset": partition.start_offset,
+            "stable_offset": partition.stable_offset,
+            "messages": partition.messages,
+            "size_bytes": partition.size_bytes,
+            "problem": partition.problem,
+        }
+        for partition in one.partitions
+    ]
+    return {
+        "topic": one.topic,
+        "messages": one.messages,
+        "config": config_json(one.config),
+        "in_sync": {str(broker_id): number for broker_id, number in one.in_sync.items()},
+        "partitions": partitions,
+    }
+
+
+def print_description(one: TopicDescription) -> None:
+    config = one.config
+    click.echo(f"{config.topic}: {size_in_words(one)}, id {config.id}")
+    click.echo(
+        f"flush {show_flush(config.flush)}, "
+        f"retention {show_retention(config.retention_ms, config.retention_bytes)}, cleanup {config.cleanup}, "
+        f"replication {config.replication}, min in sync {config.min_insync}"
+    )
+    click.echo(f"segments of {show_bytes(config.segment_bytes)}, messages up to {show_bytes(config.max_message_bytes)}")
+    print_table(
+        ["PARTITION", "BROKER", "START", "END", "MESSAGES", "SIZE"],
+        [
+            [
+                partition.partition,
+                partition.address,
+                partition.start_offset,
+                partition.stable_offset,
+                partition.messages,
+                None if partition.size_bytes is None else show_bytes(partition.size_bytes),
+            ]
+            for partition in one.partitions
+        ],
+    )
+    for line in not_served(one):
+        click.echo(folded(f"Not served: {line}", sys.stdout))
+    for line in refuses_writes(one):
+        click.echo(folded(f"{line[0].upper()}{line[1:]}", sys.stdout))
+
+
+def size_in_words(one: TopicDescription) -> str:
+    """How much is in a topic, as far as somebody can tell."""
+    total, live = len(one.partitions), sum(partition.live for partition in one.partitions)
+    if live == total:
+        return f"{count(total, 'partition')}, {count(one.messages, 'message')}"
+    if not live:
+        return f"{count(total, 'partition')}, none of them served at present"
+    return f"{count(total, 'partition')}, {count(one.messages, 'message')} in the {live:,} that are served at present"
+
+
+def not_served(one: TopicDescription, *, besides: Collection[int] = ()) -> list[str]:
+    """What keeps partitions from being served, besides those of some brokers: "0-0, 0-1: no connection to ..."."""
+    dark: dict[str, list[str]] = {}
+    for partition in one.partitions:
+        if not partition.live and partition.broker_id not in besides:
+            dark.setdefault(partition.problem, []).append(partition.partition)
+    return [f"{listed(names)}: {problem}" for problem, names in dark.items()]
+
+
+def refuses_writes(one: TopicDescription, *, besides: Collection[int] = ()) -> list[str]:
+    """Brokers with fewer replicas in sync than the topic asks for."""
+    wanted = one.config.min_insync
+    return [
+        f"broker {broker_id} refuses writes: {count(have, 'replica')} in sync, and min_insync is {wanted}"
+        for broker_id, have in one.in_sync.items()
+        if have < wanted and broker_id not in besides
+    ]

@@ -1,0 +1,1 @@
+"""Administration: topics, groups, replicas, brokers, transactions."""

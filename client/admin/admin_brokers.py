@@ -1,0 +1,169 @@
+"""What administration asks of the brokers: offsets and statistics; an error of one is not the error of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from metamq.client.admin.admin_model import BrokerDescription, BrokerStatistics, PartitionStatistics
+from metamq.client.net import in_pieces
+from metamq.client.net.cluster import MASTER, Cluster
+from metamq.errors import ConfigError, MetamqError
+from metamq.wire import status
+from metamq.wire.commands import OffsetsEntry, OffsetsResult
+from metamq.zk.cluster.brokers import live_brokers, read_state
+from metamq.zk.errors import NoNode
+from metamq.zk.names import parse_partition, partition_name
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.session.session import Session
+
+Found = OffsetsResult | MetamqError
+
+
+async def describe_brokers(session: Session) -> dict[int, BrokerDescription]:
+    """Every broker id that ever had a master, in order. Raises ConnectionLost."""
+    masters = await live_brokers(session)
+    try:
+        names = await session.children(session.paths.broker_ids())
+    except NoNode:
+        names = []
+    described = {}
+    for broker_id in sorted({*masters, *(int(name) for name in names if name.isdecimal())}):
+        stored = await read_state(session, broker_id)
+        master = masters.get(broker_id)
+        if stored is None and master is None:
+            continue
+        epoch = stored[0].epoch if stored else 0
+        if master is None:
+            described[broker_id] = BrokerDescription(broker_id, epoch, live=False)
+        else:
+            described[broker_id] = BrokerDescription(
+                broker_id, epoch, True, master.host, master.port, master.replica, master.version
+            )
+    return described
+
+
+async def ask_offsets(
+    cluster: Cluster,
+    asked: Mapping[TopicPartition, tuple[str, int]],
+    come_to: Mapping[TopicPartition, tuple[int, int]] = MappingProxyType({}),
+) -> dict[TopicPartition, Found]:
+    """OFFSETS for partition -> (topic id, time in microseconds or EARLIEST, LATEST): each one's answer or error.
+
+    `come_to` has for partitions up to which offset they were read, and the epoch of the message before that.
+    """
+    by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
+    for tp in asked:
+        by_broker[parse_partition(tp.partition)[0]].append(tp)
+    answers = await asyncio.gather(
+        *(_ask_one(cluster, broker_id, {tp: asked[tp] for tp in tps}, come_to) for broker_id, tps in by_broker.items())
+    )
+    return {tp: found for answer in answers for tp, found in answer.items()}
+
+
+async def ask_slaves(
+    cluster: Cluster, asked: Mapping[TopicPartition, tuple[str, int]]
+) -> dict[TopicPartition, OffsetsResult]:
+    """As ask_offsets(), of brokers that have no master: by the slave that shows the most of each partition.
+
+    Partitions that no slave tells of are left out. A slave shows what its master has said to be stable: what was
+    acknowledged last may be missing. Raises ConnectError where nothing is known of the brokers yet.
+    """
+    masters = await cluster.refresh_brokers()
+    for topic in {tp.topic for tp in asked}:
+        await cluster.know_slaves(topic)
+    by_slave: dict[tuple[int, int], list[TopicPartition]] = defaultdict(list)
+    for tp in asked:
+        broker_id, _index = parse_partition(tp.partition)
+        for replica in [] if broker_id in masters else cluster.slaves_with(broker_id, tp.topic):
+            by_slave[broker_id, replica].append(tp)
+    answers = await asyncio.gather(
+        *(_ask_one(cluster, slave[0], {tp: asked[tp] for tp in tps}, {}, slave[1]) for slave, tps in by_slave.items())
+    )
+    best: dict[TopicPartition, OffsetsResult] = {}
+    for tp, found in (item for answer in answers for item in answer.items()):
+        if isinstance(found, OffsetsResult) and (tp not in best or found.stable_offset > best[tp].stable_offset):
+            best[tp] = found
+    return best
+
+
+async def _ask_one(
+    cluster: Cluster,
+    broker_id: int,
+    asked: Mapping[TopicPartition, tuple[str, int]],
+    come_to: Mapping[TopicPartition, tuple[int, int]],
+    replica: int = MASTER,
+) -> dict[TopicPartition, Found]:
+    entries = [
+        OffsetsEntry(tp.topic, topic_id, parse_partition(tp.partition)[1], timestamp_us, *come_to.get(tp, (-1, -1)))
+        for tp, (topic_id, timestamp_us) in asked.items()
+    ]
+    try:
+        results = await in_pieces.ask_offsets(await cluster.connection(broker_id, replica), entries)
+    except MetamqError as error:
+        return dict.fromkeys(asked, error)
+    return {
+        tp: result if result.status == status.OK else status.decode_error(result.status, result.error)
+        for tp, result in zip(asked, results, strict=True)
+    }
+
+
+async def broker_statistics(cluster: Cluster, broker_id: int) -> BrokerStatistics:
+    """What a broker counts. Raises ConfigError when there is no such broker, ConnectError, Timeout."""
+    described = await describe_brokers(cluster.session)
+    if broker_id not in described:
+        known = f"There are: {', '.join(map(str, described))}." if described else "There is none yet."
+        raise ConfigError(f"there is no broker {broker_id!r}", hint=known)
+    connection = await cluster.connection(broker_id)
+    return _statistics(connection.address, await in_pieces.ask_statistics(connection))
+
+
+def _statistics(address: str, header: Any) -> BrokerStatistics:
+    try:
+        counters = header["counters"]
+        partitions = [
+            PartitionStatistics(
+                entry["topic"],
+                partition_name(header["broker_id"], entry["partition"]),
+                entry["start_offset"],
+                entry["stable_offset"],
+                entry["end_offset"],
+                entry["size_bytes"],
+                entry["last_append_us"],
+            )
+            for entry in header["partitions"]
+        ]
+        return BrokerStatistics(
+            broker_id=header["broker_id"],
+            epoch=header["epoch"],
+            version=header["version"],
+            time_ms=header["time_ms"],
+            writes_refused=header["writes_refused"],
+            replica=header["replica"],
+            incarnation=header["incarnation"],
+            partitions=tuple(partitions),
+            **{name: counters[name] for name in _COUNTERS},
+        )
+    except (KeyError, TypeError) as error:
+        problem = f"the statistics of the broker at {address} make no sense: {error!r}"
+        raise MetamqError(problem, hint="Is it of another metamq release? See `metamq doctor`.") from error
+
+
+_COUNTERS = ("messages_in", "bytes_in", "batches_in", "bytes_out", "fetches", "repeats")
+
+
+async def sizes_on_disk(cluster: Cluster, broker_ids: list[int]) -> dict[TopicPartition, int]:
+    """Bytes of every partition of these brokers; those of brokers that do not answer are left out."""
+
+    async def ask(broker_id: int) -> tuple[PartitionStatistics, ...]:
+        try:
+            connection = await cluster.connection(broker_id)
+            return _statistics(connection.address, await in_pieces.ask_statistics(connection)).partitions
+        except MetamqError:
+            return ()
+
+    answers = await asyncio.gather(*map(ask, broker_ids))
+    return {TopicPartition(one.topic, one.partition): one.size_bytes for answer in answers for one in answer}

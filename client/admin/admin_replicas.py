@@ -1,0 +1,237 @@
+"""Replicas, for administration: roles, who is in sync, what a promotion would lose, and the promotion itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+from metamq.client.admin.admin_groups import children
+from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
+from metamq.client.admin.promotion_plan import Has, Loss, loss_of
+from metamq.client.net import in_pieces
+from metamq.client.net.cluster import Cluster
+from metamq.client.net.transport import BrokerConnection
+from metamq.errors import ConfigError, ConnectError, MetamqError
+from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
+from metamq.zk.cluster.brokers import BrokerAddress, BrokerState, StateAt, known, master_of, read_state
+from metamq.zk.cluster.epochs import highest_epoch, taken_back
+from metamq.zk.cluster.replicas import slaves_of
+from metamq.zk.session.session import Session
+
+PROMOTE_TIMEOUT_S = 30.0
+ASK_TIMEOUT_S = 3.0
+
+
+async def describe_replicas(cluster: Cluster) -> dict[int, BrokerReplicas]:
+    """Every broker id's replicas, in order. Raises ConnectionLost; a broker that does not answer is described so."""
+    names = await children(cluster.session, cluster.session.paths.broker_ids())
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    described = await asyncio.gather(*(describe_broker(cluster, number) for number in numbers))
+    return {one.broker_id: one for one in described if one is not None}
+
+
+async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | None:
+    """The replicas of one broker id; None before its first master. Raises as describe_replicas() does."""
+    stored = await read_state(cluster.session, broker_id)
+    if stored is None:
+        return None
+    state, was_taken_back = await _state_to_go_by(cluster.session, broker_id, stored)
+    master = await master_of(cluster.session, broker_id)
+    slaves = {slave.replica: slave for slave in await slaves_of(cluster.session, broker_id)}
+    links: dict[int, dict[str, Any]] = {}
+    problems: dict[int, str] = {}
+    damaged: dict[int, tuple[int, tuple[str, ...]]] = {}
+    told: dict[int, dict[str, Any]] = {}
+    if master is not None:
+        try:
+            answer = await _ask_twice(cluster, master)
+            told[state.master] = answer["replication"]
+            links = {int(link["replica"]): link for link in answer["replication"].get("slaves", [])}
+            damaged[master.replica] = answer.get("damaged_count", 0), tuple(answer.get("damaged", ()))
+        except MetamqError as error:
+            problems[state.master] = error.problem
+        except (KeyError, TypeError, AttributeError) as error:
+            problems[state.master] = f"its statistics make no sense: {error!r}"
+    # Of those that have a link, or had one a moment ago, the master tells.
+    untold = [
+        slave
+        for number, slave in slaves.items()
+        if number not in links and (problems or master is None or not _in_sync(state, number, slave))
+    ]
+    answers = await asyncio.gather(*(_why_apart(cluster, slave) for slave in untold))
+    for slave, (reason, its) in zip(untold, answers, strict=True):
+        problems[slave.replica], told[slave.replica] = reason, its
+    addresses = slaves if master is None else {**slaves, master.replica: master}
+    numbers = sorted({state.master, *(replica for replica, _ in state.insync), *slaves, *links})
+    replicas = [
+        _replica(state, broker_id, n, addresses.get(n), links.get(n, {}), problems.get(n, ""), told.get(n, {}))
+        for n in numbers
+    ]
+    for place, one in enumerate(replicas):
+        damaged_count, reasons = damaged.get(one.replica, (0, ()))
+        replicas[place] = replace(one, damaged_count=damaged_count, damaged=reasons)
+    return BrokerReplicas(broker_id, state.epoch, state.generation, tuple(replicas), was_taken_back)
+
+
+async def _state_to_go_by(session: Session, broker_id: int, stored: StateAt) -> tuple[BrokerState, str]:
+    """The state, without its in-sync set where ZooKeeper was taken back, and why it is known that it was."""
+    claims = [slave.claim for slave in await slaves_of(session, broker_id)]
+    if not taken_back(known(stored), claims):
+        return stored[0], ""
+    stored = await read_state(session, broker_id) or stored  # the slaves may have seen a newer one
+    reason = taken_back(known(stored), claims)
+    return replace(stored[0], insync=()) if reason else stored[0], reason
+
+
+def _replica(
+    state: BrokerState,
+    broker_id: int,
+    number: int,
+    address: BrokerAddress | None,
+    link: dict[str, Any],
+    problem: str,
+    told: dict[str, Any],
+) -> ReplicaDescription:
+    is_waiting = address is not None and address.role == "slave"
+    return ReplicaDescription(
+        broker_id=broker_id,
+        replica=number,
+        role="slave" if number != state.master else "waiting" if is_waiting else "master",
+        address=address.address if address is not None else None,
+        in_sync=_in_sync(state, number, address),
+        version=address.version if address is not None else None,
+        stage=str(link.get("stage", "")),
+        copying=link.get("copying"),
+        lag_messages=link.get("lag_messages"),
+        lag_bytes=link.get("lag_bytes"),
+        lag_ms=link.get("lag_ms"),
+        problem=problem,
+        learner=address.learner if address is not None else bool(link.get("learner")),
+        refused=tuple(map(str, told.get("refused", ()))),
+    )
+
+
+async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
+    """The first page of the statistics. A replica that hangs is not waited for as long as one that has much to do."""
+    try:
+        async with asyncio.timeout(ASK_TIMEOUT_S):
+            connection = await cluster.connections.get(address)
+            answer: dict[str, Any] = await connection.request(Command.STATS, Stats("", 0), timeout_s=ASK_TIMEOUT_S)
+            return answer
+    except TimeoutError:
+        raise ConnectError(address.address, f"no answer within {ASK_TIMEOUT_S:g} s") from None
+
+
+async def _ask_twice(cluster: Cluster, master: BrokerAddress) -> dict[str, Any]:
+    """A master that is slow for a moment is not to be taken for one that hangs: somebody might promote another."""
+    with contextlib.suppress(MetamqError):
+        return await _ask_briefly(cluster, master)
+    return await _ask_briefly(cluster, master)
+
+
+async def _why_apart(cluster: Cluster, slave: BrokerAddress) -> tuple[str, dict[str, Any]]:
+    """Why a replica has no link to its master, or waits, as far as it says; and what it says of its replication."""
+    try:
+        answer = await _ask_briefly(cluster, slave)
+    except MetamqError as error:
+        return error.problem, {}
+    its = answer.get("replication")
+    its = its if isinstance(its, dict) else {}
+    if its.get("role") == "waiting":
+        return f"waits: {its.get('reason')}", its
+    return str(answer.get("writes_refused") or ""), its
+
+
+def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) -> bool:
+    """A replica that came back as a new incarnation is not, whatever stands there of the former one."""
+    if address is None:
+        return replica in {number for number, _ in state.insync}
+    return (replica, address.incarnation) in state.insync
+
+
+async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> PromotionPlan:
+    """What a promotion would do. Raises ConfigError when there is no such slave."""
+    stored, slave, master = await _find(cluster.session, broker_id, replica)
+    state, _reason = await _state_to_go_by(cluster.session, broker_id, stored)
+    in_sync = _in_sync(state, replica, slave)
+    others = [master] if master is not None else []
+    others += [one for one in await slaves_of(cluster.session, broker_id) if one.replica != replica]
+    lives = await _lives(cluster, master)
+    loss = Loss({})
+    if not in_sync:
+        mine, has = await _has(cluster, state, slave), []
+        for other in others:
+            with contextlib.suppress(MetamqError):
+                has.append(await _has(cluster, state, other))
+        loss = loss_of(mine, has, known(stored), highest_epoch(0, [one.claim for one in others]))
+    running = {one.replica for one in others}
+    down = tuple(number for number, _ in stored[0].insync if number != replica and number not in running)
+    return PromotionPlan(
+        broker_id, replica, state.master, lives, in_sync, loss.lost, slave.learner, down, loss.unknown,
+        loss.promote_instead,
+    )  # fmt: skip
+
+
+async def _has(cluster: Cluster, state: BrokerState, replica: BrokerAddress) -> Has:
+    """Raises MetamqError when it does not answer, or makes no sense. `state`: as _state_to_go_by() gives it."""
+    answer = await _ask(cluster, replica)
+    try:
+        epoch = max(replica.epoch, int(answer["replication"].get("known_epoch", 0)))
+        ends = {(entry["topic"], entry["partition"]): entry["end_offset"] for entry in answer["partitions"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"the statistics of the broker at {replica.address} make no sense: {error!r}"
+        raise MetamqError(problem, hint="Is it of another metamq release? See `metamq doctor`.") from error
+    return Has(replica.replica, epoch, ends, _in_sync(state, replica.replica, replica))
+
+
+async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
+    """Whether a master answers: one that was killed stays registered until its session ends."""
+    if master is None:
+        return False
+    try:
+        await _ask_twice(cluster, master)
+    except MetamqError:
+        return False
+    return True
+
+
+async def promote(cluster: Cluster, broker_id: int, replica: int, accept_loss: bool) -> int:
+    """Makes a slave the master; returns the new epoch. Raises ConfigError, Fenced, ConnectError, Timeout."""
+    _stored, slave, _master = await _find(cluster.session, broker_id, replica)
+    connection = await _connected(cluster, slave)
+    answer = await connection.request(Command.PROMOTE, Promote(accept_loss), timeout_s=PROMOTE_TIMEOUT_S)
+    return unpack(Promoted, answer).epoch
+
+
+async def _find(session: Session, broker_id: int, replica: int) -> tuple[StateAt, BrokerAddress, BrokerAddress | None]:
+    """The state of a broker id, one of its slaves, and its master if that is registered."""
+    stored = await read_state(session, broker_id)
+    if stored is None:
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
+    master = await master_of(session, broker_id)
+    slaves = {slave.replica: slave for slave in await slaves_of(session, broker_id)}
+    if replica not in slaves:  # one that waits is among them, and may be promoted
+        if master is not None and master.replica == replica:
+            raise ConfigError(f"replica {replica} is the master of broker {broker_id} already")
+        if replica in {stored[0].master, *(number for number, _ in stored[0].insync)}:
+            hint = "Start it: only a replica that runs can be promoted."
+            if replica == stored[0].master:
+                hint = "Start it, and it is the master again; or promote another replica, see `metamq ha status`."
+            raise ConfigError(f"replica {replica} of broker {broker_id} is down", hint=hint)
+        known = f"Its slaves are: {', '.join(map(str, slaves))}." if slaves else "It has no slave at present."
+        raise ConfigError(f"broker {broker_id} has no slave {replica}", hint=known)
+    return stored, slaves[replica], master
+
+
+async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnection:
+    try:
+        return await cluster.connections.get(replica)
+    except ConnectError as error:
+        error.hint = f"Nothing was done. Does replica {replica.replica} run, or hang? See `metamq ha status`."
+        raise
+
+
+async def _ask(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
+    return await in_pieces.ask_statistics(await _connected(cluster, address))

@@ -1,0 +1,298 @@
+"""Topics, administered: created, altered and deleted in ZooKeeper, and waited for until the brokers have followed.
+
+The configuration node is the change; all that comes after it is waiting. So a time-out here takes nothing back, and
+the same call can be made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import replace
+
+from metamq.client.admin.admin_brokers import ask_offsets, sizes_on_disk
+from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
+from metamq.client.checks import check_seconds, is_whole, wrong_type
+from metamq.client.net.cluster import Cluster
+from metamq.client.settings import unknown
+from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, Timeout, TopicExists
+from metamq.wire.commands import LATEST
+from metamq.zk.cluster.brokers import live_brokers, read_state
+from metamq.zk.cluster.offers import offered_partitions
+from metamq.zk.cluster.replicas import slaves_of
+from metamq.zk.cluster.topics import PARTITIONS_MAX, TopicConfig, spread_partitions
+from metamq.zk.errors import ConnectionLost, NoNode, NotEmpty
+from metamq.zk.names import check_topic, parse_partition
+from metamq.zk.nodes import ANY_VERSION
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.paths import master_offer
+from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
+
+LOOK_AGAIN_S = 0.02
+LOOK_AGAIN_S_MAX = 0.5
+RECONNECT_TIMEOUT_S = 10.0
+OFFER_KINDS = ("topics-pub", "topics-sub")
+
+
+async def create_topic(
+    cluster: Cluster,
+    topic: str,
+    partitions: int,
+    brokers: Collection[int] | None,
+    exist_ok: bool,
+    timeout_s: float,
+    settings: TopicSettings,
+) -> TopicConfig:
+    """Creates a topic and waits until it can be written to and read. See Admin.create_topic."""
+    check_topic(topic)
+    _check_count(topic, partitions)
+    _check_settings(settings, "create_topic()")
+    check_seconds("timeout_s", timeout_s)
+    there = await cluster.topics.get_or_none(topic)
+    if there is not None:
+        return await _served_already(cluster, there, exist_ok, timeout_s)
+    chosen = await _choose_brokers(cluster.session, brokers)
+    config = TopicConfig(topic, partitions=spread_partitions(partitions, chosen), **settings)
+    try:
+        await _create(cluster, config)
+    except TopicExists:  # somebody else was faster
+        return await _served_already(cluster, await cluster.topics.get(topic), exist_ok, timeout_s)
+    await _wait_served(cluster, config, timeout_s)
+    return config
+
+
+async def _served_already(cluster: Cluster, config: TopicConfig, exist_ok: bool, timeout_s: float) -> TopicConfig:
+    if not exist_ok:
+        raise TopicExists(config.topic)
+    await _wait_served(cluster, config, timeout_s, reachable_only=True)
+    return config
+
+
+async def until_connected(session: Session) -> None:
+    """Waits while kazoo connects anew. Raises ConnectError when that takes long."""
+    try:
+        async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+            await session.connected()
+    except TimeoutError:
+        raise ConnectError(
+            f"ZooKeeper at {session.servers}",
+            f"it has not answered for {RECONNECT_TIMEOUT_S:g} s",
+            hint="Is it running? `metamq doctor` looks at every part.",
+        ) from None
+
+
+async def _create(cluster: Cluster, config: TopicConfig) -> None:
+    """Creates the node once, whatever answers are lost."""
+    while True:
+        try:
+            await cluster.topics.create(config)
+            return
+        except ConnectionLost as error:
+            await until_connected(cluster.session)
+            there = await cluster.topics.get_or_none(config.topic)
+            if there is not None and there.id == config.id:
+                return
+            if there is not None:
+                raise TopicExists(config.topic) from error
+
+
+async def alter_topic(
+    cluster: Cluster,
+    topic: str,
+    partitions: int | None,
+    brokers: Collection[int] | None,
+    timeout_s: float,
+    settings: TopicSettings,
+) -> TopicConfig:
+    """Changes settings, adds partitions, and waits until brokers serve these. See Admin.alter."""
+    if partitions is None and brokers is not None:
+        raise ConfigError("`brokers` says where new partitions go", hint="Give `partitions` too, the new total.")
+    if partitions is not None:
+        _check_count(topic, partitions)
+    _check_settings(settings, "alter()")
+    check_seconds("timeout_s", timeout_s)
+    await cluster.topics.get(topic)
+    chosen = await _choose_brokers(cluster.session, brokers) if partitions is not None else []
+
+    def change(before: TopicConfig) -> TopicConfig:
+        spread = before.partitions
+        if partitions is not None:
+            spread = spread_partitions(partitions, chosen, before.partitions)
+        return replace(before, partitions=spread, **settings)
+
+    config = await cluster.topics.alter(topic, change)
+    if partitions is not None:
+        await _wait_served(cluster, config, timeout_s)
+    return config
+
+
+async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicConfig | None:
+    """Deletes a topic and waits until no broker offers it. See Admin.delete."""
+    check_seconds("timeout_s", timeout_s)
+    config = await cluster.topics.delete(topic)
+
+    async def withdrawn() -> str:
+        for kind in OFFER_KINDS:
+            names = await _offers(cluster.session, kind, topic)
+            if names:
+                return f"{', '.join(names)} still offer it"
+        return ""
+
+    await _wait(f"the end of topic {topic!r}", timeout_s, withdrawn, "It is deleted; brokers follow when they can.")
+    for kind in OFFER_KINDS:
+        with contextlib.suppress(NoNode, NotEmpty):  # not empty: the topic has been created again
+            await cluster.session.delete(cluster.session.paths.offers(kind, topic), ANY_VERSION)
+    return config
+
+
+async def all_topics(cluster: Cluster) -> dict[str, TopicConfig]:
+    """Every topic's configuration, by name in alphabetical order; warns of those that cannot be read."""
+    configs, problems = await read_configs(cluster, await cluster.topics.names())
+    for topic, problem in problems.items():
+        log.warning("topic %r is left out: %s. `metamq topic delete` removes it", topic, problem)
+    return configs
+
+
+async def read_configs(cluster: Cluster, topics: Collection[str]) -> tuple[dict[str, TopicConfig], dict[str, str]]:
+    """The topics' configurations, and what is wrong with those that have none of use. Raises ConnectionLost."""
+    found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
+    configs, problems = {}, {}
+    for topic, outcome in zip(sorted(topics), found, strict=True):
+        if isinstance(outcome, TopicConfig):
+            configs[topic] = outcome
+        elif outcome is None:
+            problems[topic] = "the topic does not exist"
+        elif isinstance(outcome, ConfigError | CorruptData):
+            problems[topic] = outcome.problem
+        else:
+            raise outcome
+    return configs, problems
+
+
+async def describe_topic(cluster: Cluster, topic: str) -> TopicDescription:
+    """Configuration and state of a topic. Raises TopicNotFound, ConnectionLost."""
+    config = await cluster.topics.get(topic)
+    masters = await live_brokers(cluster.session)
+    found = await ask_offsets(cluster, dict.fromkeys(config.topic_partitions, (config.id, LATEST)))
+    sizes = await sizes_on_disk(cluster, [broker_id for broker_id in config.partitions if broker_id in masters])
+    described = []
+    for tp in config.topic_partitions:
+        broker_id, _index = parse_partition(tp.partition)
+        address = masters[broker_id].address if broker_id in masters else None
+        answer = found[tp]
+        if isinstance(answer, MetamqError):
+            described.append(PartitionDescription(tp.partition, broker_id, address, problem=answer.problem))
+        else:
+            described.append(
+                PartitionDescription(
+                    tp.partition, broker_id, address, answer.start_offset, answer.stable_offset, sizes.get(tp)
+                )
+            )
+    states = {broker_id: await read_state(cluster.session, broker_id) for broker_id in config.partitions}
+    in_sync = {broker_id: len(stored[0].insync) for broker_id, stored in states.items() if stored is not None}
+    return TopicDescription(config, tuple(described), in_sync)
+
+
+async def _choose_brokers(session: Session, wanted: Collection[int] | None) -> list[int]:
+    """The broker ids to spread over: the live ones, or the wanted ones when all of them are live."""
+    live = sorted(await live_brokers(session))
+    if wanted is None:
+        if not live:
+            raise ConfigError("there is no broker to put partitions on", hint=await _how_to_get_one(session))
+        return live
+    if not isinstance(wanted, Collection) or not all(map(is_whole, wanted)):
+        raise wrong_type("`brokers`", "a list of broker ids", wanted)
+    missing = sorted(set(wanted) - set(live))
+    if missing:
+        known = f"Live are: {', '.join(map(str, live))}." if live else await _how_to_get_one(session)
+        raise ConfigError(f"broker {', '.join(map(str, missing))} is not registered in ZooKeeper", hint=known)
+    return sorted(set(wanted))
+
+
+async def _how_to_get_one(session: Session) -> str:
+    """What to do when no broker has a master."""
+    names = await session.children_or_none(session.paths.broker_ids()) or []
+    for broker_id in sorted(int(name) for name in names if name.isdecimal()):
+        stored = await read_state(session, broker_id)
+        for slave in await slaves_of(session, broker_id):
+            if stored is not None and (slave.replica, slave.incarnation) in stored[0].insync:
+                promote = f"`metamq ha promote --broker {broker_id} --slave {slave.replica}`"
+                return f"Broker {broker_id} has no master, and a slave in sync: start the master again, or {promote}."
+    return "Start one with `metamq broker`."
+
+
+def _check_count(topic: str, partitions: int) -> None:
+    if type(partitions) is not int or not 1 <= partitions <= PARTITIONS_MAX:
+        raise ConfigError(
+            f"topic {topic!r}: partitions is {partitions!r}",
+            hint=f"It has to be a whole number, 1 to {PARTITIONS_MAX:,} in all.",
+        )
+
+
+def _check_settings(settings: Mapping[str, object], where: str) -> None:
+    known = [*TopicSettings.__annotations__, "partitions", "brokers", "timeout_s"]
+    for name in settings:
+        if name not in known:
+            raise unknown(name, known, where)
+
+
+async def _wait_served(
+    cluster: Cluster, config: TopicConfig, timeout_s: float, *, reachable_only: bool = False
+) -> None:
+    """Until every broker of the topic offers its partitions, and serves them under the topic's id.
+
+    The offer alone may be that of a topic of the same name that was deleted just now. `reachable_only`: without those
+    that are down, which know a topic that is not new.
+    """
+    hint = "The configuration stands; brokers follow when they are up. See `metamq topic describe` and `metamq doctor`."
+
+    async def served() -> str:
+        live = await live_brokers(cluster.session) if reachable_only else config.partitions
+        for broker_id, count in config.partitions.items():
+            if broker_id in live and await _offered_count(cluster.session, config.topic, broker_id) != count:
+                return f"broker {broker_id} does not offer its {count} yet"
+        asked: dict[TopicPartition, tuple[str, int]] = dict.fromkeys(config.topic_partitions, (config.id, LATEST))
+        for tp, answer in (await ask_offsets(cluster, asked)).items():
+            is_away = reachable_only and isinstance(answer, ConnectError | Timeout)
+            if isinstance(answer, MetamqError) and not is_away:
+                return f"{tp}: {answer.problem}"
+        return ""
+
+    await _wait(f"the start of topic {config.topic!r} at its brokers", timeout_s, served, hint)
+
+
+async def _offered_count(session: Session, topic: str, broker_id: int) -> int | None:
+    node = await session.get_or_none(session.paths.offered_topic("topics-pub", topic, master_offer(broker_id)))
+    try:
+        return None if node is None else offered_partitions(node.data)
+    except CorruptData:
+        return None
+
+
+async def _offers(session: Session, kind: str, topic: str) -> list[str]:
+    try:
+        return sorted(await session.children(session.paths.offers(kind, topic)))
+    except NoNode:
+        return []
+
+
+async def _wait(what: str, timeout_s: float, missing: Callable[[], Awaitable[str]], hint: str) -> None:
+    """Asks `missing` until it says nothing. Raises Timeout, with its last words."""
+    pause_s, words = LOOK_AGAIN_S, "ZooKeeper did not answer"
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    words = await missing()
+                except ConnectionLost as error:
+                    words = error.problem
+                if not words:
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LOOK_AGAIN_S_MAX)
+    except TimeoutError:
+        raise Timeout(f"{what} ({words})", timeout_s, hint=hint) from None

@@ -1,0 +1,80 @@
+"""Branches of transactions, for administration: what is open, and an operator's decisions."""
+
+from __future__ import annotations
+
+import asyncio
+
+from metamq.client.admin.admin_groups import children
+from metamq.client.admin.admin_model import OpenBranches
+from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
+from metamq.client.net.cluster import Cluster
+from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError
+from metamq.wire.xa import Verb, XACode, Xid
+
+LASTING = ("prepared", "heuristically completed", "decided")
+
+
+async def open_branches(cluster: Cluster) -> OpenBranches:
+    """The branches of every broker, and why some could not be asked. Raises ConnectionLost."""
+    names = await children(cluster.session, cluster.session.paths.broker_ids())
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    client = TxClient(cluster)
+    answers = await asyncio.gather(
+        *(client.branches(number, all_of_them=True) for number in numbers), return_exceptions=True
+    )
+    found: list[BranchDescription] = []
+    problems: dict[int, str] = {}
+    for number, answer in zip(numbers, answers, strict=True):
+        if isinstance(answer, MetamqError):
+            problems[number] = answer.problem
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found += answer
+    return OpenBranches(tuple(found), problems)
+
+
+async def commit_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
+    """An operator's commit. Raises what the broker answers."""
+    branch = await _find(cluster, xid, broker_id)
+    if branch.state != "prepared":
+        raise BranchMisuse(
+            xid, XACode.PROTO, f"it is {branch.state} at broker {broker_id}",
+            hint="Only what is prepared can be committed: all of it is there then.",
+        )  # fmt: skip
+    await _ask(cluster, branch, Verb.HEURISTIC_COMMIT)
+
+
+async def rollback_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
+    """An operator's roll back. Raises what the broker answers."""
+    branch = await _find(cluster, xid, broker_id)
+    if branch.state in LASTING:
+        await _ask(cluster, branch, Verb.HEURISTIC_ROLLBACK)
+        return
+    try:
+        await _ask(cluster, branch, Verb.RESOLVE)  # whoever works in it learns of it, and nothing is to be forgotten
+    except BranchNotKnown:
+        return
+    raise BranchMisuse(xid, XACode.PROTO, f"it was committed at broker {broker_id} meanwhile")
+
+
+async def forget_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
+    """Drops a decision. Raises what the broker answers."""
+    await _ask(cluster, await _find(cluster, xid, broker_id), Verb.FORGET)
+
+
+async def _find(cluster: Cluster, xid: Xid, broker_id: int) -> BranchDescription:
+    names = await children(cluster.session, cluster.session.paths.broker_ids())
+    if str(broker_id) not in names:
+        raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
+    for branch in await TxClient(cluster).branches(broker_id, all_of_them=True):
+        if branch.xid == xid.check():
+            return branch
+    reason = f"broker {broker_id} does not know it: it never was, or is finished"
+    raise BranchNotKnown(xid, XACode.NOTA, reason, hint="`metamq tx list` shows what is open.")
+
+
+async def _ask(cluster: Cluster, description: BranchDescription, verb: Verb) -> None:
+    branch = Branch(description.xid, description.broker_id, new_session())
+    branch.epoch = description.epoch
+    await TxClient(cluster).ask(branch, [verb], timeout_s=ANSWER_S)

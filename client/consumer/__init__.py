@@ -1,0 +1,1 @@
+"""Consumers: loops, listeners, and the end of a loop."""

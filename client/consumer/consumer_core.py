@@ -1,0 +1,593 @@
+"""The consumer without a face: owns partitions, fetches, keeps what is done, commits. Runs in one loop.
+
+Handlers take from its inbox, in whatever thread; see metamq.client.fetch.inbox for what passes between the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from metamq.client.consumer.health import ConsumerHealth, health_of
+from metamq.client.consumer.loop_end import LoopEnd
+from metamq.client.consumer.progress import PUBLISH_LIMIT_S, done_offsets, watch_progress
+from metamq.client.consumer.unshared import UnsharedAssignment
+from metamq.client.fetch.commits import Commits
+from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerPlan, check_place
+from metamq.client.fetch.damage import report_damage, report_of
+from metamq.client.fetch.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
+from metamq.client.fetch.fetch_runner import FetchRunner
+from metamq.client.fetch.inbox import Inbox, PartitionState
+from metamq.client.fetch.message_batch import MessageBatch, own_part
+from metamq.client.fetch.room import Room
+from metamq.client.fetch.sources import Sources
+from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
+from metamq.client.forks import tell_of_forks
+from metamq.client.group.assignment import AssignedPartition, not_assigned
+from metamq.client.group.rebalance import ZKLoadRebalanceListener
+from metamq.client.net.cluster import MASTER, Cluster, Source
+from metamq.client.net.first_contact import open_client_session
+from metamq.client.net.outages import Outages
+from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
+from metamq.errors import (
+    CorruptData,
+    ForkedError,
+    MetamqError,
+    OffsetDiverged,
+    OffsetOutOfRange,
+    OwnershipLost,
+    closed_client,
+)
+from metamq.wire.batch import walk
+from metamq.wire.commands import GetResult
+from metamq.words import count
+from metamq.zk.names import parse_partition
+from metamq.zk.partitions import TopicPartition
+from metamq.zk.session.lease import Lease
+from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
+
+LEASE_CHECK_S = 0.1
+
+RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
+
+
+class ConsumerCore:
+    """One consumer's engine: an AssignmentHandler and a FetchSink. Its methods are the loop's, but for the inbox."""
+
+    def __init__(
+        self,
+        plan: ConsumerPlan,
+        options: ConsumerOptions,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        on_assigned: RebalanceCallback,
+        on_revoked: RebalanceCallback,
+    ) -> None:
+        self.plan = plan
+        self.options = options
+        self.loop = loop
+        self.inbox = Inbox(self._may_deliver)
+        self._room = Room(options, self.inbox)
+        self._on_assigned = on_assigned
+        self._on_revoked = on_revoked
+        self._queue = FetchRequestQueue(self._wake_runner)
+        self._requests: dict[TopicPartition, FetchRequest] = {}
+        self._stalled: dict[FetchRequest, None] = {}
+        self.outages = Outages(lambda broker_id: self.cluster.broker_name(broker_id), self._is_substituted)
+        self._stuck: dict[TopicPartition, MetamqError] = {}
+        self._lost_messages = 0
+        self._delivering = True
+        self._closing = False
+        self._callback_error: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._session: Session | None = None
+        tell_of_forks(self)
+
+    async def open(self, servers: str, root: str) -> None:
+        """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""
+        options = self.options
+        self._session = await open_client_session(servers, root, options.session_timeout_ms)
+        self._lease = Lease(self._session)
+        reads_slaves = options.read_from == "any"
+        self.cluster = Cluster(self._session, self._cluster_changed, with_slaves=reads_slaves)
+        self._sources = Sources(
+            self.cluster,
+            reads_slaves=reads_slaves,
+            requests=self._requests.values,
+            make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._room.limits),
+            spawn=self._spawn,
+            ask_anew=self._ask_anew,
+        )
+        self._finder = OffsetFinder(self.cluster, self.plan.start)
+        try:
+            await self._lease.start()
+            self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
+            await self._storage.check()
+            self._assignment = self._make_assignment(self._session)
+            self.commits = Commits(self.plan, self.inbox, self._assignment, self.outages.errors)
+            parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
+            self.end = LoopEnd(servers, *parts, pauses=self._needs_lease)
+            await self._assignment.start()
+        except BaseException:
+            await self._shut_down()
+            raise
+        self._spawn(self._watch_lease())
+        self._spawn(watch_progress(self.inbox, self._assignment, self.outages, self.end))
+        if self.plan.auto_commit:
+            self._spawn(self.commits.commit_often(options.commit_interval_ms))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("a part of the consumer ended: handlers get the error", exc_info=error)
+            self.inbox.fail(error)
+
+    def _make_assignment(self, session: Session) -> ZKLoadRebalanceListener | UnsharedAssignment:
+        plan = self.plan
+        if plan.group is None or plan.broadcast:
+            storage = None if plan.group is None else self._storage
+            return UnsharedAssignment(self.cluster, plan.group or "", plan.consumer_id, plan.topics, storage, self)
+        return ZKLoadRebalanceListener(
+            session, plan.group, plan.consumer_id, plan.topics, plan.strategy, self._storage, self, self._lease
+        )
+
+    # What the assignment calls
+
+    async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
+        """These partitions are ours: tell the application, which may seek, then find where to start, and fetch."""
+        states = [PartitionState(assigned.tp, assigned.claim, -1) for assigned in partitions]
+        for state in states:
+            self.end.is_placing(state)
+            self.inbox.add(state)
+        await self._tell(self._on_assigned, states)
+        for state, assigned in zip(states, partitions, strict=True):
+            state.starting = False
+            self._spawn(self._start(state, assigned))
+
+    async def _tell(self, callback: RebalanceCallback, states: Sequence[PartitionState]) -> bool:
+        """Calls the application back. What it raises goes on in its handlers; False then."""
+        try:
+            await callback([state.tp for state in states])
+        except Exception as error:
+            log.debug("a callback failed: handlers get the error", exc_info=error)
+            self._callback_error = error
+            self.inbox.fail(error)
+            return False
+        return True
+
+    async def _start(self, state: PartitionState, assigned: AssignedPartition) -> None:
+        """Finds the first offset, as often as it takes, and begins to fetch."""
+        delay_s = 0.05
+        while self._is_ours(state):
+            try:
+                first = await self._finder.first_offset(assigned)
+                if not first.is_committed and state.next_offset < 0 and self.plan.start != "earliest":
+                    await self._keep_start(state, first)
+            except MetamqError as error:
+                if isinstance(error, OwnershipLost):
+                    return
+                self.outages.failed(state.tp, error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(delay_s * 2, 5.0)
+                continue
+            with self.inbox.lock:
+                if first.is_committed:
+                    state.committed_offset = first.offset
+                else:
+                    state.first_offset = first.offset
+                if state.next_offset < 0:  # else the application was faster with a seek
+                    state.begin_at(first.offset, first.epoch)
+            self._fetch_from(state, state.next_offset)
+            self.outages.ended(state.tp)
+            self.end.placed(state)
+            return
+
+    async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
+        """Commits where the group begins, before anything is done: "latest" is decided once, not by each new owner."""
+        assert state.claim is not None
+        refused = await self.commits.commit([CommitRequest(state.claim, first.offset, first.epoch)])
+        for error in refused.values():
+            raise error
+
+    def _is_ours(self, state: PartitionState) -> bool:
+        return self.inbox.states.get(state.tp) is state and not state.closing
+
+    async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
+        """Gives partitions away once nothing of them is in hand; says what is to be committed."""
+        states = [state for tp in partitions if (state := self.inbox.states.get(tp)) is not None]
+        for state in states:
+            state.closing = True
+            self._stop_fetching(state)
+            self.inbox.rewind(state)
+        await asyncio.gather(*(self._until_released(state) for state in states))
+        is_well = not states or await self._tell(self._on_revoked, states)
+        finals = {state.tp: self._final(state) if is_well else None for state in states}
+        for state in states:
+            self._remove(state)
+        return finals
+
+    def _final(self, state: PartitionState) -> tuple[int, int] | None:
+        return state.due_commit() if self.plan.auto_commit else None
+
+    async def _until_released(self, state: PartitionState) -> None:
+        released: asyncio.Future[None] = self.loop.create_future()
+
+        def settle() -> None:
+            if not released.done():
+                released.set_result(None)
+
+        def tell() -> None:
+            self.loop.call_soon_threadsafe(settle)
+
+        self.inbox.when_released(state, tell)
+        await released
+
+    def lost(self, partitions: Sequence[TopicPartition]) -> None:
+        """They may be somebody else's already."""
+        for tp in partitions:
+            state = self.inbox.states.get(tp)
+            if state is not None:
+                self._stop_fetching(state)
+                self._remove(state)
+
+    def _remove(self, state: PartitionState) -> None:
+        self.inbox.remove(state)
+        self.outages.ended(state.tp)
+        self.end.placed(state)
+
+    def failed(self, error: MetamqError) -> None:
+        """The assignment has ended for good: the application gets the error."""
+        self.inbox.fail(error)
+
+    # Fetching
+
+    def _fetch_from(self, state: PartitionState, offset: int, epoch: int | None = None) -> None:
+        """Fetches a partition from an offset on, in place of whatever was under way."""
+        self._stop_fetching(state)
+        held_back = state.paused or state.starting or not self._delivering or self._closing
+        if held_back or offset < 0 or not self._is_ours(state):
+            return
+        broker_id, index = parse_partition(state.tp.partition)
+        topic_id = state.claim.topic_id if state.claim else ""
+        source = self._sources.choose(state.tp, broker_id)
+        epoch = state.epoch_before(offset) if epoch is None else epoch
+        request = FetchRequest(state.tp, topic_id, source, index, offset, epoch)
+        self._requests[state.tp] = request
+        self._queue.put(request, self.loop.time())
+
+    def _is_substituted(self, tp: TopicPartition) -> bool:
+        request = self._requests.get(tp)
+        return request is not None and self._sources.is_substitute(request)
+
+    def _ask_anew(self, request: FetchRequest) -> None:
+        """The request is to be made elsewhere."""
+        if request in self._stalled and request.error is None:
+            self._sources.go(request, self._sources.choose(request.tp, request.source.broker_id))
+        else:
+            self._fetch_from(self.inbox.states[request.tp], request.offset, request.epoch)
+
+    def _cluster_changed(self) -> None:
+        """A broker may be back: those who wait for one need not wait any longer."""
+        for source in self._sources.runners:
+            self._queue.hurry(source, self.loop.time())
+        self._sources.changed()
+
+    def _stop_fetching(self, state: PartitionState) -> None:
+        request = self._requests.pop(state.tp, None)
+        if request is not None:
+            self._stalled.pop(request, None)
+            self._sources.runner(request.source).cancel(request)
+
+    def _wake_runner(self, source: Source) -> None:
+        self._sources.runner(source).wake()
+
+    def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
+        """Data of one partition: into the inbox, and the request back into the queue."""
+        state = self.inbox.states[request.tp]
+        state.start_offset, state.stable_offset = result.start_offset, result.stable_offset
+        batches: list[MessageBatch[Any]] = []
+        damage: CorruptData | None = None
+        data = own_part(data)
+        try:
+            for position, header in walk(data):
+                if header.end_offset > request.offset:
+                    whole = data[position : position + header.size]
+                    batches.append(MessageBatch(request.tp, header, whole, request.offset, self.plan.decode))
+                    request.offset, request.epoch = header.end_offset, header.epoch
+        except CorruptData as error:
+            damage = error
+        if batches:
+            request.damaged_fetches = 0
+            self.inbox.put(state, batches)
+        if damage is not None:
+            self._damaged(request, damage)
+            return
+        request.damaged_fetches = 0
+        request.delay_s = 0.0
+        if not self._sources.is_substitute(request):
+            self.outages.ended(request.tp)
+        self._sources.answered(request, result.preferred_replica)
+        if self._room.has_more(state):
+            self._queue.put(request, self.loop.time())
+        else:
+            self._stalled[request] = None
+            self.consumed()
+
+    def asked(self, requests: list[FetchRequest]) -> None:
+        """Their broker can be reached, and says so of a partition without news by no answer."""
+        masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
+        for tp in self.outages.cut_off(masters):
+            self.outages.ended(tp)
+
+    def consumed(self) -> None:
+        """A handler made room: fetch on for those that waited for it. In the loop."""
+        now = self.loop.time()
+        for request in [request for request in self._stalled if self._may_go_on(request)]:
+            del self._stalled[request]
+            if request.error is None:
+                self._queue.put(request, now)
+            else:
+                self._fail(request.tp, request.error)
+
+    def _may_go_on(self, request: FetchRequest) -> bool:
+        state = self.inbox.states[request.tp]
+        return self._room.has_more(state) if request.error is None else not state.buffered_bytes
+
+    def refetch(self, state: PartitionState) -> None:
+        """A handler let go of messages that are not done: they are to come again. In the loop."""
+        if state.rewinding and self._is_ours(state):
+            self._fetch_from(state, self.inbox.rewind(state))
+
+    def wants_room(self) -> bool:
+        """Whether somebody waits for a handler to make room. Any thread."""
+        return bool(self._stalled)
+
+    def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:
+        """The partition is asked for again after a pause; an offset that is gone is replaced by policy."""
+        if isinstance(error, OffsetOutOfRange):
+            self._out_of_range(request, error)
+            return
+        at_once = self._sources.failed(request, error)
+        if not at_once or self._sources.is_substitute(request):
+            self.outages.failed(request.tp, error)
+        self._queue.put(request, self.loop.time() + (0.0 if at_once else request.grow_delay()))
+
+    def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
+        """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
+        report = report_of(request.tp, request.topic_id, request.offset)
+        self._spawn(report_damage(self.cluster, request.source, report))
+        if request.source.replica != MASTER:
+            self.fetch_failed(request, damage)
+            return
+        self.outages.failed(request.tp, damage)
+        if (lasting := request.came_damaged(damage)) is None:
+            self._queue.put(request, self.loop.time() + DELAY_FIRST_S)
+        else:
+            self._raise_after_what_is_buffered(request, lasting)
+
+    def _raise_after_what_is_buffered(self, request: FetchRequest, error: MetamqError) -> None:
+        request.error = error
+        self._stalled[request] = None
+        self.consumed()
+
+    def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
+        """Handlers get the error, until a seek leads away from it."""
+        self.outages.errors[tp] = str(error)
+        self._stuck[tp] = error
+        self.inbox.fail(error)
+
+    def _out_of_range(self, request: FetchRequest, error: OffsetOutOfRange) -> None:
+        state = self.inbox.states[request.tp]
+        policy = self.plan.on_data_loss
+        if policy == "fail":
+            error.topic, error.partition = request.tp
+            if isinstance(error, OffsetDiverged):
+                self.inbox.drop_from(state, error.agreed)
+            self.outages.errors[request.tp] = str(error)
+            self._raise_after_what_is_buffered(request, error)
+            return
+        if isinstance(error, OffsetDiverged):
+            log.warning("%s: %s Going on at %d", request.tp, error, error.agreed)
+            place = self.inbox.take_back_to(state, error.agreed, error.epoch)
+        else:
+            # Above the end the log was cut: what was read before is not to be read again.
+            place = error.start if policy == "earliest" and request.offset < error.start else error.end
+            lost = max(place - request.offset, 0)
+            self._lost_messages += lost
+            log.warning("%s: %s Going on at %d; lost: %s", request.tp, error, place, count(lost, "message"))
+            self.inbox.skip_to(state, place)
+        self._fetch_from(state, place)
+
+    # The lease
+
+    @property
+    def _needs_lease(self) -> bool:
+        return self.plan.group is not None and not self.plan.broadcast
+
+    def _may_deliver(self) -> bool:
+        return not self._needs_lease or self._lease.valid()
+
+    async def _watch_lease(self) -> None:
+        """Stops handing out when the lease is over, takes back what is not handed out, goes on when it is valid."""
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            valid = self._may_deliver()
+            if valid == self._delivering:
+                if valid:
+                    self.inbox.poke()  # a handler may have asked in a lapse too short to be seen here
+                continue
+            self._delivering = valid
+            log.warning("consumption %s: %s", "goes on" if valid else "pauses", self._lease_reason(valid))
+            for state in list(self.inbox.states.values()):
+                if state.next_offset < 0:
+                    continue
+                offset = self.inbox.rewind(state)
+                if valid:
+                    self._fetch_from(state, offset)
+                else:
+                    self._stop_fetching(state)
+            self.inbox.poke()
+
+    def _lease_reason(self, valid: bool) -> str:
+        return "ZooKeeper answers again" if valid else "ZooKeeper has not answered, another member may take over"
+
+    # What the application asks for
+
+    def check_usable(self) -> None:
+        """Raises ClosedError once it is closed, but not in callbacks during close(); ForkedError in a fork's child."""
+        if isinstance(self.inbox.error, ForkedError):
+            raise self.inbox.error
+        if self._session is None:
+            raise closed_client("consumer")
+
+    def check_loop_may_begin(self) -> None:
+        """As check_usable, and raises ClosedError during close(), too. A loop that is running just ends then."""
+        self.check_usable()
+        if self.inbox.closed:
+            raise closed_client("consumer")
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        """The next message handed out is the one at `offset`."""
+        state = self._state(tp)
+        if state.closing:
+            raise OwnershipLost(tp.topic, tp.partition, "it is being given to another consumer")
+        stuck = self._stuck.pop(tp, None)
+        if stuck is not None and stuck is self.inbox.error:
+            self.inbox.error = next(iter(self._stuck.values()), None)
+        state.sought_offset, state.assumed_offset = offset, None
+        state.seeks += 1
+        # Up to there it has read what the log has: unless a further loss is accepted, which it is told then.
+        epoch = stuck.epoch if isinstance(stuck, OffsetDiverged) and offset == stuck.agreed else -1
+        self.inbox.rewind(state, offset, epoch)
+        self._fetch_from(state, offset)
+
+    async def seek_to(self, tp: TopicPartition, where: Any) -> None:
+        """Seeks to an offset, "earliest", "latest" or a time. Raises ConfigError for anything else.
+
+        OffsetOutOfRange for an offset beyond the end; while the broker does not answer it is taken as it is, and
+        `on_data_loss` says what happens when it is found to be none.
+        """
+        check_place(where)
+        state = self._state(tp)
+        if not isinstance(where, int):
+            self.seek(tp, await self._finder.find(tp, self._topic_id(state), where))
+            return
+        await self.check_not_beyond_end({tp: where}, "Give an offset up to its end, 'earliest', 'latest' or a time.")
+        self.seek(tp, where)
+
+    async def check_not_beyond_end(self, offsets: Mapping[TopicPartition, int], hint: str) -> None:
+        """Raises OffsetOutOfRange, with the hint, for the first offset that is beyond its partition's end."""
+        states = {tp: self._state(tp) for tp in offsets}
+        # The others were there when something was last fetched.
+        news = {tp: self._topic_id(state) for tp, state in states.items() if offsets[tp] > state.stable_offset}
+        if news:
+            await self._finder.check_not_beyond_end(news, offsets, hint)
+
+    def pause(self, partitions: Iterable[TopicPartition]) -> None:
+        """Hands out nothing of these partitions until resume()."""
+        for tp in partitions:
+            state = self._state(tp)
+            if not state.paused:
+                state.paused = True
+                self._stop_fetching(state)
+                self.outages.ended(state.tp)
+                self.inbox.rewind(state)
+
+    def resume(self, partitions: Iterable[TopicPartition]) -> None:
+        """Goes on with paused partitions."""
+        for tp in partitions:
+            state = self._state(tp)
+            if state.paused:
+                state.paused = False
+                self._fetch_from(state, self.inbox.rewind(state))
+
+    def _state(self, tp: TopicPartition) -> PartitionState:
+        state = self.inbox.states.get(tp)
+        if state is None:
+            raise not_assigned(tp, self.plan.topics, self._assignment)
+        return state
+
+    def _topic_id(self, state: PartitionState) -> str:
+        assert state.claim is not None
+        return state.claim.topic_id
+
+    def assignment(self) -> list[TopicPartition]:
+        """The partitions that are consumed now. Any thread."""
+        with self.inbox.lock:
+            return sorted(self.inbox.states)
+
+    async def lag(self) -> dict[TopicPartition, int]:
+        """Messages stored and not done, per partition, asked of the brokers."""
+        states = {state.tp: state for state in list(self.inbox.states.values()) if state.next_offset >= 0}
+        ends = await self._finder.ends({tp: self._topic_id(state) for tp, state in states.items()})
+        return {tp: max(ends[tp] - states[tp].done_offset(), 0) for tp in states if tp in ends}
+
+    def health(self) -> ConsumerHealth:
+        """How consumption goes, without asking anybody."""
+        with self.inbox.lock:
+            states = list(self.inbox.states.values())
+            partitions = {state.tp: health_of(state, self.outages.errors.get(state.tp, "")) for state in states}
+        last = max((runner.last_answer_s for runner in self._sources.runners.values()), default=0.0)
+        return ConsumerHealth(
+            partitions=partitions,
+            delivering=self._delivering,
+            buffered_bytes=self.inbox.buffered_bytes,
+            last_fetch_s=time.monotonic() - last if last else None,
+            lost_messages=self._lost_messages,
+            group=self._assignment.health() if isinstance(self._assignment, ZKLoadRebalanceListener) else None,
+        )
+
+    # The end
+
+    async def close(self, *, in_hand_done: bool) -> None:
+        """Commits what is done, gives everything back, disconnects. What is in hand counts as `in_hand_done` says.
+
+        Raises, after all of it, what on_revoked raised meanwhile.
+        """
+        if self._session is None:
+            return
+        self._closing = True
+        self._callback_error = None
+        for state in self.inbox.states.values():
+            self._stop_fetching(state)
+        self.inbox.close(in_hand_done=in_hand_done)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PUBLISH_LIMIT_S):
+                    await self._assignment.publish(done_offsets(self.inbox))
+            await self._assignment.stop()
+        finally:
+            await self._shut_down()
+        if self._callback_error is not None:
+            raise self._callback_error
+
+    async def _shut_down(self) -> None:
+        session, self._session = self._session, None
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._finder.close()
+        await self._lease.close()
+        await self.cluster.close()
+        if self.plan.offsets is not None:
+            await self.plan.offsets.close()
+        if session is not None:
+            await session.close()
+
+    def forked(self) -> None:
+        """In a fork's child: nothing works any more."""
+        self.inbox.forked(ForkedError("consumer"))
+        self._session = None

@@ -1,0 +1,92 @@
+"""What a consumer commits: what is done, every now and then; and what the application asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from metamq.client.fetch.consumer_options import ConsumerPlan
+from metamq.client.fetch.inbox import Inbox
+from metamq.client.group.assignment import Assignment, not_assigned
+from metamq.client.offsets.offsets import CommitRequest
+from metamq.errors import ConfigError, MetamqError, OwnershipLost
+from metamq.zk.partitions import TopicPartition
+
+log = logging.getLogger("metamq.client")
+
+
+class Commits:
+    """The commits of one consumer. `errors` has each partition's last error, for health()."""
+
+    def __init__(
+        self, plan: ConsumerPlan, inbox: Inbox, assignment: Assignment, errors: dict[TopicPartition, str]
+    ) -> None:
+        self._plan = plan
+        self._inbox = inbox
+        self._assignment = assignment
+        self._errors = errors
+
+    async def commit_often(self, interval_ms: int) -> None:
+        """Commits what is done, for ever."""
+        while True:
+            await asyncio.sleep(interval_ms / 1000)
+            try:
+                refused = await self.commit(self.due())
+            except MetamqError as trouble:
+                log.warning("nothing can be committed at present: %s", trouble)
+                continue
+            for tp, error in refused.items():
+                if isinstance(error, OwnershipLost):
+                    log.info("%s", error)
+                else:
+                    self._errors[tp] = str(error)
+
+    def due(self) -> list[CommitRequest]:
+        """What is done and not committed. Any thread."""
+        requests = []
+        for state in list(self._inbox.states.values()):
+            with self._inbox.lock:
+                due = state.due_commit()
+            if state.claim is not None and due is not None:
+                requests.append(CommitRequest(state.claim, *due))
+        return requests
+
+    def requests(
+        self, offsets: Mapping[TopicPartition, int] | None, *, handed_out: bool = False
+    ) -> list[CommitRequest]:
+        """What a commit() is to write: the given offsets, or all that is done. Any thread.
+
+        `handed_out`: the offsets are those of messages, which must have been handed out since the partition is ours.
+        Raises OwnershipLost; PartitionNotFound; ConfigError without a group or for a topic that is not read.
+        """
+        if self._plan.group is None:
+            raise ConfigError("a consumer without a group has nothing to commit to", hint="Give Consumer(group=...).")
+        if offsets is None:
+            return self.due()
+        return [self._request(tp, offset, handed_out) for tp, offset in offsets.items()]
+
+    def _request(self, tp: TopicPartition, offset: int, handed_out: bool) -> CommitRequest:
+        if not isinstance(offset, int) or offset < 0:
+            raise ConfigError(f"{tp}: {offset!r} is no offset", hint="An offset is a whole number, 0 or more.")
+        state = self._inbox.states.get(tp)
+        if state is None or state.claim is None:
+            if handed_out:  # it was there when the message came, whatever has become of its topic
+                raise OwnershipLost(*tp, reason="it is not assigned to this consumer")
+            raise not_assigned(tp, self._plan.topics, self._assignment)
+        with self._inbox.lock:
+            if handed_out and not state.has_handed_out(offset):
+                raise OwnershipLost(*tp, reason=f"it was another's since offset {offset - 1} was handed out")
+            epoch = state.hand.batch.epoch if state.hand is not None else state.epoch
+        return CommitRequest(state.claim, offset, epoch)
+
+    async def commit(self, requests: list[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
+        """Commits; returns what was refused."""
+        if not requests or self._plan.group is None:
+            return {}
+        refused = await self._assignment.commit(requests)
+        for request in requests:
+            state = self._inbox.states.get(request.claim.tp)
+            if state is not None and request.claim.tp not in refused:
+                state.committed_offset = request.offset
+        return refused

@@ -1,0 +1,159 @@
+"""A consumer's settings, and what it is to consume."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, TypedDict
+
+from metamq.client.checks import check_ranges, is_whole, wrong_type
+from metamq.client.group.strategies import check_strategy
+from metamq.client.offsets.offsets import OffsetStorage
+from metamq.errors import ConfigError
+from metamq.wire.limits import BATCH_BYTES_MAX, FRAME_BYTES_MAX
+from metamq.zk.names import check_consumer, check_group, check_topic
+
+Start = Literal["earliest", "latest"] | datetime
+DataLoss = Literal["earliest", "latest", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerOptions:
+    """A consumer's settings; construction validates."""
+
+    commit_interval_ms: int = 1000
+    """How often what is done is committed."""
+    fetch_wait_ms: int = 5000
+    """How long a broker may keep a long poll when there is nothing; messages that come answer it at once."""
+    fetch_min_bytes: int = 1
+    """A broker waits for so much, up to `fetch_wait_ms`."""
+    fetch_max_bytes: int = 1024 * 1024
+    """Of one answer. Measured: larger ones leave the processor's cache, and broker and consumer take turns."""
+    partition_fetch_max_bytes: int = 1024 * 1024
+    """Of one partition in one answer; a larger batch comes whole all the same."""
+    prefetch_bytes: int = 16 * 1024 * 1024
+    """Fetched and not handled yet: above it no more is asked for."""
+    session_timeout_ms: int = 10_000
+    """How long after its death a consumer's partitions go to others."""
+    read_from: str = "master"
+    """ "any": also from slaves, while a master cannot be reached, or where it prefers that since we are far behind."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "commit_interval_ms": (1, 3_600_000),
+            "fetch_wait_ms": (0, 300_000),
+            "fetch_min_bytes": (1, BATCH_BYTES_MAX),
+            "fetch_max_bytes": (1, FRAME_BYTES_MAX // 2),
+            "partition_fetch_max_bytes": (1, FRAME_BYTES_MAX // 2),
+            "prefetch_bytes": (1, 1 << 40),
+            "session_timeout_ms": (1000, 600_000),
+        }
+        check_ranges("consumer", self, limits)
+        if self.read_from not in ("master", "any"):
+            raise ConfigError(f"consumer: `read_from` is {self.read_from!r}", hint="Choose 'master' or 'any'.")
+
+
+class ConsumerSettings(TypedDict, total=False):
+    """The keyword arguments of a Consumer that ConsumerOptions explains."""
+
+    commit_interval_ms: int
+    fetch_wait_ms: int
+    fetch_min_bytes: int
+    fetch_max_bytes: int
+    partition_fetch_max_bytes: int
+    prefetch_bytes: int
+    session_timeout_ms: int
+    read_from: Literal["master", "any"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerPlan:
+    """What a consumer consumes, and how; the Consumer's arguments, validated."""
+
+    topics: tuple[str, ...]
+    group: str | None
+    consumer_id: str
+    start: Start
+    strategy: str
+    auto_commit: bool
+    on_data_loss: DataLoss
+    broadcast: bool
+    offsets: OffsetStorage | None
+    decode: Callable[[bytes], Any] | None
+
+
+def consumer_plan(
+    topics: Collection[str] | str,
+    group: str | None,
+    *,
+    consumer_id: str | None,
+    start: Start,
+    strategy: str,
+    auto_commit: bool,
+    on_data_loss: DataLoss,
+    broadcast: bool,
+    offsets: OffsetStorage | None,
+    decode: Callable[[bytes], Any] | None,
+) -> ConsumerPlan:
+    """Checks a Consumer's arguments. Raises ConfigError."""
+    if not isinstance(topics, str | Collection):
+        raise wrong_type("`topics`", "a name or a list of names", topics)
+    for name, flag in (("auto_commit", auto_commit), ("broadcast", broadcast)):
+        if not isinstance(flag, bool):
+            raise wrong_type(f"`{name}`", "True or False", flag)
+    if offsets is not None and not hasattr(offsets, "claimed"):
+        raise wrong_type("`offsets`", "a DatabaseOffsets(connect) or FileOffsets(path)", offsets)
+    names = (topics,) if isinstance(topics, str) else tuple(dict.fromkeys(topics))
+    if not names:
+        raise ConfigError("a consumer needs a topic", hint='Give topics=["name"].')
+    for name in names:
+        check_topic(name)
+    if group is not None:
+        check_group(group)
+    if not is_start(start):
+        raise ConfigError(f"`start` is {start!r}", hint="Give 'earliest', 'latest' or an aware datetime.")
+    if on_data_loss not in ("earliest", "latest", "fail"):
+        raise ConfigError(f"`on_data_loss` is {on_data_loss!r}", hint="Choose 'earliest', 'latest' or 'fail'.")
+    if broadcast and (group is None or offsets is None):
+        raise ConfigError(
+            "a broadcast consumer keeps its own offsets",
+            hint="Give group= and offsets=FileOffsets(path) with a path of its own for each consumer.",
+        )
+    if offsets is not None and group is None:
+        raise ConfigError("`offsets` are kept for a group", hint="Give group=, or leave offsets= out.")
+    return ConsumerPlan(
+        topics=names,
+        group=group,
+        consumer_id=check_consumer(consumer_id or _new_consumer_id(group or "reader")),
+        start=start,
+        strategy=check_strategy(strategy),
+        auto_commit=auto_commit and group is not None,
+        on_data_loss=on_data_loss,
+        broadcast=broadcast,
+        offsets=offsets,
+        decode=decode,
+    )
+
+
+def is_start(where: object) -> bool:
+    """Whether it is "earliest", "latest" or an aware datetime."""
+    if isinstance(where, datetime):
+        return where.tzinfo is not None
+    return where in ("earliest", "latest")
+
+
+def check_place(where: object) -> None:
+    """Raises ConfigError unless a consumer can seek to it."""
+    if where < 0 if is_whole(where) else not is_start(where):  # type: ignore[operator]
+        raise ConfigError(
+            f"seek to {where!r}", hint="Give an offset, 0 or more, 'earliest', 'latest' or an aware datetime."
+        )
+
+
+def _new_consumer_id(prefix: str) -> str:
+    host = "".join(c if c.isalnum() or c in "-." else "-" for c in socket.gethostname())
+    return f"{prefix[:80]}_{host[:60]}-{os.getpid()}-{secrets.token_hex(4)}"

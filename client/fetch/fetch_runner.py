@@ -1,0 +1,236 @@
+"""A fetch runner: asks one replica for all of a consumer's partitions there, in one fetch session.
+
+The broker remembers what is open and armed (metamq.broker.front_door.fetch_session), so a GET carries only what
+changed. While a long poll is parked, requests that become due are sent in a further GET, which the broker takes as an
+amendment: it answers the parked one with nothing and goes on with both.
+
+A GET carries ENTRIES_TARGET changes of a kind at most, so that it fits into a frame; further ones follow in GETs of
+their own, each amending the one before.
+
+Where the replica's address is another one now, as when the master has changed, the connection is given up, and all goes
+on at the new one.
+
+A partition that was answered with an error is opened anew when its turn comes: what the broker found under the old
+handle stays what it was, be it a topic that the broker had not heard of yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple, Protocol
+
+from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
+from metamq.client.net.cluster import Cluster, Source
+from metamq.client.net.transport import BrokerConnection
+from metamq.errors import ConnectError, MetamqError
+from metamq.wire import status
+from metamq.wire.commands import Command, Get, GetPartition, GetResult, unpack_list
+from metamq.wire.connection import Response
+from metamq.wire.limits import ENTRIES_TARGET
+
+log = logging.getLogger("metamq.client")
+
+ANSWER_LATE_S = 10.0
+
+
+class FetchSink(Protocol):
+    """Who fetched data is for. Called in the loop. With an answer it puts the request back for more."""
+
+    def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
+        """Data, or at least news of the log's ends."""
+
+    def asked(self, requests: list[FetchRequest]) -> None:
+        """A broker that has just greeted is asked for these. It answers when there is something."""
+
+    def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:
+        """The broker refused, or is not to be reached."""
+
+
+class FetchLimits(NamedTuple):
+    """What one GET asks for at most, and how long it may wait."""
+
+    wait_ms: int
+    min_bytes: int
+    max_bytes: int
+    partition_max_bytes: int
+
+
+class FetchRunner:
+    """Serves the queue's requests to one replica until cancelled. `limits` is asked before each GET."""
+
+    def __init__(
+        self,
+        source: Source,
+        queue: FetchRequestQueue,
+        cluster: Cluster,
+        sink: FetchSink,
+        limits: Callable[[], FetchLimits],
+    ) -> None:
+        self.source = source
+        self._queue = queue
+        self._cluster = cluster
+        self._sink = sink
+        self._limits = limits
+        self._changed = asyncio.Event()
+        self._armed: dict[int, FetchRequest] = {}
+        self._closed_handles: deque[tuple[object, int]] = deque()
+        self._polls: deque[tuple[asyncio.Future[Response], float]] = deque()
+        """GETs without an answer, and when each is late."""
+        self.last_answer_s = 0.0
+
+    def wake(self) -> None:
+        """There may be something due."""
+        self._changed.set()
+
+    def cancel(self, request: FetchRequest) -> None:
+        """Nobody wants the request's answer any more; the broker is told with the next GET."""
+        request.cancelled = True
+        self._close(request)
+        self._changed.set()
+
+    def release(self, request: FetchRequest) -> None:
+        """The request, which is not under way, is to be made elsewhere."""
+        self._close(request)
+        self._changed.set()
+
+    def _close(self, request: FetchRequest) -> None:
+        if request.opened is not None:
+            self._closed_handles.append(request.opened)
+            request.opened = None
+
+    async def run(self) -> None:
+        """Fetches, for ever."""
+        while True:
+            while self._queue.next_due(self.source) is None:
+                await self._wait(asyncio.get_running_loop(), None)
+            connection: BrokerConnection | None = None
+            try:
+                connection = await self._cluster.connection(*self.source)
+                await self._fetch(connection)
+                connection.abort()
+                self._move()
+            except MetamqError as error:
+                if connection is not None:
+                    connection.abort()  # handles begin at 1 again, on a fetch session that knows none
+                self._give_back(error)
+                await self._wait(asyncio.get_running_loop(), None)
+
+    def _move(self) -> None:
+        """What is under way is asked for at the replica's new address."""
+        armed, self._armed = self._armed, {}
+        self._polls.clear()
+        for request in armed.values():
+            request.opened = None
+            if not request.cancelled:
+                self._queue.put(request, asyncio.get_running_loop().time())
+
+    def _give_back(self, error: MetamqError) -> None:
+        """The connection is gone, or there is none: everybody tries again, each after its own delay."""
+        armed, self._armed = self._armed, {}
+        self._polls.clear()
+        waiting = self._queue.take(self.source, asyncio.get_running_loop().time())
+        for request in (*armed.values(), *waiting):
+            request.opened = None
+            if not request.cancelled:
+                self._sink.fetch_failed(request, error)
+
+    async def _fetch(self, connection: BrokerConnection) -> None:
+        """Fetches until the replica is elsewhere. Raises ConnectError."""
+        loop = asyncio.get_running_loop()
+        handles = count(1)
+        connection.closed.add_done_callback(lambda _closed: self._changed.set())
+        while True:
+            if connection.closed.done():
+                raise connection.closed.result()
+            if not self._cluster.is_current(self.source, connection.address):
+                return
+            due = self._queue.take(self.source, loop.time(), ENTRIES_TARGET)
+            closed = self._next_closed(connection)
+            if due or closed or (self._armed and not self._polls):
+                self._send(connection, due, closed, handles)
+            await self._wait(loop, connection)
+            while self._polls and self._polls[0][0].done():
+                self._answered(self._polls.popleft()[0])
+
+    def _next_closed(self, connection: BrokerConnection) -> list[int]:
+        """Handles that the next GET is to close."""
+        closed: list[int] = []
+        while self._closed_handles and len(closed) < ENTRIES_TARGET:
+            opened_on, handle = self._closed_handles.popleft()
+            if opened_on is connection:
+                self._armed.pop(handle, None)
+                closed.append(handle)
+        if self._closed_handles:
+            self._changed.set()
+        return closed
+
+    def _send(
+        self,
+        connection: BrokerConnection,
+        due: list[FetchRequest],
+        closed: list[int],
+        handles: count[int],
+    ) -> None:
+        opened = []
+        armed = []
+        for request in due:
+            if request.opened is None or request.opened[0] is not connection:
+                handle = next(handles)
+                request.opened = connection, handle
+                opened.append(GetPartition(handle, request.tp.topic, request.topic_id, request.index, request.epoch))
+            handle = request.opened[1]
+            self._armed[handle] = request
+            armed.append((handle, request.offset))
+        limits = self._limits()
+        try:
+            poll = connection.send(Command.GET, Get(*limits, opened, armed, closed))
+        except MetamqError:
+            return  # the loop sees that the connection is closed
+        poll.add_done_callback(lambda _done: self._changed.set())
+        self._sink.asked(due)
+        self._polls.append((poll, asyncio.get_running_loop().time() + limits.wait_ms / 1000 + ANSWER_LATE_S))
+
+    async def _wait(self, loop: asyncio.AbstractEventLoop, connection: BrokerConnection | None) -> None:
+        """Until something changed: a request due, an answer, a lost connection, an answer that is late."""
+        if self._polls and self._polls[0][0].done():
+            return
+        next_due = self._queue.next_due(self.source)
+        late = self._polls[0][1] if self._polls else None
+        wake_up = min((time for time in (next_due, late) if time is not None), default=None)
+        timer = None if wake_up is None else loop.call_at(wake_up, self._changed.set)
+        try:
+            await self._changed.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        self._changed.clear()
+        if connection is not None and late is not None and loop.time() >= late and not self._polls[0][0].done():
+            log.warning("%s did not answer a long poll: reconnecting", connection.address)
+            connection.abort()
+
+    def _answered(self, poll: asyncio.Future[Response]) -> None:
+        error = poll.exception()
+        if error is not None:
+            raise error
+        response = poll.result()
+        if response.status != status.OK:
+            raise ConnectError(
+                f"broker {self.source.broker_id}", str(status.decode_error(response.status, response.header))
+            )
+        self.last_answer_s = asyncio.get_running_loop().time()
+        position = 0
+        for result in unpack_list(GetResult, response.header):
+            data = response.body[position : position + result.size]
+            position += result.size
+            request = self._armed.pop(result.handle, None)
+            if request is None or request.cancelled:
+                continue
+            if result.status == status.OK:
+                self._sink.fetched(request, result, data)
+            else:
+                self._close(request)
+                self._sink.fetch_failed(request, status.decode_error(result.status, result.error))

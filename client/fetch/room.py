@@ -1,0 +1,33 @@
+"""How much a consumer fetches ahead: its buffer's limit, and what each partition may take of it."""
+
+from __future__ import annotations
+
+from metamq.client.fetch.consumer_options import ConsumerOptions
+from metamq.client.fetch.fetch_runner import FetchLimits
+from metamq.client.fetch.inbox import Inbox, PartitionState
+
+
+class Room:
+    """The room in a consumer's inbox."""
+
+    def __init__(self, options: ConsumerOptions, inbox: Inbox) -> None:
+        self._options = options
+        self._inbox = inbox
+
+    def limits(self) -> FetchLimits:
+        """What the next GET may ask for."""
+        options = self._options
+        share_bytes = options.partition_fetch_max_bytes
+        if self._inbox.buffered_bytes >= options.prefetch_bytes:
+            share_bytes = min(share_bytes, self._share_bytes())
+        return FetchLimits(options.fetch_wait_ms, options.fetch_min_bytes, options.fetch_max_bytes, share_bytes)
+
+    def _share_bytes(self) -> int:
+        return max(self._options.prefetch_bytes // max(len(self._inbox.states), 1), 1)
+
+    def has_more(self, state: PartitionState) -> bool:
+        """Whether more is to be fetched: always below a fair share, so that one slow partition holds up no other."""
+        limit = self._options.prefetch_bytes
+        if state.buffered_bytes < self._share_bytes():
+            return True
+        return self._inbox.buffered_bytes < limit and state.buffered_bytes < limit // 2

@@ -1,0 +1,163 @@
+"""Agreeing on a group's plan: what this member sees, the plan that stands, and a new one when they differ.
+
+The plan node is read before the inputs, and the inputs are read again whenever the plan is another one. What we see is
+then at least as new as what the plan's maker saw, so a plan is never replaced for something older than itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from metamq.client.group.rebalance_decisions import (
+    group_strategy,
+    next_plan,
+    plan_inputs,
+    subscribed_topics,
+    without_growth,
+)
+from metamq.client.net.watched import Watched
+from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
+from metamq.zk.documents import say_once
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.groups.members import Member, read_members
+from metamq.zk.groups.plans import Plan, PlanInputs, PlanTooLarge, StoredPlan, read_plan, store_plan
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
+
+
+class CannotStay(Exception):
+    """Takes the error that ends a membership out of a round; `error` is for the user."""
+
+    def __init__(self, error: MetamqError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class GroupPlan:
+    """A group's plan as one of its members sees it; `changed` is called when `agree` may say something new."""
+
+    def __init__(
+        self, session: Session, group: str, consumer_id: str, strategy: str, changed: Callable[[], None]
+    ) -> None:
+        self._session = session
+        self._group = group
+        self._id = consumer_id
+        self._strategy = strategy
+        self._changed = changed
+        self._topic_store = TopicStore(session)
+        self._stored = Watched(lambda watch: read_plan(session, group, watch), changed)
+        self._members = Watched(lambda watch: read_members(session, group, watch), changed)
+        self._configs: dict[str, Watched[TopicConfig | None]] = {}
+        self._seen: int | None = None
+        self.present: Mapping[str, Member] = {}
+        """The members when the plan was last agreed on."""
+
+    async def agree(self, joined_in: int) -> Plan:
+        """The plan that stands and was made from what is there now, made here if need be.
+
+        `joined_in` is the session's generation in which this member has joined.
+        Where a plan for all is too large for ZooKeeper, the next one leaves out what is new: members that live keep
+        what they have, and get what members that are gone had. Raises PlanTooLarge where this member is new or even
+        that does not fit; CannotStay when this member was evicted or the group uses another strategy; ConfigError when
+        the plan is of a newer metamq; ConnectionLost.
+        """
+        while True:
+            stored = await self._stored.get()
+            if stored is not None and stored.version != self._seen:
+                self._seen = stored.version
+                self.forget()
+            present = await self._members.get()
+            if self._id not in present:
+                await self._check_evicted(joined_in)
+                continue
+            if stored is not None:
+                stored.check_format(self._group)
+            self._check_strategy(present, stored)
+            before = stored.plan if stored is not None else None
+            configs, unreadable = await self._read_configs(subscribed_topics(present.values()))
+            known = before.inputs.topics if before is not None else {}
+            kept = {topic: known[topic] for topic in unreadable if topic in known}
+            inputs = plan_inputs(self._strategy, present, configs, kept)
+            self.present = present
+            if before is not None and (before.inputs, before.strategy) == (inputs, self._strategy):
+                return before
+            try:
+                await self._store(inputs, stored)
+            except PlanTooLarge as error:
+                smaller = without_growth(before.inputs, inputs) if before is not None else None
+                if before is None or smaller is None or self._id not in smaller.members:
+                    raise
+                say_once(f"group {self._group} goes on without what is new in it: {error}")
+                if (before.inputs, before.strategy) == (smaller, self._strategy):
+                    return before
+                await self._store(smaller, stored)
+
+    async def _store(self, inputs: PlanInputs, stored: StoredPlan | None) -> None:
+        """Store the plan that these inputs give, unless another member was faster. Raises as `store_plan`."""
+        plan = next_plan(stored.plan if stored is not None else None, self._strategy, inputs)
+        if stored is not None:  # one that nobody can read had a number, too
+            plan = replace(plan, generation=max(plan.generation, stored.version + 2))
+        if await store_plan(self._session, self._group, plan, stored):
+            log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
+            self._seen = stored.version + 1 if stored is not None else 0
+        self._stored.forget()
+
+    async def check(self) -> None:
+        """Raise CannotStay when the group uses another strategy, ConfigError for a plan of a newer metamq."""
+        stored = await self._stored.get()
+        if stored is not None:
+            stored.check_format(self._group)
+        self._check_strategy(await self._members.get(), stored)
+
+    def forget(self) -> None:
+        """Read members and topics again at the next `agree`."""
+        self._members.forget()
+        for config in self._configs.values():
+            config.forget()
+
+    async def _check_evicted(self, joined_in: int) -> None:
+        """Raise CannotStay, unless the members were read before we joined, or in a session that has expired."""
+        there = await self._session.exists(self._session.paths.member(self._group, self._id))
+        if self._session.generation != joined_in:
+            raise ConnectionLost(self._session.servers, "the session expired", outcome="not_done")
+        if there is None:
+            raise CannotStay(closed_client("consumer", f"{self._id!r} was evicted from group {self._group!r}"))
+        self._members.forget()
+
+    def _check_strategy(self, present: Mapping[str, Member], stored: StoredPlan | None) -> None:
+        strategy = group_strategy(stored.plan if stored else None, present)
+        if strategy != self._strategy:
+            raise CannotStay(
+                ConfigError(
+                    f"group {self._group!r} uses strategy {strategy!r}, consumer {self._id!r} asks for "
+                    f"{self._strategy!r}",
+                    hint="All members of a group use one strategy; to change it, stop them all first.",
+                )
+            )
+
+    async def _read_configs(self, topics: Sequence[str]) -> tuple[list[TopicConfig | None], list[str]]:
+        """The configurations, and the topics whose own cannot be read or used: they stay what they are in the plan."""
+        self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in topics}
+        found = await asyncio.gather(*(config.get() for config in self._configs.values()), return_exceptions=True)
+        configs: list[TopicConfig | None] = []
+        unreadable = []
+        for topic, config in zip(self._configs, found, strict=True):
+            if isinstance(config, CorruptData | ConfigError):
+                say_once(f"group {self._group}: topic {topic} is left as it is: {config}")
+                unreadable.append(topic)
+            elif isinstance(config, BaseException):
+                raise config
+            else:
+                configs.append(config)
+        return configs, unreadable
+
+    def _watch_config(self, topic: str) -> Watched[TopicConfig | None]:
+        return Watched(lambda watch: self._topic_store.get_or_none(topic, watch), self._changed)

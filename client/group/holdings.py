@@ -1,0 +1,385 @@
+"""The partitions that a group member holds, and the steps from there to what the plan gives it.
+
+Each partition that we own in ZooKeeper has a holding, with its phase (`rebalance_decisions`) and its claim as it stands
+after our last write. The holding is forgotten at once when the session is lost. Work that was under way for it finds
+out by identity: a partition that comes back has another holding.
+
+A claim whose answer was lost may stand. It is a doubt, settled before the next step by deleting the owner node if it is
+ours: a partition that meanwhile is another member's by the plan would otherwise never become free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from metamq.client.group.assignment import AssignedPartition, AssignmentHandler
+from metamq.client.group.rebalance_decisions import HANDLER_HAS_IT, TRANSITIONS, Decision, Held, Phase, decide, mine_in
+from metamq.client.offsets.offsets import Claim, CommitRequest, OffsetStorage
+from metamq.errors import CorruptData, MetamqError, OwnershipLost
+from metamq.zk.errors import ConnectionLost
+from metamq.zk.groups import ownership
+from metamq.zk.groups.plans import Plan
+from metamq.zk.partitions import TopicPartition, partition_order
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
+
+
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """A partition of which we own the owner node. `final` is the position to commit with the release."""
+
+    claim: Claim
+    phase: Phase = Phase.CLAIMED
+    final: tuple[int, int] | None = None
+
+    def enter(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase], (self.claim.tp, self.phase, phase)
+        self.phase = phase
+
+
+_Some = dict[TopicPartition, _Holding]
+
+APPLICATIONS = frozenset({Phase.STARTING, Phase.REVOKING})
+"""Phases in which the application's callbacks, or its handler, take as long as they like."""
+
+
+class Lack(NamedTuple):
+    """Partitions that are a member's by the plan, and that it does not consume yet."""
+
+    partitions: int
+    first: TopicPartition
+    owner: str
+    """The member that still owns one of them; empty: nobody."""
+    with_application: bool
+    """They wait for the application, which takes as long as it likes."""
+
+
+class Holdings:
+    """What one member holds. `changed` asks for another `follow`; `failed` too, later, for an error in the background.
+
+    Only one `follow`, `give_up` or `drop_all` at a time; the rest may be called meanwhile, in the same loop.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        group: str,
+        consumer_id: str,
+        storage: OffsetStorage,
+        handler: AssignmentHandler,
+        *,
+        changed: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._session = session
+        self._group = group
+        self._id = consumer_id
+        self._storage = storage
+        self._kept_by = "" if storage.in_claim_node else type(storage).__name__
+        self._handler = handler
+        self._changed = changed
+        self._failed = failed
+        self._held: _Some = {}
+        self._doubts: set[TopicPartition] = set()
+        self._prepared: set[str] = set()
+        self._commit_turn = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._reading: set[asyncio.Task[None]] = set()
+        self.waiting: dict[TopicPartition, str] = {}
+        """Ours by the plan -> the member that still owns it."""
+        self._published: dict[TopicPartition, tuple[int, int]] = {}
+        """The claim's generation, and what was published with it."""
+        self.moved_at = 0.0
+        """When a partition was last claimed, or went into another phase (time.monotonic)."""
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def in_phase(self, *phases: Phase) -> tuple[TopicPartition, ...]:
+        """The partitions in one of `phases`, in numeric order."""
+        return tuple(sorted((tp for tp, held in self._held.items() if held.phase in phases), key=partition_order))
+
+    def lack(self, plan: Plan) -> Lack | None:
+        """What the plan gives to this member and is not consumed; None: nothing."""
+        mine = mine_in(self._id, plan)
+        consumed = {tp for tp, held in self._held.items() if held.phase is Phase.CONSUMING}
+        missing = sorted(mine.keys() - consumed, key=partition_order)
+        if not missing:
+            return None
+        phases = {held.phase for tp in missing if (held := self._held.get(tp)) is not None}
+        is_held = all(tp in self._held for tp in missing)
+        owner = next((self.waiting[tp] for tp in missing if tp in self.waiting), "")
+        return Lack(len(missing), missing[0], owner, with_application=is_held and phases <= APPLICATIONS)
+
+    # Following a plan
+
+    async def follow(self, plan: Plan) -> None:
+        """Take every step towards `plan` that can be taken now; what ends later calls `changed`. Raises MetamqError."""
+        await self._settle_doubts()
+        mine = mine_in(self._id, plan)
+        for tp in self.waiting.keys() - mine.keys():
+            del self.waiting[tp]
+        decision = self._decide(plan)
+        if decision.revoke:
+            self._spawn(self._revoke(self._enter(decision.revoke, Phase.REVOKING)))
+        damage: CorruptData | None = None
+        if decision.claim:
+            try:
+                await self._claim(decision.claim, mine)
+            except CorruptData as error:  # of one partition: the others go on
+                damage = error
+            decision = self._decide(plan)
+        if decision.start:
+            self._spawn(self._start(self._enter(decision.start, Phase.READING)))
+        if decision.release:
+            await self._release(decision.release)
+            self._changed()
+        if damage is not None:
+            raise damage
+
+    def _decide(self, plan: Plan) -> Decision:
+        held = {tp: Held(holding.phase, holding.claim.topic_id) for tp, holding in self._held.items()}
+        return decide(self._id, plan, held, self.waiting)
+
+    def _enter(self, partitions: Sequence[TopicPartition], phase: Phase) -> _Some:
+        some = {tp: self._held[tp] for tp in partitions}
+        for holding in some.values():
+            holding.enter(phase)
+        self.moved_at = time.monotonic()
+        return some
+
+    def _still(self, some: _Some, phase: Phase) -> _Some:
+        """Which of them were neither forgotten nor moved on while we waited for something."""
+        return {tp: held for tp, held in some.items() if self._held.get(tp) is held and held.phase is phase}
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._look_after(work))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._failed(error)
+        else:
+            self._changed()
+
+    # Claiming
+
+    async def _claim(self, partitions: Sequence[TopicPartition], topic_ids: Mapping[TopicPartition, str]) -> None:
+        generation = self._session.generation
+        for topic in sorted({tp.topic for tp in partitions} - self._prepared):
+            await ownership.prepare(self._session, self._group, topic)
+            self._prepared.add(topic)
+        outcomes = await asyncio.gather(
+            *(self._claim_one(tp, topic_ids[tp]) for tp in partitions), return_exceptions=True
+        )
+        claimed = [outcome for outcome in outcomes if isinstance(outcome, Claim)]
+        if self._session.generation != generation:
+            self._doubts.update(claim.tp for claim in claimed)
+            raise ConnectionLost(self._session.servers, "the session expired while partitions were claimed")
+        self._held.update((claim.tp, _Holding(claim)) for claim in claimed)
+        _raise_first(outcomes)
+
+    async def _claim_one(self, tp: TopicPartition, topic_id: str) -> Claim | None:
+        def freed() -> None:
+            self.waiting.pop(tp, None)
+            self._changed()
+
+        self.waiting[tp] = "nobody"
+        try:
+            outcome = await ownership.claim(
+                self._session, self._group, tp, topic_id, self._id, freed=freed, kept_by=self._kept_by
+            )
+        except BaseException:
+            self.waiting.pop(tp, None)
+            self._doubts.add(tp)
+            raise
+        if isinstance(outcome, Claim):
+            self.waiting.pop(tp, None)
+            self.moved_at = time.monotonic()
+            return outcome
+        if tp in self.waiting:  # else it was freed before we heard of it
+            self.waiting[tp] = outcome.owner
+        return None
+
+    async def _settle_doubts(self) -> None:
+        for tp in sorted(self._doubts - self._held.keys()):
+            await ownership.drop_owner(self._session, self._group, tp, self._id)
+        self._doubts.clear()
+
+    # Starting and revoking, in the background
+
+    async def _start(self, some: _Some) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            outcomes = await self._storage.claimed([held.claim for held in some.values()])
+        except BaseException:
+            for held in self._still(some, Phase.READING).values():
+                held.enter(Phase.CLAIMED)
+            raise
+        finally:
+            self._reading.discard(task)
+        refused = []
+        ready: _Some = {}
+        for tp, held in self._still(some, Phase.READING).items():
+            outcome = outcomes[tp]
+            if isinstance(outcome, MetamqError):
+                held.enter(Phase.CLAIMED)
+                refused.append(outcome)
+            else:
+                held.claim = replace(held.claim, committed=outcome)
+                held.enter(Phase.STARTING)
+                ready[tp] = held
+        if ready:
+            try:
+                await self._handler.assigned([AssignedPartition(held.claim) for held in ready.values()])
+            finally:
+                # Even if it failed: the handler may have taken some, and `revoke` is how to get them back.
+                for held in self._still(ready, Phase.STARTING).values():
+                    held.enter(Phase.CONSUMING)
+        _raise_first(refused)
+
+    async def _revoke(self, some: _Some) -> None:
+        finals: Mapping[TopicPartition, tuple[int, int] | None] = {}
+        try:
+            finals = await self._handler.revoke(list(some))
+        finally:
+            for tp, held in self._still(some, Phase.REVOKING).items():
+                held.final = finals.get(tp)
+                held.enter(Phase.RELEASING)
+
+    # Releasing
+
+    async def _release(self, partitions: Collection[TopicPartition]) -> None:
+        """Commit what is left to commit and delete the owner nodes. Raises the first error, with the rest released."""
+        async with self._commit_turn:
+            some = {tp: self._held[tp] for tp in partitions if tp in self._held}
+            if not self._storage.in_claim_node:
+                await self._commit_finals(some)
+            outcomes = await asyncio.gather(
+                *(self._release_one(held) for held in some.values()), return_exceptions=True
+            )
+            for (tp, held), outcome in zip(some.items(), outcomes, strict=True):
+                if outcome is None and self._held.get(tp) is held:
+                    del self._held[tp]
+            _raise_first(outcomes)
+
+    async def _commit_finals(self, some: _Some) -> None:
+        requests = [CommitRequest(held.claim, *held.final) for held in some.values() if held.final is not None]
+        refused = await self._commit(requests)
+        for request in requests:
+            error = refused.get(request.claim.tp)
+            if error is None or isinstance(error, OwnershipLost):
+                some[request.claim.tp].final = None
+        _raise_first([error for error in refused.values() if not isinstance(error, OwnershipLost)])
+
+    async def _release_one(self, held: _Holding) -> None:
+        try:
+            await ownership.release(self._session, held.claim, held.final)
+        except OwnershipLost as error:
+            # The offset was set from outside, or the group's offsets were deleted: our owner node may still stand.
+            log.warning("group %s: %s releases %s uncommitted: %s", self._group, self._id, held.claim.tp, error)
+            await ownership.drop_owner(self._session, self._group, held.claim.tp, self._id)
+
+    # Committing
+
+    async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
+        """See `ZKLoadRebalanceListener.commit`."""
+        refused: dict[TopicPartition, MetamqError] = {}
+        async with self._commit_turn:
+            present: list[CommitRequest] = []
+            for request in requests:
+                held = self._held.get(request.claim.tp)
+                if held is None or held.claim.generation != request.claim.generation:
+                    refused[request.claim.tp] = OwnershipLost(*request.claim.tp, reason="it was given up before")
+                else:
+                    present.append(replace(request, claim=held.claim))
+            refused.update(await self._commit(present))
+        return refused
+
+    async def publish(self, done: Mapping[TopicPartition, int]) -> None:
+        """Say how far this member is, where the storage is not seen by others. Raises the first error."""
+        news = {
+            tp: (held.claim, offset)
+            for tp, offset in done.items()
+            if (held := self._held.get(tp)) is not None and self._published.get(tp) != (held.claim.generation, offset)
+        }
+        if self._storage.in_claim_node or not news:
+            return
+        outcomes = await asyncio.gather(
+            *(ownership.publish(self._session, *item) for item in news.values()), return_exceptions=True
+        )
+        for (tp, (claim, offset)), outcome in zip(news.items(), outcomes, strict=True):
+            if outcome is None:
+                self._published[tp] = claim.generation, offset
+        _raise_first(outcomes)
+
+    async def _commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
+        """Commit with present claims, and keep what becomes of them. To be called in turn."""
+        refused: dict[TopicPartition, MetamqError] = {}
+        outcomes = await self._storage.commit(requests) if requests else {}
+        for tp, outcome in outcomes.items():
+            held = self._held.get(tp)
+            if isinstance(outcome, MetamqError):
+                refused[tp] = outcome
+                if isinstance(outcome, OwnershipLost) and held is not None and held.phase is not Phase.RELEASING:
+                    self._fenced(tp, held)
+            elif held is not None and held.claim.generation == outcome.generation:
+                held.claim = outcome
+        return refused
+
+    def _fenced(self, tp: TopicPartition, held: _Holding) -> None:
+        """A commit was refused for good: give the partition up, and claim it again if the plan says so."""
+        handler_has_it = held.phase in HANDLER_HAS_IT
+        held.enter(Phase.RELEASING)
+        if handler_has_it:
+            self._handler.lost([tp])
+        self._changed()
+
+    # Ends
+
+    def lose_all(self) -> list[TopicPartition]:
+        """The session is over, and with it every claim. Tells the handler; gives what was held."""
+        handler_had = self.in_phase(*HANDLER_HAS_IT)
+        held, self._held = list(self._held), {}
+        self.waiting.clear()
+        if handler_had:
+            self._handler.lost(handler_had)
+        return held
+
+    async def drop_all(self) -> None:
+        """Stop at once, without waiting for what is in hand. Raises MetamqError."""
+        self._doubts.update(self.lose_all())
+        await self._settle_doubts()
+
+    async def drain(self) -> None:
+        """Wait until the handler has nothing in hand any more. No `follow` may come after."""
+        for task in self._reading:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        consuming = self.in_phase(Phase.CONSUMING)
+        if consuming:
+            await self._look_after(self._revoke(self._enter(consuming, Phase.REVOKING)))
+
+    async def release_all(self) -> None:
+        """Commit and release all that was drained. Raises MetamqError; may be repeated."""
+        await self._settle_doubts()
+        await self._release(list(self._held))
+
+
+def _raise_first(outcomes: Sequence[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,174 @@
+"""A connection to a broker for one thread, without a loop: what is received is handled on the core that received it.
+
+One request is under way at a time. It may be sent long before its answer is waited for: what the broker answers
+meanwhile is in the kernel then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from metamq.client.net.transport import (
+    CONNECT_TIMEOUT_S,
+    IS_IT_RUNNING,
+    KEPT_BYTES,
+    WAKE_BYTES,
+    client_name,
+    hosts_in_turn,
+    keep_alive,
+    make_room,
+    none_answered,
+    reason_of,
+    wake_after,
+)
+from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
+from metamq.wire.addresses import are_near
+from metamq.wire.connection import ClientConnection, Response
+from metamq.wire.frames import Buffer
+from metamq.wire.rooms import Rooms
+
+SOON_S = 0.001
+"""Instead of 0, which would mean not to wait at all."""
+ROOM_BYTES = 1024 * 1024
+"""Of an answer that is not waited for yet, the kernel takes so much or more; what it does not stays with the broker."""
+
+
+class BlockingConnection:
+    """Open until something fails on it. Not thread-safe."""
+
+    def __init__(self, address: str, sock: socket.socket) -> None:
+        self.address = address
+        self._socket = sock
+        self._connection = ClientConnection(address, client_name(), Rooms(KEPT_BYTES).take)
+        self._wake_bytes = 1
+        self.is_open = True
+        """False from the moment on that something has failed on it."""
+        self.is_near = False
+        """Whether the broker is on this machine."""
+
+    @classmethod
+    def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BlockingConnection:
+        """Connects and greets. `host` may be several, separated by commas: they are tried in their order.
+
+        Raises ConnectError, UnsupportedVersion, or what the broker refuses with.
+        """
+        address = f"{host}:{port}"
+        refused: dict[str, ConnectError] = {}
+        for one, limit_s in hosts_in_turn(host, timeout_s):
+            try:
+                return cls._open(address, one, port, limit_s)
+            except UnsupportedVersion:
+                raise
+            except ConnectError as error:
+                refused[one] = error
+        raise none_answered(address, refused)
+
+    @classmethod
+    def _open(cls, address: str, host: str, port: int, timeout_s: float) -> BlockingConnection:
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            sock = socket.create_connection((host, port), timeout_s)
+        except OSError as error:
+            raise _not_connected(address, error, timeout_s) from error
+        connection = cls(address, sock)
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.abort)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(sock)
+                make_room(sock, ROOM_BYTES)
+                connection.is_near = are_near(sock.getpeername(), sock.getsockname())
+                connection._write(connection._connection.hello())
+                while connection._connection.greeting is None:
+                    sock.settimeout(max(deadline_s - time.monotonic(), SOON_S))
+                    connection._received()
+            except ProtocolError as error:
+                raise ConnectError(address, error.problem, hint=error.hint) from error
+            except OSError as error:
+                raise _not_connected(address, error, timeout_s) from error
+            undo.pop_all()
+        return connection
+
+    @property
+    def broker_id(self) -> int:
+        """Of the broker that it is to."""
+        assert self._connection.greeting is not None
+        return self._connection.greeting.broker_id
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open, and nothing has come that nobody asked for, such as its end."""
+        if not self.is_open:
+            return False
+        self._socket.settimeout(0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def send(self, command: int, header: Any, *, timeout_s: float) -> None:
+        """Sends a request, the only one under way. Raises ConnectError, Timeout."""
+        if not self.is_open:
+            raise ConnectError(self.address, "the connection is closed")
+        _opaque, buffers = self._connection.request(command, header)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._write(buffers)
+        except OSError as error:
+            raise self._broken(error, timeout_s) from error
+
+    def receive(self, *, timeout_s: float) -> Response:
+        """The answer to the request; `timeout_s` is the longest that it may take to come.
+
+        Of a large one that is so for each part of it, of WAKE_BYTES or what is left.
+
+        Raises ConnectError, Timeout.
+        """
+        try:
+            self._socket.settimeout(timeout_s)
+            while True:
+                for response in self._received():
+                    return response
+        except MetamqError as error:
+            self.abort()
+            raise ConnectError(self.address, error.problem, hint=error.hint, outcome="unknown") from error
+        except OSError as error:
+            raise self._broken(error, timeout_s) from error
+
+    def _write(self, buffers: Iterable[Buffer]) -> None:
+        self._socket.sendall(b"".join(buffers))
+
+    def _received(self) -> list[Response]:
+        count = self._socket.recv_into(self._connection.next_buffer())
+        if not count:
+            raise ConnectionError("the broker closed the connection")
+        responses = list(self._connection.received(count))
+        wake_bytes = min(self._connection.missing_bytes, WAKE_BYTES) or 1
+        if wake_bytes != self._wake_bytes:
+            self._wake_bytes = wake_bytes
+            wake_after(self._socket, wake_bytes)
+        return responses
+
+    def _broken(self, error: OSError, timeout_s: float) -> MetamqError:
+        self.abort()
+        if isinstance(error, TimeoutError):
+            return Timeout(f"the answer of {self.address}", timeout_s)
+        return ConnectError(self.address, reason_of(error), outcome="unknown")
+
+    def abort(self) -> None:
+        """Closes at once."""
+        self.is_open = False
+        self._connection.close()
+        self._socket.close()
+
+
+def _not_connected(address: str, error: OSError, timeout_s: float) -> ConnectError:
+    reason = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else reason_of(error)
+    return ConnectError(address, reason, hint=IS_IT_RUNNING)

@@ -1,0 +1,244 @@
+"""What a client knows of the cluster: topics' configurations and where the brokers are, followed by watches.
+
+Of brokers that is their masters; for a client that also reads from slaves, those that offer its topics, too. A watch
+marks what it was set on as stale; the next use, or the refresh it starts, reads it again. Cut off from ZooKeeper, a
+client goes on with what it knows: brokers serve it all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from metamq.client.net.transport import BrokerConnection, Connections
+from metamq.errors import ConnectError, MetamqError
+from metamq.zk.cluster.brokers import BrokerAddress, live_brokers
+from metamq.zk.cluster.offers import slaves_offering
+from metamq.zk.cluster.replicas import live_slaves
+from metamq.zk.cluster.topics import TopicConfig, TopicStore
+from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
+
+RETRY_S = 0.5
+MASTER = -1
+"""In the place of a replica's number: whichever is the master."""
+
+
+class Source(NamedTuple):
+    """Where a partition is read from: a replica of its broker id."""
+
+    broker_id: int
+    replica: int = MASTER
+
+
+class Cluster:
+    """Topics and brokers as a client sees them, and its connections. Use within one loop only."""
+
+    def __init__(
+        self, session: Session, changed: Callable[[], None] | None = None, *, with_slaves: bool = False
+    ) -> None:
+        self.session = session
+        self.topics = TopicStore(session)
+        self.connections = Connections()
+        self.configs: dict[str, TopicConfig] = {}
+        self.brokers: dict[int, BrokerAddress] = {}
+        """The masters, by broker id."""
+        self.slaves: dict[int, dict[int, BrokerAddress]] = {}
+        """By broker id and replica, for a client that reads from slaves."""
+        self._with_slaves = with_slaves
+        self._offering: dict[str, set[tuple[int, int]]] = {}
+        """By topic: the (broker id, replica) of slaves that have it."""
+        self._fresh_offers: set[str] = set()
+        self._changed = changed or (lambda: None)
+        self._fresh_topics: set[str] = set()
+        self._brokers_fresh = False
+        self._addresses: dict[int, BrokerAddress] = {}
+        """Where each broker was last; one that is down is not registered any more."""
+        self._reading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._refreshes: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    async def topic(self, name: str) -> TopicConfig:
+        """The topic's configuration. Raises TopicNotFound; ConnectionLost only when it was never known."""
+        if name in self._fresh_topics and not self._reading[name].locked():
+            return self.configs[name]
+        try:
+            return await self._read_topic(name)
+        except ConnectError:
+            if name not in self.configs:
+                raise
+            return self.configs[name]
+
+    async def _read_topic(self, name: str) -> TopicConfig:
+        async with self._reading[name]:  # who comes while it is being read waits for the answer, too
+            if name in self._fresh_topics:
+                return self.configs[name]
+            try:
+                self._fresh_topics.add(name)  # before the answer: the watch may fire before it is here
+                self.configs[name] = await self.topics.get(name, lambda: self._topic_stale(name))
+            except BaseException as error:
+                self._fresh_topics.discard(name)
+                if isinstance(error, MetamqError) and not isinstance(error, ConnectError):
+                    self.configs.pop(name, None)
+                raise
+            return self.configs[name]
+
+    def _topic_stale(self, name: str) -> None:
+        self._fresh_topics.discard(name)
+        if name in self.configs:
+            self._refresh(
+                f"topic {name}",
+                partial(self._read_topic, name),
+                lambda: name in self._fresh_topics or name not in self.configs,
+            )
+
+    async def refresh_brokers(self) -> dict[int, BrokerAddress]:
+        """The masters by broker id; the last known while ZooKeeper is away."""
+        try:
+            await self._read_brokers()
+        except MetamqError:
+            if not self.brokers:
+                raise
+        return self.brokers
+
+    async def _read_brokers(self) -> None:
+        async with self._reading["/brokers"]:
+            if not self._brokers_fresh:
+                self._brokers_fresh = True
+                try:
+                    brokers = await live_brokers(self.session, self._brokers_stale)
+                    if self._with_slaves:
+                        self.slaves = await live_slaves(self.session, self._brokers_stale)
+                    self.brokers = brokers
+                except BaseException:
+                    self._brokers_fresh = False
+                    raise
+
+    async def look_again(self) -> None:
+        """Reads who the masters are now, whatever watches have told: no older than this call. Raises ConnectError."""
+        await self.session.sync()
+        async with self._reading["/brokers"]:
+            self.brokers = await live_brokers(self.session)
+
+    def _brokers_stale(self) -> None:
+        self._brokers_fresh = False
+        self._refresh("brokers", self._read_brokers, lambda: self._brokers_fresh)
+
+    async def _refresh_offers(self, topic: str) -> None:
+        """Which slaves have a topic; the last known while ZooKeeper is away."""
+        async with self._reading[f"/offers/{topic}"]:
+            if topic not in self._fresh_offers:
+                self._fresh_offers.add(topic)
+                try:
+                    watch = partial(self._offers_stale, topic)
+                    self._offering[topic] = await slaves_offering(self.session, topic, watch)
+                except BaseException:
+                    self._fresh_offers.discard(topic)
+                    raise
+
+    def _offers_stale(self, topic: str) -> None:
+        self._fresh_offers.discard(topic)
+        self.follow_slaves(topic)
+
+    def follow_slaves(self, topic: str) -> None:
+        """From now on `slaves_with` knows the slaves of this topic, where the client reads from slaves."""
+        if self._with_slaves and topic not in self._fresh_offers:
+            read = partial(self._refresh_offers, topic)
+            self._refresh(f"slaves with {topic}", read, lambda: topic in self._fresh_offers)
+
+    async def know_slaves(self, topic: str) -> None:
+        """Has `slaves_with` know the slaves of this topic; what it knew, while ZooKeeper is away."""
+        if self._with_slaves:
+            with contextlib.suppress(ConnectError):
+                await self._refresh_offers(topic)
+
+    def slaves_with(self, broker_id: int, topic: str) -> list[int]:
+        """The slaves of a broker id that have a topic, as far as is known."""
+        known = self.slaves.get(broker_id, {})
+        return sorted(r for b, r in self._offering.get(topic, ()) if b == broker_id and r in known)
+
+    def _refresh(self, what: str, read: Callable[[], Awaitable[object]], is_fresh: Callable[[], bool]) -> None:
+        if not self._closed and what not in self._refreshes:
+            task = asyncio.ensure_future(self._read_until_known(what, read, is_fresh))
+            self._refreshes[what] = task
+            task.add_done_callback(lambda _task: self._refreshes.pop(what, None))
+
+    async def _read_until_known(
+        self, what: str, read: Callable[[], Awaitable[object]], is_fresh: Callable[[], bool]
+    ) -> None:
+        while True:
+            try:
+                await read()
+            except MetamqError as error:
+                if not isinstance(error, ConnectError):
+                    log.info("%s: %s", what, error)
+                if not is_fresh():
+                    await asyncio.sleep(RETRY_S)
+                    continue
+            self._changed()
+            if is_fresh():  # a watch that fires during a refresh starts none
+                return
+
+    async def connection(self, broker_id: int, replica: int = MASTER) -> BrokerConnection:
+        """A connection to the master of a broker id, or to a slave. Raises ConnectError when there is none at present.
+
+        A replica that changes its role has another connection then: each has a fetch session of its own.
+        """
+        if not self._brokers_fresh or self._reading["/brokers"].locked():
+            await self.refresh_brokers()
+        address = self._address(broker_id, replica)
+        if replica != MASTER:
+            if address is None:
+                raise ConnectError(f"slave {replica} of broker {broker_id}", "it is not registered in ZooKeeper")
+            return await self.connections.get(address, purpose="reading from a slave")
+        if address is None:
+            raise ConnectError(f"broker {broker_id}", "it is not registered in ZooKeeper", hint="Is it running?")
+        self._addresses[broker_id] = address
+        return await self.connections.get(address)
+
+    async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> tuple[BrokerConnection, int]:
+        """A connection to the master; while it cannot be reached, to a slave with these topics if slaves are read.
+
+        With it comes MASTER, or the slave's number.
+        """
+        try:
+            return await self.connection(broker_id), MASTER
+        except ConnectError:
+            if not self._with_slaves:
+                raise
+            topics = set(topics)
+            for topic in topics:
+                await self._refresh_offers(topic)
+            for replica in sorted(self.slaves.get(broker_id, {})):
+                if all(replica in self.slaves_with(broker_id, topic) for topic in topics):
+                    with contextlib.suppress(ConnectError):
+                        return await self.connection(broker_id, replica), replica
+            raise
+
+    def _address(self, broker_id: int, replica: int) -> BrokerAddress | None:
+        return self.brokers.get(broker_id) if replica == MASTER else self.slaves.get(broker_id, {}).get(replica)
+
+    def is_current(self, source: Source, address: str) -> bool:
+        """Whether the source is at an address still. One that is not registered may be there all the same."""
+        known = self._address(*source)
+        return known is None or known.address == address
+
+    def broker_name(self, broker_id: int) -> str:
+        """The broker, with the address that it was last connected to at."""
+        address = self._addresses.get(broker_id)
+        return f"broker {broker_id} at {address.host}:{address.port}" if address else f"broker {broker_id}"
+
+    async def close(self) -> None:
+        """Ends refreshes and closes the connections; the session is its owner's."""
+        self._closed = True
+        tasks = list(self._refreshes.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.connections.close()

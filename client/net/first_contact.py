@@ -1,0 +1,56 @@
+"""Opening a client's session with ZooKeeper, and what is said when something else is there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from metamq.client.net.transport import BrokerConnection
+from metamq.errors import ConnectError
+from metamq.zk.paths import DEFAULT_ROOT
+from metamq.zk.servers import parse_servers
+from metamq.zk.session.attempts import CLOSED, NOT_ZOOKEEPER
+from metamq.zk.session.presence import warn_without_cluster
+from metamq.zk.session.session import Session
+
+GREETING_TIMEOUT_S = 1.0
+
+
+async def open_client_session(servers: str, root: str, timeout_ms: int) -> Session:
+    """A connected session, with a warning where no broker has ever been. Raises ConfigError, ConnectError."""
+    session = await open_session(servers, root=root, timeout_ms=timeout_ms)
+    await warn_without_cluster(session)
+    return session
+
+
+async def open_session(
+    servers: str,
+    *,
+    root: str = DEFAULT_ROOT,
+    timeout_ms: int = 10_000,
+    patient: bool = True,
+    make_chroot: bool = False,
+) -> Session:
+    """As Session.open, but says so where brokers listen instead of ZooKeeper."""
+    try:
+        return await Session.open(servers, root=root, timeout_ms=timeout_ms, patient=patient, make_chroot=make_chroot)
+    except ConnectError as error:
+        if not any(words in error.reason for words in (CLOSED, NOT_ZOOKEEPER)):
+            raise
+        brokers = await _brokers_among(parse_servers(servers)[0])
+        if not brokers:
+            raise
+        hint = "Give ZooKeeper's address: brokers are found through it."
+        raise ConnectError(error.address, f"{', '.join(brokers)} is a metamq broker", hint=hint) from error
+
+
+async def _brokers_among(hosts: list[tuple[str, int]]) -> list[str]:
+    async def greets(host: str, port: int) -> bool:
+        try:
+            connection = await BrokerConnection.open(host, port, timeout_s=GREETING_TIMEOUT_S)
+        except ConnectError:
+            return False
+        await connection.close()
+        return True
+
+    found = await asyncio.gather(*(greets(host, port) for host, port in hosts))
+    return [f"{host}:{port}" for (host, port), is_broker in zip(hosts, found, strict=True) if is_broker]

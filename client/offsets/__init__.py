@@ -1,0 +1,1 @@
+"""Where a group's offsets are stored: ZooKeeper, a file, or a database."""

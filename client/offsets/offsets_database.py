@@ -1,0 +1,241 @@
+"""Offsets in a table of any DB-API database: in the same transaction as the results, each message counts exactly once.
+
+One row per group and partition holds the generation of the last claim and the next offset. The fence is in the rows,
+since ZooKeeper cannot stop a transaction that a frozen process left open:
+
+    claim    UPDATE ... SET generation = mine WHERE generation < mine: waits for the open transaction of the owner
+             before on the row's lock, then shuts it out; only then is the offset read
+    commit   UPDATE ... WHERE generation = mine AND next_offset = what I know; no row means that another owner, or
+             another transaction of this one, was there: roll back results and offset together
+
+`consumer.commit(..., connection=...)` runs in the application's own transaction and leaves commit and rollback to it;
+metamq.client.fetch.commit_in decides what may be counted there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+from metamq.client.checks import check_callables
+from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, check_table, database_of
+from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
+from metamq.errors import MetamqError, OwnershipLost
+from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.partitions import TopicPartition
+
+R = TypeVar("R")
+
+NOTHING_COMMITTED = -1
+
+
+class DatabaseOffsets:
+    """Offsets in `table` ("name" or "schema.name") of the database that `connect` connects to.
+
+    `connect` is called in a worker thread, once per operation, for connections that metamq commits and closes itself.
+    It may be asynchronous: `lambda: asyncpg.connect(dsn)`; then the connection is used in the consumer's loop.
+    `paramstyle` is taken from the connection's module when None. Tested with sqlite3, aiosqlite, asyncpg and both kinds
+    of psycopg's connections.
+    Raises ConfigError for a wrong table name or paramstyle.
+    """
+
+    in_claim_node = False
+
+    def __init__(
+        self,
+        connect: Callable[[], AnyConnection | Awaitable[AnyConnection]],
+        *,
+        table: str = "metamq_offsets",
+        paramstyle: str | None = None,
+    ) -> None:
+        check_callables(connect=connect)
+        if paramstyle is not None:
+            check_paramstyle(paramstyle)
+        self._connect = connect
+        self._table = check_table(table)
+        self._paramstyle = paramstyle
+
+    async def create_table(self) -> None:
+        """Make the table unless it is there. Raises MetamqError when the database refuses."""
+        await self._run(
+            lambda database: database.change(
+                f"CREATE TABLE IF NOT EXISTS {self._table} ("
+                "group_name VARCHAR(200) NOT NULL, "
+                "topic VARCHAR(200) NOT NULL, "
+                "partition_name VARCHAR(32) NOT NULL, "
+                "topic_id VARCHAR(16) NOT NULL, "
+                "generation BIGINT NOT NULL, "
+                "next_offset BIGINT NOT NULL, "
+                "epoch BIGINT NOT NULL, "
+                "PRIMARY KEY (group_name, topic, partition_name))",
+            )
+        )
+
+    async def check(self) -> None:
+        """Raise MetamqError when the table cannot be read, as when it was not made."""
+        sql = f"SELECT next_offset FROM {self._table} WHERE 1 = 0"
+        await self._run(lambda database: database.rows(sql))
+
+    async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
+        """Raise the rows' generations to the claims', then read them; see `OffsetStorage.claimed`.
+
+        Waits for as long as an earlier owner's transaction holds a row.
+        """
+        ordered = sorted(claims, key=lambda claim: claim.tp)
+
+        async def claim_all(database: Database) -> Mapping[TopicPartition, ClaimOutcome]:
+            return {claim.tp: await self._claim(database, claim) for claim in ordered}
+
+        return await self._run(claim_all)
+
+    async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
+        """Commit in one transaction of our own, for consumers whose results are not in this database."""
+        ordered = sorted(requests, key=lambda request: request.claim.tp)
+
+        async def commit_all(database: Database) -> Mapping[TopicPartition, CommitOutcome]:
+            return {request.claim.tp: await self._commit_one(database, request) for request in ordered}
+
+        try:
+            return await self._run(commit_all)
+        except MetamqError as error:
+            return {request.claim.tp: error for request in requests}
+
+    async def _update_in(self, database: Database, request: CommitRequest) -> bool:
+        """Commit inside the transaction that `database` is in, without ending it; False when the row does not hold
+        the generation of the request's claim, and the offset last known by it.
+
+        The database's own exceptions go through as they are.
+        """
+        known = request.claim.committed
+        return await self._update(database, request, known.offset if known else NOTHING_COMMITTED)
+
+    async def _read_in(self, database: Database, claim: Claim) -> Committed | None:
+        """What the row holds, read inside the transaction that `database` is in; None for nothing.
+
+        Raises OwnershipLost when the row is not this claim's any more.
+        """
+        row = await self._row(database, claim)
+        if row is None or row[0] != claim.generation:
+            raise await self._lost(database, claim)
+        return row[1]
+
+    async def close(self) -> None:
+        """Nothing to do: no connection outlives its operation, and other consumers may use this one."""
+
+    async def _claim(self, database: Database, claim: Claim) -> ClaimOutcome:
+        key = (claim.group, *claim.tp)
+        while True:
+            await database.change(
+                f"UPDATE {self._table} SET generation = {{}} "
+                "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation < {}",
+                (claim.generation, *key, claim.generation),
+            )
+            row = await self._row(database, claim)
+            if row is None:
+                # Of two claims that insert at the same time, the key refuses one, which is then repeated.
+                await database.change(
+                    f"INSERT INTO {self._table} "
+                    "(group_name, topic, partition_name, topic_id, generation, next_offset, epoch) "
+                    "VALUES ({}, {}, {}, {}, {}, {}, {})",
+                    (*key, claim.topic_id, claim.generation, NOTHING_COMMITTED, 0),
+                )
+            # A transaction for each row: no row stays locked while the next one waits for its earlier owner.
+            await database.commit()
+            if row is None:
+                return None
+            generation, committed = row
+            if generation == claim.generation:
+                return committed
+            if generation > claim.generation:
+                reason = f"the database knows generation {generation}, ours is {claim.generation}"
+                return OwnershipLost(*claim.tp, reason=reason)
+            # Somebody with an earlier claim inserted the row between our two statements.
+
+    async def _commit_one(self, database: Database, request: CommitRequest) -> CommitOutcome:
+        if not await self._update(database, request, known_offset=None):
+            return await self._lost(database, request.claim)
+        committed = Committed(request.offset, request.epoch, request.claim.topic_id)
+        return replace(request.claim, committed=committed)
+
+    async def _update(self, database: Database, request: CommitRequest, known_offset: int | None) -> bool:
+        claim = request.claim
+        sql = (
+            f"UPDATE {self._table} SET next_offset = {{}}, epoch = {{}}, topic_id = {{}} "
+            "WHERE group_name = {} AND topic = {} AND partition_name = {} AND generation = {}"
+        )
+        values = (request.offset, request.epoch, claim.topic_id, claim.group, *claim.tp, claim.generation)
+        if known_offset is None:
+            return bool(await database.change(sql, values))
+        return bool(await database.change(sql + " AND next_offset = {}", (*values, known_offset)))
+
+    async def _lost(self, database: Database, claim: Claim) -> OwnershipLost:
+        row = await self._row(database, claim)
+        if row is None:
+            reason = f"its row in {self._table} is gone"
+        else:
+            reason = f"the database knows generation {row[0]}, ours is {claim.generation}"
+        return OwnershipLost(*claim.tp, reason=reason)
+
+    async def _row(self, database: Database, claim: Claim) -> tuple[int, Committed | None] | None:
+        sql = (
+            f"SELECT generation, next_offset, epoch, topic_id FROM {self._table} "
+            "WHERE group_name = {} AND topic = {} AND partition_name = {}"
+        )
+        found = await database.rows(sql, (claim.group, *claim.tp))
+        if not found:
+            return None
+        generation, next_offset, epoch, topic_id = found[0]
+        committed = None if next_offset == NOTHING_COMMITTED else Committed(next_offset, epoch, topic_id)
+        return generation, committed
+
+    async def _run(self, operation: Callable[[Database], Coroutine[Any, Any, R]]) -> R:
+        """In a transaction of its own: in a worker thread, or in this loop where the connection is one for asyncio."""
+
+        def begin() -> R | _ForLoop:
+            opened = self._connect()
+            if inspect.isawaitable(opened):
+                return _ForLoop(opened)
+            database = database_of(opened, self._paramstyle)
+            if database.is_asyncio:
+                return _ForLoop(opened)
+            return at_once(_in_own_transaction(database, operation))
+
+        try:
+            result = await asyncio.to_thread(begin)
+            if not isinstance(result, _ForLoop):
+                return result
+            opened = await result.opened if inspect.isawaitable(result.opened) else result.opened
+            return await _in_own_transaction(database_of(opened, self._paramstyle), operation)
+        except MetamqError:
+            raise
+        except Exception as error:  # PEP 249 has a tree of exceptions per module, with no common root
+            reason = str(error).partition("\n")[0]
+            refused = MetamqError(
+                f"the offset table {self._table} could not be used: {type(error).__name__}: {reason}",
+                hint="Is the database up? `asyncio.run(DatabaseOffsets(connect).create_table())` makes the table.",
+                outcome="unknown",
+            )
+            refused.retriable = True
+            raise refused from error
+
+
+class _ForLoop(NamedTuple):
+    """A connection, or what is to be awaited for it."""
+
+    opened: Any
+
+
+async def _in_own_transaction(database: Database, operation: Callable[[Database], Coroutine[Any, Any, R]]) -> R:
+    try:
+        try:
+            result = await operation(database)
+            await database.commit()
+        except BaseException:
+            await database.rollback()
+            raise
+        return result
+    finally:
+        await database.close()

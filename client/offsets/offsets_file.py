@@ -1,0 +1,151 @@
+"""Offsets in a file, for consumers that share nothing: broadcast consumers, of which each reads every message.
+
+The file is one JSON document, replaced as a whole: written beside it, flushed, then renamed over it, so that a crash
+leaves the offsets of before or of after. There is no other owner and so no fence; two processes with one file are kept
+apart by a lock on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from metamq.client.checks import wrong_type
+from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
+from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
+from metamq.private_files import make_folder, opener
+from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.partitions import TopicPartition
+
+
+class FileOffsets:
+    """Offsets per group, topic and partition in the file `path`, made when it is missing.
+
+    Raises ConfigError when another process uses the file, CorruptData when it is no file of ours.
+    """
+
+    in_claim_node = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise wrong_type("`path`", "a path", path)
+        self._path = Path(path)
+        make_folder(self._path.parent)
+        self._lock: IO[str] | None = _lock(self._path)
+        self._turn = asyncio.Lock()
+        try:
+            self._offsets = _read(self._path)
+        except BaseException:
+            self._unlock()
+            raise
+
+    async def check(self) -> None:
+        """Raise ClosedError when the consumer that had it was closed."""
+        if self._lock is None:
+            raise ClosedError("offset file")
+
+    async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
+        """What the file holds for them."""
+        return {claim.tp: self._offsets.get(_key(claim)) for claim in claims}
+
+    async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, CommitOutcome]:
+        """Write all requests to the file at once; on disk when this returns."""
+        async with self._turn:
+            await self.check()
+            news = {
+                _key(request.claim): Committed(request.offset, request.epoch, request.claim.topic_id)
+                for request in requests
+            }
+            after = self._offsets | news
+            try:
+                await asyncio.to_thread(_write, self._path, after)
+            except OSError as error:
+                refused = StorageError(f"the offset file {self._path} cannot be written: {error}")
+                return {request.claim.tp: refused for request in requests}
+            self._offsets = after
+            return {
+                request.claim.tp: replace(request.claim, committed=news[_key(request.claim)]) for request in requests
+            }
+
+    async def close(self) -> None:
+        """Free the file for others."""
+        async with self._turn:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+_Key = tuple[str, str, str]
+
+
+def _key(claim: Claim) -> _Key:
+    return claim.group, claim.tp.topic, claim.tp.partition
+
+
+def _lock(path: Path) -> IO[str]:
+    # A file of its own: a lock on the offsets would go with the file that each commit replaces.
+    lock = open(path.with_name(path.name + ".lock"), "w", opener=opener)  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(
+            f"the offset file {path} is in use by another consumer", hint="Give each consumer its own file."
+        ) from error
+    return lock
+
+
+def _read(path: Path) -> dict[_Key, Committed]:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return {}
+    try:
+        return {
+            (entry["group"], entry["topic"], entry["partition"]): Committed(
+                entry["next"], entry["epoch"], entry["topic_id"]
+            )
+            for entry in json.loads(text)["offsets"]
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptData(f"the offset file {path}", f"{error!r}", hint="Move it away to start anew.") from error
+
+
+def _write(path: Path, offsets: Mapping[_Key, Committed]) -> None:
+    entries = [
+        {
+            "group": group,
+            "topic": topic,
+            "partition": partition,
+            "next": committed.offset,
+            "epoch": committed.epoch,
+            "topic_id": committed.topic_id,
+        }
+        for (group, topic, partition), committed in sorted(offsets.items())
+    ]
+    beside = path.with_name(path.name + ".new")
+    try:
+        with open(beside, "w", opener=opener) as file:
+            json.dump({"offsets": entries}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

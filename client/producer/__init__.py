@@ -1,0 +1,1 @@
+"""Producers: messages become batches, and batches are sent."""

@@ -1,0 +1,600 @@
+"""Where `send` puts messages, and where the sender takes batches from. Thread-safe; no I/O, no loop.
+
+Theory of operation
+-------------------
+A message without a key goes into its topic's *floating* batch, which gets its partition only when the sender takes
+it: whole batches rotate over the partitions. A message with a key goes into the open batch of its partition.
+
+`send` of nothing but a value runs a million times a second, and a lock would be a third of what it costs. So the
+first thread that begins a batch so gets a *quick* one, which floats too, and which that thread alone fills, without
+the lock: see QuickBatch for why nothing is lost between it and whoever takes the batch. What other threads send
+meanwhile, and what has more than a value, goes into the floating batch. To keep a thread's messages in order, it
+closes its quick batch before it uses the floating one, and begins a quick batch only where no floating one is open.
+
+A topic's partitions are learned by the loop. Until then messages that need one wait, in order, in `unplaced`; their
+deliveries point at a placeholder batch, and are moved.
+
+The buffer's bound is checked when a batch is begun, and once for a send_many: it may be exceeded by one batch a
+partition, and by one send_many. Waiting for room releases the lock: `send` then starts again.
+
+*Ctrl-C, and what else runs in between.* CPython runs signal handlers and `__del__` between two bytecodes of a thread,
+also in here: they may raise, and they may send. So nothing is published before it is whole: a message is put into a new
+batch, then the batch into its slot and `outstanding`, then the sender is woken; a closed batch is in `sealed` before it
+leaves its slot. What has to hold together is plain statements side by side: CPython looks for signals only at calls,
+backward jumps and the begin of functions. For a `send` inside of a `send`, or in a partitioner, the lock is re-entrant:
+the inner message goes to the loop, which accepts it a moment later, see _send_later.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from threading import get_ident
+from typing import NamedTuple, TypeVar
+
+from metamq.client.producer.outgoing import (
+    MESSAGE_OVERHEAD_BYTES,
+    Delivery,
+    ManyDelivery,
+    OutgoingBatch,
+    Owner,
+    QuickBatch,
+)
+from metamq.client.producer.partitioner import Partitioner
+from metamq.client.producer.topic_buffer import (
+    Headers,
+    TopicBuffer,
+    add_message,
+    align_columns,
+    chunk_bounds,
+    failed_batch,
+    refuse_large,
+    size_of,
+    too_large,
+)
+from metamq.errors import BufferFull, ConfigError, MetamqError, closed_client
+from metamq.zk.cluster.topics import TopicConfig
+from metamq.zk.names import check_topic
+
+Keys = Sequence[bytes | None]
+D = TypeVar("D", Delivery, ManyDelivery)
+
+log = logging.getLogger("metamq.client")
+
+TIMESTAMP_US_MAX = (1 << 63) - 1
+QUICK = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+new_object = object.__new__
+
+
+class Busy(NamedTuple):
+    """Where batches wait to be sent as it is: open ones may as well grow."""
+
+    brokers: Set[int]
+    places: Mapping[str, Set[tuple[int, int]]]
+    """(broker id, index) by topic."""
+
+
+IDLE = Busy(frozenset(), {})
+
+
+class Accumulator:
+    """All topics' buffers of one producer. `wake` is called, from any thread, when the sender has something to do."""
+
+    def __init__(
+        self,
+        *,
+        batch_bytes: int,
+        buffer_bytes: int,
+        message_bytes_max: int,
+        partitioner: Partitioner,
+        wake: Callable[[], None],
+        wait_s: float | None,
+        owner: Owner,
+    ) -> None:
+        self._make_lock()
+        self.buffers: dict[str, TopicBuffer] = {}
+        self.outstanding: dict[OutgoingBatch, None] = {}
+        self.buffered_bytes = 0
+        self.closed_by: MetamqError | None = None
+        self._fast = dict(self.buffers)
+        """The same buffers for the hot path, which looks at nothing else; empty once closed."""
+        self._batch_bytes = batch_bytes
+        self._buffer_bytes = buffer_bytes
+        self._message_bytes_max = message_bytes_max
+        self._partitioner = partitioner
+        self._wake = wake
+        self._wait_s = wait_s
+        """How long `send` may block for room: None for ever, 0 not at all."""
+        self._owner = owner
+
+    def _make_lock(self) -> None:
+        self.lock = threading.RLock()
+        self.room = threading.Condition(self.lock)
+        self._is_inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # as Condition does
+        """Whether this thread has the lock: it is in here, and was interrupted by itself."""
+
+    # -- accepting ------------------------------------------------------------------------------------------------
+
+    def send(self, topic: str, value: bytes) -> Delivery:
+        """Accepts a message that has nothing but a value. The hot path.
+
+        A signal handler that sends between `len` and `append` would give two deliveries one index: both messages are
+        stored, but one receipt has the other's offset. CPython looks for signals behind neither call once it has
+        specialized them, after a few runs; so this is left to those, and to debuggers. To check would cost 3 %.
+        """
+        size = len(value) + MESSAGE_OVERHEAD_BYTES
+        buffer = self._fast.get(topic)
+        if buffer is not None and size <= buffer.limit_bytes:
+            batch = buffer.quick
+            if batch is not None and batch.thread_id == get_ident():
+                pending = batch.pending
+                index = len(pending)
+                pending.append(value)
+                batch.filled_bytes = filled_bytes = batch.filled_bytes + size
+                if filled_bytes < batch.limit_bytes or self._is_in(buffer, batch, index):
+                    delivery = new_object(Delivery)  # its __init__ would cost as much as all of the above
+                    delivery._producer = self._owner
+                    delivery._batch = batch
+                    delivery._index = index
+                    return delivery
+        return self.send_full(topic, value, None, None, None, None)
+
+    def _is_in(self, buffer: TopicBuffer, batch: QuickBatch, index: int) -> bool:
+        """Whether a value is in a quick batch that is full, or that somebody has closed meanwhile."""
+        if self._is_inside():
+            if batch.limit_bytes:
+                return True  # it is sealed by the next one
+            del batch.pending[index:]  # this thread is about to close it: with or without the value, nobody knows
+            return False
+        with self.lock:
+            if buffer.quick is batch:
+                self._seal_quick(buffer)
+            return index < batch.accepted
+
+    def _send_later(self, topic: str, send: Callable[[], D], handle: Callable[[OutgoingBatch], D]) -> D:
+        """Has the loop call `send`: this thread is in the middle of another one. Such a message may be out of order."""
+        self.check_open()
+        waiting = OutgoingBatch(topic)
+        delivery = handle(waiting)
+        self.outstanding[waiting] = None  # for flush()
+
+        def accept() -> None:
+            try:
+                accepted = send()
+            except Exception as error:
+                log.error("what was sent within a send() for topic %r is not accepted: %s", topic, error)
+                end(handle(failed_batch(topic, error)))
+            else:
+                accepted._notify(end)
+
+        def end(accepted: D) -> None:
+            delivery._become(accepted)
+            self.finished(waiting)
+            waiting.complete(-1, None)
+
+        self._owner.in_loop(accept)
+        return delivery
+
+    def send_full(
+        self,
+        topic: str,
+        value: bytes,
+        key: bytes | None,
+        headers: Headers | None,
+        partition: str | None,
+        timestamp_us: int | None,
+        *,
+        bounded: bool = True,
+    ) -> Delivery:
+        """Accepts any message. Raises MessageTooLarge, BufferFull, ConfigError, PartitionNotFound, ClosedError."""
+        if self._is_inside():
+            send = partial(self.send_full, topic, value, key, headers, partition, timestamp_us, bounded=False)
+            return self._send_later(topic, send, lambda batch: Delivery(self._owner, batch, 0))
+        size = size_of(value, key, headers)
+        if timestamp_us is not None and abs(timestamp_us) > TIMESTAMP_US_MAX:
+            raise ConfigError(f"timestamp {timestamp_us} is not microseconds since 1970", hint="It has 63 bits.")
+        waiting_since: float | None = None
+        with self.lock:
+            while True:
+                buffer = self._buffer(topic)
+                if size > buffer.limit_bytes:
+                    raise too_large(buffer, size)
+                unplaced = buffer.config is None and (key is not None or partition is not None)
+                if not unplaced:
+                    number = buffer.number_of(key, partition, self._partitioner)
+                    if number is None and buffer.quick is not None and buffer.quick.thread_id == get_ident():
+                        self._seal_quick(buffer)
+                    batch = buffer.floating if number is None else buffer.open.get(number)
+                    if batch is not None:
+                        break
+                if self.buffered_bytes < self._buffer_bytes or not bounded:
+                    if unplaced:
+                        return self._send_unplaced(buffer, value, key, headers, partition, timestamp_us, size)
+                    if number is None and headers is None and timestamp_us is None and buffer.quick is None and QUICK:
+                        return self._begin_quick(buffer, value, size)
+                    break
+                waiting_since = self._wait_for_room(waiting_since)
+            batch, index = self._append(buffer, number, batch, value, key, headers, timestamp_us, size)
+        return Delivery(self._owner, batch, index)
+
+    def _begin_quick(self, buffer: TopicBuffer, value: bytes, size: int) -> Delivery:
+        batch = QuickBatch(buffer.topic, self._batch_bytes)
+        batch.pending.append(value)
+        batch.filled_bytes = size
+        buffer.quick = batch
+        self.outstanding[batch] = None
+        if size >= self._batch_bytes:
+            self._seal_quick(buffer)
+        self._wake()
+        return Delivery(self._owner, batch, 0)
+
+    def _append(
+        self,
+        buffer: TopicBuffer,
+        number: int | None,
+        batch: OutgoingBatch | None,
+        value: bytes,
+        key: bytes | None,
+        headers: Headers | None,
+        timestamp_us: int | None,
+        size: int,
+        begun_ns: int | None = None,
+    ) -> tuple[OutgoingBatch, int]:
+        """Puts a message into an open batch, or into a new one."""
+        if batch is not None:
+            index = add_message(batch, value, key, headers, timestamp_us, size)
+        else:
+            batch = self._new_batch(buffer, None if number is None else buffer.places[number], begun_ns)
+            index = add_message(batch, value, key, headers, timestamp_us, size)
+            if number is None:
+                buffer.floating = batch
+            else:
+                buffer.open[number] = batch
+            self.outstanding[batch] = None
+            self._wake()
+        if batch.size >= self._batch_bytes:
+            self._seal(buffer, number)
+        return batch, index
+
+    def _buffer(self, topic: str) -> TopicBuffer:
+        self.check_open()
+        buffer = self.buffers.get(topic)
+        if buffer is None:
+            check_topic(topic)
+            buffer = TopicBuffer(topic, self._message_bytes_max)
+            self.buffers[topic] = self._fast[topic] = buffer
+        return buffer
+
+    def _new_batch(
+        self, buffer: TopicBuffer, place: tuple[int, int] | None, begun_ns: int | None = None
+    ) -> OutgoingBatch:
+        """One that nobody knows of yet."""
+        batch = OutgoingBatch(buffer.topic)
+        if place is not None:
+            batch.broker_id, batch.partition = place
+        if begun_ns is not None:
+            batch.created_ns = begun_ns
+        return batch
+
+    def _seal(self, buffer: TopicBuffer, number: int | None) -> None:
+        """Closes the floating batch, or the open one of a place, if there is one."""
+        batch = buffer.floating if number is None else buffer.open.get(number)
+        if batch is None:
+            return
+        align_columns(batch)
+        buffer.sealed += (batch,)
+        self.buffered_bytes += batch.size
+        if number is None:
+            buffer.floating = None
+        else:
+            del buffer.open[number]
+
+    def _seal_quick(self, buffer: TopicBuffer) -> None:
+        """Closes the quick batch, if there is one."""
+        batch = buffer.quick
+        if batch is not None:
+            batch.close()
+            buffer.sealed += (batch,)
+            self.buffered_bytes += batch.size
+            buffer.quick = None
+
+    def _seal_all(self, buffer: TopicBuffer) -> None:
+        self._seal_quick(buffer)
+        for number in [None, *buffer.open]:
+            self._seal(buffer, number)
+
+    def _wait_for_room(self, waiting_since: float | None) -> float:
+        """Waits for some, under the lock, which waiting releases. Returns since when the caller has been waiting.
+
+        Raises BufferFull when that is too long, or when this is the thread that makes room; what closed the producer.
+        """
+        now = time.monotonic()
+        since = now if waiting_since is None else waiting_since
+        left_s = None if self._wait_s is None else since + self._wait_s - now
+        if (left_s is not None and left_s <= 0) or self._owner.is_loop_thread():
+            raise BufferFull(self._buffer_bytes)
+        self._wake()
+        self.room.wait(left_s)
+        self.check_open()
+        return since
+
+    # -- messages whose topic's partitions are not known yet ---------------------------------------------------------
+
+    def _send_unplaced(
+        self,
+        buffer: TopicBuffer,
+        value: bytes,
+        key: bytes | None,
+        headers: Headers | None,
+        partition: str | None,
+        timestamp_us: int | None,
+        size: int,
+    ) -> Delivery:
+        delivery = Delivery(self._owner, self._placeholder(buffer, size), 0)
+
+        def place(begun_ns: int) -> OutgoingBatch | None:
+            try:
+                if size > buffer.limit_bytes:
+                    raise too_large(buffer, size)
+                number = buffer.number_of(key, partition, self._partitioner)
+            except Exception as error:
+                failed = failed_batch(buffer.topic, error)
+                delivery._move(failed, 0)
+                return failed
+            batch = buffer.open.get(number) if number is not None else None
+            delivery._move(
+                *self._append(buffer, number, batch, value, key, headers, timestamp_us, size, begun_ns),
+            )
+            return None
+
+        buffer.unplaced.append(place)
+        return delivery
+
+    def _send_many_unplaced(
+        self, buffer: TopicBuffer, values: Sequence[bytes], keys: Keys, sizes: list[int]
+    ) -> ManyDelivery:
+        total = sum(sizes) + len(sizes) * MESSAGE_OVERHEAD_BYTES
+        parts = [self._placeholder(buffer, total)]
+
+        def place(begun_ns: int) -> OutgoingBatch | None:
+            try:
+                largest = max(sizes) + MESSAGE_OVERHEAD_BYTES
+                if largest > buffer.limit_bytes:
+                    raise too_large(buffer, largest)
+                parts[:] = self._add_keyed(buffer, values, keys, sizes, begun_ns)
+            except Exception as error:
+                failed = failed_batch(buffer.topic, error)
+                parts[:] = [failed]
+                return failed
+            return None
+
+        buffer.unplaced.append(place)
+        return ManyDelivery(self._owner, parts)
+
+    def _placeholder(self, buffer: TopicBuffer, size: int) -> OutgoingBatch:
+        """The batch that stands for what is unplaced, larger by `size`."""
+        batch = buffer.placeholder
+        if batch is None:
+            batch = self._new_batch(buffer, None)
+            buffer.placeholder = batch
+            self.outstanding[batch] = None
+            self._wake()
+        batch.size += size
+        self.buffered_bytes += size
+        return batch
+
+    # -- many at once -----------------------------------------------------------------------------------------------
+
+    def send_many(
+        self, topic: str, values: Sequence[bytes], keys: Keys | None, *, bounded: bool = True
+    ) -> ManyDelivery:
+        """Accepts a list of messages as whole batches, all or none: no work a message but what C does."""
+        if self._is_inside():
+            send = partial(self.send_many, topic, values, keys, bounded=False)
+            return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
+        sizes = [*map(len, values)]
+        if keys is not None:
+            sizes = [size + len(key or b"") for size, key in zip(sizes, keys, strict=True)]
+        largest = max(sizes, default=0) + MESSAGE_OVERHEAD_BYTES
+        waiting_since: float | None = None
+        with self.lock:
+            while True:
+                buffer = self._buffer(topic)
+                if largest > buffer.limit_bytes:
+                    raise too_large(buffer, largest)
+                if self.buffered_bytes < self._buffer_bytes or not bounded:
+                    break
+                waiting_since = self._wait_for_room(waiting_since)
+            if keys is None or all(key is None for key in keys):
+                self._seal_quick(buffer)
+                self._seal(buffer, None)
+                parts = self._chunks(buffer, None, values, None, sizes)
+                self._add_sealed(buffer, parts)
+                return ManyDelivery(self._owner, parts)
+            if buffer.config is None:
+                return self._send_many_unplaced(buffer, values, keys, sizes)
+            return ManyDelivery(self._owner, self._add_keyed(buffer, values, keys, sizes))
+
+    def _add_keyed(
+        self,
+        buffer: TopicBuffer,
+        values: Sequence[bytes],
+        keys: Keys,
+        sizes: list[int],
+        begun_ns: int | None = None,
+    ) -> list[OutgoingBatch]:
+        """Groups messages by partition, in their order; the keyless ones float as a group."""
+        groups: dict[int | None, list[int]] = {}
+        for i, key in enumerate(keys):
+            groups.setdefault(buffer.number_of(key, None, self._partitioner), []).append(i)
+        parts: list[OutgoingBatch] = []
+        for number, picked in groups.items():
+            if number is None:
+                self._seal_quick(buffer)
+            self._seal(buffer, number)
+            parts += self._chunks(
+                buffer,
+                None if number is None else buffer.places[number],
+                [values[i] for i in picked],
+                None if number is None else [keys[i] for i in picked],
+                [sizes[i] for i in picked],
+                begun_ns,
+            )
+        self._add_sealed(buffer, parts)
+        return parts
+
+    def _chunks(
+        self,
+        buffer: TopicBuffer,
+        place: tuple[int, int] | None,
+        values: Sequence[bytes],
+        keys: list[bytes | None] | None,
+        sizes: list[int],
+        begun_ns: int | None = None,
+    ) -> list[OutgoingBatch]:
+        """Sealed batches of at most `batch_bytes` each, or of one message."""
+        parts: list[OutgoingBatch] = []
+        for start, end, size in chunk_bounds(sizes, self._batch_bytes):
+            batch = self._new_batch(buffer, place, begun_ns)
+            batch.values = values[start:end]
+            batch.keys = keys[start:end] if keys is not None else None
+            batch.size = size
+            parts.append(batch)
+        return parts
+
+    def _add_sealed(self, buffer: TopicBuffer, parts: list[OutgoingBatch]) -> None:
+        """Publishes all of them at once."""
+        outstanding = dict.fromkeys(parts)
+        size = sum(batch.size for batch in parts)
+        buffer.sealed += parts
+        self.outstanding |= outstanding
+        self.buffered_bytes += size
+        self._wake()
+
+    # -- the sender's side --------------------------------------------------------------------------------------------
+
+    def take(self, *, begun_before_ns: int, busy: Busy = IDLE, busy_before_ns: int = 0) -> list[OutgoingBatch]:
+        """The batches to send, in order, of topics whose partitions are known.
+
+        All that are sealed, and the open ones that were begun before `begun_before_ns` (monotonic_ns), or before
+        `busy_before_ns` where it is busy.
+        """
+        taken: list[OutgoingBatch] = []
+        with self.lock:
+            for buffer in self.buffers.values():
+                if buffer.config is None:
+                    continue
+                places = busy.places.get(buffer.topic, frozenset())
+                is_busy = len(places) >= len(buffer.places) or busy.brokers >= buffer.config.partitions.keys()
+                before_ns = busy_before_ns if is_busy else begun_before_ns
+                if buffer.quick is not None and buffer.quick.created_ns < before_ns:
+                    self._seal_quick(buffer)
+                if buffer.floating is not None and buffer.floating.created_ns < before_ns:
+                    self._seal(buffer, None)
+                for number, batch in list(buffer.open.items()):
+                    is_busy = batch.broker_id in busy.brokers or (batch.broker_id, batch.partition) in places
+                    if batch.created_ns < (busy_before_ns if is_busy else begun_before_ns):
+                        self._seal(buffer, number)
+                taken += buffer.sealed
+                buffer.sealed.clear()
+        return list(dict.fromkeys(taken))  # an interrupted `send` may have put one in twice
+
+    def unresolved(self) -> list[str]:
+        """Topics with messages whose partitions are not known."""
+        with self.lock:
+            return [buffer.topic for buffer in self.buffers.values() if buffer.config is None]
+
+    def first_open_ns(self) -> int | None:
+        """When the oldest open batch was begun (monotonic_ns), None without one."""
+        with self.lock:
+            begun = [
+                batch.created_ns
+                for buffer in self.buffers.values()
+                for batch in (buffer.quick, buffer.floating, *buffer.open.values())
+                if batch is not None
+            ]
+        return min(begun, default=None)
+
+    def resolved(self, config: TopicConfig) -> list[OutgoingBatch]:
+        """The loop learned, or learned anew, the topic's configuration: places what waited for it.
+
+        Returns a failed batch for each message that has no place, such as one for a partition there is not.
+        """
+        with self.lock:
+            buffer = self.buffers.get(config.topic)
+            if buffer is None:
+                return []
+            self._seal_all(buffer)  # the numbers of their places were those of the former configuration
+            is_news = buffer.config is None
+            buffer.configure(config, self._message_bytes_max)
+            failed = [refused for batch in buffer.sealed for refused in refuse_large(batch, buffer)] if is_news else []
+            emptied = [batch for batch in buffer.sealed if not batch.values]
+            for batch in emptied:
+                buffer.sealed.remove(batch)
+            unplaced, buffer.unplaced = buffer.unplaced, []
+            placeholder, buffer.placeholder = buffer.placeholder, None
+            begun_ns = placeholder.created_ns if placeholder is not None else time.monotonic_ns()
+            failed += [unplaceable for place in unplaced if (unplaceable := place(begun_ns)) is not None]
+        if placeholder is not None:
+            emptied.append(placeholder)
+        for batch in emptied:
+            self.finished(batch)
+            batch.complete(-1, None)
+        return failed
+
+    def forget(self, topic: str) -> list[OutgoingBatch]:
+        """Drops a topic's buffer, as when it does not exist; returns its batches, for the caller to fail."""
+        with self.lock:
+            buffer = self.buffers.pop(topic, None)
+            if buffer is None:
+                return []
+            self._fast.pop(topic, None)
+            self._seal_all(buffer)
+            batches = [*buffer.sealed]
+            if buffer.placeholder is not None:
+                batches.append(buffer.placeholder)
+        return batches
+
+    def finished(self, batch: OutgoingBatch) -> None:
+        """A batch is done: its room is free."""
+        with self.lock:
+            self.outstanding.pop(batch, None)
+            self.buffered_bytes -= batch.size
+            self.room.notify_all()
+
+    def close(self, error: MetamqError | None = None) -> None:
+        """Refuses further messages; what was accepted may still be taken."""
+        with self.lock:
+            self.closed_by = error or closed_client("producer")
+            self._fast = {}
+            for buffer in self.buffers.values():
+                self._seal_all(buffer)  # a `send` that is just now looking at one of them finds none
+            self.room.notify_all()
+
+    def check_not_inside(self) -> None:
+        """Raises ConfigError where waiting would be for ever: this thread has the lock, and goes on only afterwards."""
+        if self._is_inside():
+            raise ConfigError(
+                "the call waits, and it interrupts a send() of the same thread, as a signal handler does: that would "
+                "never go on",
+                hint="Set a flag or raise an exception in the handler, and wait behind the send().",
+            )
+
+    def check_open(self) -> None:
+        """Raises what closed the producer."""
+        if self.closed_by is not None:
+            raise self.closed_by.with_traceback(None)
+
+    def forked(self, error: MetamqError) -> None:
+        """In a fork's child: nothing is accepted, and nothing that was will be stored from here."""
+        self._make_lock()  # another thread may have held it at the fork
+        self.closed_by = error
+        self._fast = {}
+        for batch in self.outstanding:
+            if not batch.done:
+                batch.fail_in_child(error)

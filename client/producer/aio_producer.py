@@ -1,0 +1,77 @@
+"""The asyncio Producer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, Unpack
+
+from metamq.client.checks import check_callables, check_timeout
+from metamq.client.opened_later import OpenedLater
+from metamq.client.producer.producer import FLUSH_TIMEOUT_S, SESSION_TIMEOUT_MS
+from metamq.client.producer.producer_core import ProducerCore, ProducerOptions
+from metamq.client.producer.producer_face import ProducerFace, ProducerSettings
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.typevars import T
+
+
+class Producer(OpenedLater, ProducerFace[T]):
+    """Sends messages to topics; see metamq.Producer for the arguments. For one loop, the one it is opened in.
+
+        async with Producer() as producer:
+            receipt = await producer.send("flights", b"...")
+
+    `send` and `send_many` are plain functions that never block the loop; what they return is awaitable. Beyond the
+    buffer's bound they raise BufferFull: `await producer.drain()` now and then, as with asyncio's StreamWriter.
+    """
+
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        encode: Callable[[T], bytes] | None = None,
+        config: str | None = None,
+        root: str | None = None,
+        **settings: Unpack[ProducerSettings],
+    ) -> None:
+        check_callables(encode=encode)
+        self._options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
+        self._servers = zookeeper_servers(zookeeper, config)
+        self._root = zookeeper_root(root, config)
+        self._encode = encode
+        self._has_transactions = False
+        self._closed = False
+
+    async def open(self) -> Self:
+        """Connects to ZooKeeper; `async with` does it. Raises ConnectError; ConfigError the second time."""
+        self._open_once()
+        self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
+        await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
+        return self
+
+    async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
+        """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
+        self._check_usable()
+        check_timeout("timeout", timeout)
+        await self._core.flush(timeout)
+
+    async def drain(self) -> None:
+        """Waits until the buffer is below half of its bound. Cancel-safe."""
+        self._check_usable()
+        await self._core.drain()
+
+    async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
+        """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
+        check_timeout("timeout", timeout)
+        if self._opened and not self._closed:
+            self._closed = True
+            await self._core.close(timeout)
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

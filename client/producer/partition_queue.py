@@ -1,0 +1,193 @@
+"""The batches of one partition on their way to its broker: in which order, under which numbers, how often.
+
+Theory of operation
+-------------------
+No I/O and no clock in here: the sender says what happened, and when.
+
+A batch gets the queue's producer id and the next sequence number when it is first sent, and keeps both for every
+repetition: the broker stores it once, however often it comes, and refuses one whose predecessor is missing
+(SequenceGap). Answers come in any order, and a broker remembers where it stored the last INFLIGHT_BATCHES of an id: no
+number is given out that is so far from the oldest one without an outcome. A batch that comes back goes to its place in
+the queue, and nothing is sent until all that are under way are back or stored. So order holds, nothing is doubled and
+each offset is known, through refusals, lost connections and lost answers.
+
+Four things could break that, and each has its rule:
+
+*A new id.* A broker takes any sequence of an id that it does not know. If number 0 were refused for a moment and
+number 1 taken, number 0 would pass for a repetition: acknowledged and not there. So until a batch of an id is stored,
+on this connection, one is under way alone; and an id that was idle for long, which a broker may have forgotten, is not
+used again.
+
+*A connection that was given up.* What was sent on it may still lie in the broker's receive buffer and be stored later,
+under the old id. A batch whose number is void gets a new one only when that cannot happen any more: when its
+predecessor was never stored, for then the broker refuses it under the old id for ever.
+
+*A batch whose time is over.* If an attempt at it has no answer, it may be stored, now or later: it is reported as
+failed with outcome unknown, but keeps its place here while batches with later numbers are alive, since without it they
+would never be taken. It is a ghost then: `done`, and still sent. If every attempt was refused, it is certain that it
+is not stored; it goes, and what follows gets new numbers after a gap. If none was made, it just goes.
+
+*Numbers end.* Sequences have 32 bits; an id is given up half way there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from itertools import chain, takewhile
+
+from metamq.client.producer.outgoing import OutgoingBatch
+from metamq.errors import MetamqError
+from metamq.wire.compression import Codec
+
+INFLIGHT_BATCHES = 5
+SEQUENCES_MAX = 1 << 31
+PRODUCER_ID_IDLE_S = 3600.0
+"""Brokers forget a producer id after days without a batch."""
+
+
+def new_producer_id() -> int:
+    """63 random bits, never 0."""
+    return secrets.randbits(63) | 1
+
+
+class PartitionQueue:
+    """One partition's batches: `waiting`, in order, and `inflight`. For one loop."""
+
+    __slots__ = (
+        "broker_id",
+        "established",
+        "index",
+        "inflight",
+        "last_stored_s",
+        "lost_by",
+        "next_sequence",
+        "paused_until_s",
+        "producer_id",
+        "recovering",
+        "topic",
+        "topic_id",
+        "waiting",
+    )
+
+    def __init__(self, topic: str, topic_id: str, broker_id: int, index: int) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.broker_id = broker_id
+        self.index = index
+        self.waiting: deque[OutgoingBatch] = deque()
+        """First those that have a number and came back, then those that were never sent."""
+        self.inflight: deque[OutgoingBatch] = deque()
+        self.paused_until_s = 0.0
+        self.recovering = False
+        """A batch came back: nothing is sent until all that are under way are back or stored."""
+        self.lost_by: MetamqError | None = None
+        """Why the partition is no more."""
+        self._renew()
+
+    def _renew(self) -> None:
+        """A new producer id, for batches none of which can be stored under the old one any more."""
+        self.producer_id = new_producer_id()
+        self.next_sequence = 0
+        self.established = False
+        """A batch of this id was stored since the last lost connection: the broker knows what comes next."""
+        self.last_stored_s = 0.0
+
+    def sendable(self, now_s: float) -> bool:
+        """Whether next_batch() may be called."""
+        if self.recovering and not self.inflight:
+            self._recover()
+        if not self.waiting or self.recovering or now_s < self.paused_until_s:
+            return False
+        if not self.inflight:
+            return True
+        following = self.waiting[0].sequence
+        if following < 0:
+            following = self.next_sequence
+            if following >= SEQUENCES_MAX:
+                return False
+        return self.established and following - self.inflight[0].sequence < INFLIGHT_BATCHES
+
+    def next_batch(self, codec: Codec, now_s: float) -> OutgoingBatch:
+        """Moves the first waiting batch to those under way, encoded.
+
+        Raises what encoding raises; the batch is still the first then, and to be dropped.
+        """
+        batch = self.waiting[0]
+        if batch.encoded is None:
+            idle_s = now_s - self.last_stored_s
+            if not self.inflight and self.established and idle_s > PRODUCER_ID_IDLE_S:
+                self._renew()
+            if self.next_sequence >= SEQUENCES_MAX:
+                self._renew()
+            batch.encode(codec, self.producer_id, self.next_sequence)
+            self.next_sequence += 1
+        self.inflight.append(self.waiting.popleft())
+        batch.attempts += 1
+        return batch
+
+    def stored(self, batch: OutgoingBatch, now_s: float) -> None:
+        """The broker has the batch."""
+        self.inflight.remove(batch)
+        self.established = True
+        self.last_stored_s = now_s
+
+    def put_back(self, batch: OutgoingBatch, *, unsure: bool) -> None:
+        """The batch was refused for now, or, if `unsure`, it is not known what became of it."""
+        self.inflight.remove(batch)
+        if unsure:
+            batch.unsure = True
+            self.established = False
+        self.recovering = True
+        place = 0
+        while place < len(self.waiting) and 0 <= self.waiting[place].sequence < batch.sequence:
+            place += 1
+        self.waiting.insert(place, batch)
+
+    def drop(self, batch: OutgoingBatch) -> None:
+        """The batch was refused for good, or could not be encoded."""
+        (self.inflight if batch in self.inflight else self.waiting).remove(batch)
+
+    def _recover(self) -> None:
+        """All that was under way is back or stored."""
+        self.recovering = False
+        sent = list(takewhile(lambda batch: batch.sequence >= 0, self.waiting))
+        if not sent:
+            return
+        if all(batch.done for batch in sent):
+            self.waiting = deque(batch for batch in self.waiting if not batch.done)
+            self._renew()
+        elif sent[0].gapped:
+            self._renumber()
+        for batch in sent:
+            batch.gapped = False
+
+    def _renumber(self) -> None:
+        """The first batch's predecessor was never stored, so nothing here was, nor can it be under the old id."""
+        self.waiting = deque(batch for batch in self.waiting if not batch.done)
+        self._renew()
+        for batch in self.waiting:
+            if batch.sequence < 0:
+                break
+            batch.encoded = None
+            batch.sequence = -1
+            batch.unsure = False
+
+    def expire(self, before_ns: int) -> list[OutgoingBatch]:
+        """The batches begun before `before_ns` that were not reported yet; those that cannot be stored are gone here.
+
+        `unsure` says of each whether it may be stored all the same.
+        """
+        live = (batch for batch in chain(self.inflight, self.waiting) if not batch.done)
+        late = list(takewhile(lambda batch: batch.created_ns < before_ns, live))
+        for batch in self.inflight:
+            batch.unsure = batch.unsure or batch.created_ns < before_ns
+        if any(not batch.unsure for batch in late):
+            gone = {batch for batch in late if not batch.unsure}
+            self.waiting = deque(batch for batch in self.waiting if batch not in gone)
+        return late
+
+    def clear(self) -> list[OutgoingBatch]:
+        """Forgets what waits; returns those that were not reported yet."""
+        waiting, self.waiting = self.waiting, deque()
+        return [batch for batch in waiting if not batch.done]

@@ -1,0 +1,160 @@
+"""The blocking Producer."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack
+
+from metamq.client.background import background
+from metamq.client.checks import check_callables, check_seconds, check_timeout
+from metamq.client.producer.producer_core import ProducerCore, ProducerOptions
+from metamq.client.producer.producer_face import ProducerFace, ProducerSettings
+from metamq.client.settings import load, zookeeper_root, zookeeper_servers
+from metamq.client.typevars import T
+from metamq.errors import ConfigError, ForkedError
+
+log = logging.getLogger("metamq.client")
+
+
+SESSION_TIMEOUT_MS = 10_000
+AT_EXIT_FLUSH_S = 5.0
+FLUSH_TIMEOUT_S = 35.0
+"""More than the default of `delivery_timeout_s`: so what cannot be stored fails first, and says why."""
+
+
+class Producer(ProducerFace[T]):
+    """Sends messages to topics. Thread-safe: one Producer serves a whole process.
+
+    zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:       the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
+    encode:     makes bytes of a value; without it values are bytes.
+    on_full:    what `send` does when the buffer is full: "block" (for `full_timeout_s`, None is for ever) or "raise".
+    config:     a TOML file; its [producer] section has the settings below.
+    settings:   linger_ms, batch_bytes, buffer_bytes, max_message_bytes, compression, partitioner, delivery_timeout_s,
+                request_timeout_s; see metamq.client.producer.producer_core.ProducerOptions.
+
+    Every message is stored once, whatever is repeated on the way. Messages with a key, and those sent to a partition by
+    name, are stored in the order of `send` within their partition, and so within a key. Messages with neither go to any
+    partition, a batch at a time: they keep their order within a batch, and none to the others in the partition.
+    Leave the `with` block, or close(), to be sure that all is stored; both raise what failed.
+    Raises ConnectError when ZooKeeper cannot be reached, ConfigError for a wrong setting.
+    """
+
+    def __init__(
+        self,
+        zookeeper: str | None = None,
+        *,
+        encode: Callable[[T], bytes] | None = None,
+        on_full: Literal["block", "raise"] = "block",
+        full_timeout_s: float | None = None,
+        config: str | None = None,
+        root: str | None = None,
+        **settings: Unpack[ProducerSettings],
+    ) -> None:
+        if on_full not in ("block", "raise"):
+            raise ConfigError(f"`on_full` is {on_full!r}", hint="Choose 'block' or 'raise'.")
+        check_callables(encode=encode)
+        check_seconds("full_timeout_s", full_timeout_s)
+        options = load(ProducerOptions, "producer", file=config, arguments=settings, others=type(self))
+        self._encode = encode
+        self._has_transactions = False
+        self._closed = True
+        self._background = background()
+        wait_s = 0.0 if on_full == "raise" else full_timeout_s
+        self._core = ProducerCore(options, self._background.loop, wait_s=wait_s)
+        servers = zookeeper_servers(zookeeper, config)
+        self._background.run(self._core.open(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
+        self._closed = False
+        _unclosed.add(self)
+
+    def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
+        """Waits until everything accepted so far is stored.
+
+        Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds; ConfigError in a
+        signal handler that interrupts a send(), which holds what this waits for. So do close() and Delivery.result().
+        """
+        self._check_usable()
+        check_timeout("timeout", timeout)
+        self._core.check_not_inside()
+        self._background.run(self._core.flush(timeout))
+
+    def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
+        """Flushes and closes; further calls do nothing. Raises as `flush` does, after everything is closed."""
+        check_timeout("timeout", timeout)
+        if self._closed:
+            return
+        self._core.check_not_inside()
+        self._closed = True
+        _unclosed.discard(self)
+        if isinstance(self._core.accumulator.closed_by, ForkedError):
+            raise self._core.accumulator.closed_by
+        self._background.run(self._core.close(timeout))
+
+    def __enter__(self) -> Self:
+        self._check_usable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(self._core.accumulator.closed_by, ForkedError):
+            return  # a child that leaves its parent's block
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            with contextlib.suppress(Exception):  # the interrupt is what the caller is to see
+                self.close(AT_EXIT_FLUSH_S)
+            return
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or isinstance(self._core.accumulator.closed_by, ForkedError):
+            return
+        try:
+            _warn_unclosed(self)
+        finally:  # warnings may be errors
+            core = self._core
+            self._background.call_soon(lambda: _closing.add(asyncio.ensure_future(_close_quietly(core))))
+
+
+def _warn_unclosed(producer: Producer[Any]) -> None:
+    warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=producer, stacklevel=3)
+
+
+_closing: set[asyncio.Future[None]] = set()
+"""Nobody else refers to them."""
+
+
+async def _close_quietly(core: ProducerCore) -> None:
+    try:
+        await core.close(AT_EXIT_FLUSH_S)
+    except Exception as error:
+        log.error("messages of a Producer that was not closed were not stored: %s", _reasons(error))
+
+
+_unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _flush_unclosed() -> None:
+    for producer in list(_unclosed):
+        if isinstance(producer._core.accumulator.closed_by, ForkedError):
+            continue
+        try:
+            _warn_unclosed(producer)
+        except ResourceWarning as warning:  # warnings are errors here; the messages are no less worth for it
+            log.error("%s", warning)
+        try:
+            producer.close(AT_EXIT_FLUSH_S)
+        except Exception as error:
+            log.error("messages were not stored before the process ended: %s", _reasons(error))
+
+
+def _reasons(error: Exception) -> str:
+    errors = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+    return "; ".join(dict.fromkeys(map(str, errors)))

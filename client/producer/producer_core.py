@@ -1,0 +1,357 @@
+"""The producer without a face: accepts messages from any thread, sends them from one loop.
+
+The blocking and the asyncio Producer are thin faces over this; so both have every feature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from metamq.client.checks import check_ranges
+from metamq.client.forks import tell_of_forks
+from metamq.client.net.cluster import Cluster
+from metamq.client.net.first_contact import open_client_session
+from metamq.client.producer.accumulator import Accumulator
+from metamq.client.producer.outgoing import OutgoingBatch, forget_locks
+from metamq.client.producer.partitioner import Partitioner, partitioner_named
+from metamq.client.producer.sender import Sender
+from metamq.errors import (
+    ClosedError,
+    ConnectError,
+    ForkedError,
+    MetamqError,
+    Timeout,
+    TopicNotFound,
+)
+from metamq.wire.compression import codec_named
+from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
+from metamq.words import count
+from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.client")
+
+FAILURES_MAX = 1000
+RESOLVE_RETRY_S = 0.2
+_DOCTOR = "See whether the brokers are up with `metamq doctor`."
+BUSY_LINGER_NS = 50_000_000
+"""How long a batch grows, linger or not, where others wait to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerOptions:
+    """A producer's settings; construction validates."""
+
+    linger_ms: float = 0
+    """How long a batch waits for more messages. Without it batches still grow while earlier ones are under way."""
+    batch_bytes: int = BATCH_TARGET_BYTES
+    """A batch is closed at this size."""
+    buffer_bytes: int = 64 * 1024 * 1024
+    """Messages that are accepted and not acknowledged may take this much; then `send` waits or raises BufferFull."""
+    max_message_bytes: int = MESSAGE_BYTES_MAX
+    """A larger message raises MessageTooLarge in `send`; a topic's own limit counts too."""
+    compression: str | None = None
+    """None, "lz4" or "zstd"."""
+    partitioner: str | Partitioner = "key_hash"
+    """"key_hash", "round_robin", or a callable (topic, key, number of partitions) -> index."""
+    delivery_timeout_s: float = 30.0
+    """A message that is not acknowledged after this fails with DeliveryTimeout."""
+    request_timeout_s: float = 10.0
+    """A broker that does not answer for so long is reconnected."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "linger_ms": (0, 60_000),
+            "batch_bytes": (1, BATCH_BYTES_MAX // 2),
+            "buffer_bytes": (1024, 1 << 40),
+            "max_message_bytes": (1, MESSAGE_BYTES_MAX),
+            "delivery_timeout_s": (0.001, 86_400),
+            "request_timeout_s": (0.05, 3_600),
+        }
+        check_ranges("producer", self, limits, real="linger_ms delivery_timeout_s request_timeout_s")
+        codec_named(self.compression)
+        partitioner_named(self.partitioner)
+
+
+class ProducerCore:
+    """One producer's engine. `send` and `send_many` of its accumulator are thread-safe, the rest is the loop's."""
+
+    def __init__(self, options: ProducerOptions, loop: asyncio.AbstractEventLoop, *, wait_s: float | None) -> None:
+        self.loop = loop
+        self.wait_s = wait_s
+        """How long `send` waits for room in the buffer; None: for ever."""
+        self.options = options
+        self._thread = threading.get_ident()
+        self._awake = False
+        self._hurried_ns = 0
+        self._lingering = False
+        """A timer runs for the oldest open batch."""
+        self._forked = False
+        self._failures: list[OutgoingBatch] = []
+        self._drained: list[asyncio.Future[None]] = []
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._session: Session | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._codec = codec_named(options.compression)
+        self.accumulator = Accumulator(
+            batch_bytes=options.batch_bytes,
+            buffer_bytes=options.buffer_bytes,
+            message_bytes_max=options.max_message_bytes,
+            partitioner=partitioner_named(options.partitioner),
+            wake=self.wake,
+            wait_s=wait_s,
+            owner=self,
+        )
+        tell_of_forks(self)
+
+    async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
+        """Connects to ZooKeeper. Raises ConnectError."""
+        self._thread = threading.get_ident()
+        self._session = await open_client_session(servers, root, session_timeout_ms)
+        self.cluster = Cluster(self._session, changed=self._cluster_changed)
+        self.sender = Sender(
+            self.cluster,
+            self._codec,
+            delivery_timeout_s=self.options.delivery_timeout_s,
+            request_timeout_s=self.options.request_timeout_s,
+        )
+        self.sender.on_done = self._done
+        self.sender.on_room = self._pump
+        self.sender.on_topic_lost = self._topic_lost
+        self._ticker = asyncio.ensure_future(self.sender.run())
+
+    def _cluster_changed(self) -> None:
+        self.sender.follow()
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something to send. Any thread, also under the accumulator's lock."""
+        if not self._awake:
+            self._awake = True
+            self.in_loop(self._pump)
+
+    def hurry(self) -> None:
+        """Somebody waits for a delivery: do not linger. Any thread."""
+        if self.options.linger_ms:
+            self._hurried_ns = time.monotonic_ns() + 1
+            self.wake()
+
+    def is_loop_thread(self) -> bool:
+        """Whether this is the thread of the producer's loop."""
+        return threading.get_ident() == self._thread
+
+    def check_not_inside(self) -> None:
+        """Raises ConfigError in what interrupts a `send` of this thread, as a signal handler, and must not wait."""
+        self.accumulator.check_not_inside()
+
+    def in_loop(self, callback: Callable[..., object], *args: object) -> None:
+        """Runs a callback in the loop, from any thread. Raises ForkedError in a fork."""
+        if self._forked:
+            raise ForkedError("producer")
+        if threading.get_ident() == self._thread:
+            self.loop.call_soon(callback, *args)
+        else:
+            self.loop.call_soon_threadsafe(callback, *args)
+
+    def _pump(self) -> None:
+        self._awake = False
+        for topic in self.accumulator.unresolved():
+            if topic not in self._resolving:
+                self._resolving[topic] = asyncio.ensure_future(self._resolve(topic))
+        self._refresh_resolved()
+        begun_before_ns = self._begun_before_ns()
+        busy_before_ns = min(begun_before_ns, time.monotonic_ns() - BUSY_LINGER_NS)
+        taken = self.accumulator.take(
+            begun_before_ns=begun_before_ns, busy=self.sender.busy(), busy_before_ns=busy_before_ns
+        )
+        self.sender.add(taken)
+        self.sender.pump()
+
+    def _begun_before_ns(self) -> int:
+        """Which open batches to take: those that lingered long enough, or were there when somebody began to wait."""
+        now_ns = time.monotonic_ns() + 1
+        if not self.options.linger_ms:
+            return now_ns
+        linger_ns = int(self.options.linger_ms * 1e6)
+        first_ns = self.accumulator.first_open_ns()
+        if first_ns is not None and first_ns + linger_ns > now_ns and not self._lingering:
+            self._lingering = True
+            self.loop.call_later((first_ns + linger_ns - now_ns) / 1e9 + 0.0001, self._lingered)
+        return max(now_ns - linger_ns, self._hurried_ns)
+
+    def _lingered(self) -> None:
+        self._lingering = False
+        self._pump()
+
+    def _refresh_resolved(self) -> None:
+        """Hands configurations that changed, as by added partitions, to the accumulator."""
+        for topic, buffer in list(self.accumulator.buffers.items()):
+            config = self.cluster.configs.get(topic)
+            if buffer.config is None or buffer.config is config:
+                continue
+            if config is None:  # deleted; it may be made anew, so the next message asks again
+                self._drop(topic, TopicNotFound(topic))
+            elif config.id == buffer.config.id:
+                self._failed(self.accumulator.resolved(config))
+            else:
+                self._drop(topic, _made_anew(topic))
+
+    async def _resolve(self, topic: str) -> None:
+        deadline = self.loop.time() + self.options.delivery_timeout_s
+        try:
+            while True:
+                try:
+                    self._failed(self.accumulator.resolved(await self.cluster.topic(topic)))
+                    break
+                except ConnectError as error:
+                    if self.loop.time() > deadline:
+                        self._drop(topic, error)
+                        return
+                    await asyncio.sleep(RESOLVE_RETRY_S)
+                except MetamqError as error:
+                    self._drop(topic, error)
+                    return
+        finally:
+            del self._resolving[topic]
+        self._pump()
+
+    def _drop(self, topic: str, error: MetamqError) -> None:
+        """Fails what was accepted for a topic and not handed to the sender."""
+        for batch in self.accumulator.forget(topic):
+            batch.complete(-1, error)
+            self._done(batch)
+
+    def _topic_lost(self, topic: str, topic_id: str, error: TopicNotFound) -> None:
+        buffer = self.accumulator.buffers.get(topic)
+        if buffer is not None and buffer.config is not None and buffer.config.id == topic_id:
+            self._drop(topic, error)
+
+    def _done(self, batch: OutgoingBatch) -> None:
+        self.accumulator.finished(batch)
+        if batch.error is not None:
+            self._failed([batch])
+        if self._drained and self._is_drained():
+            for waiting in self._drained:
+                if not waiting.done():
+                    waiting.set_result(None)
+            self._drained.clear()
+
+    def _failed(self, batches: list[OutgoingBatch]) -> None:
+        """For the next flush() to raise. Only what it cannot raise is logged."""
+        for batch in batches:
+            if len(self._failures) >= FAILURES_MAX:
+                self._failures = [failed for failed in self._failures if not failed.seen]
+            if len(self._failures) < FAILURES_MAX:
+                self._failures.append(batch)
+            else:
+                log.error("not stored: %s for %s: %s", count(batch.count, "message"), batch.name, batch.error)
+
+    async def flush(self, timeout_s: float | None) -> None:
+        """Waits until all that was accepted so far is stored or has failed.
+
+        Raises Timeout, or an ExceptionGroup of what failed since the last flush and no Delivery has told.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                batches = self._outstanding()
+                await self._wait_for(batches)
+                if any(not batch.count for batch in batches):  # placeholders, whose messages are in batches now
+                    await self._wait_for(self._outstanding())
+        except TimeoutError:
+            raise Timeout(f"flush() of {self._waiting()}", timeout_s or 0, hint=_DOCTOR) from None
+        failed, self._failures = self._failures, []
+        errors = [batch.error for batch in failed if batch.error is not None and not batch.seen]
+        if errors:
+            raise ExceptionGroup("messages that were not stored since the last flush", errors)
+
+    def _outstanding(self) -> list[OutgoingBatch]:
+        with self.accumulator.lock:
+            return [batch for batch in self.accumulator.outstanding if not batch.done]
+
+    def _waiting(self) -> str:
+        """In words, what is not stored yet, and why."""
+        counts: Counter[str] = Counter()
+        for batch in self._outstanding():
+            counts[batch.topic] += len(batch.values)
+        what = ", ".join(f"{count(number, 'message')} for topic {topic!r}" for topic, number in counts.items())
+        reasons = "; ".join(sorted(self.sender.problems()))
+        return what + (f" (last error: {reasons})" if reasons else "")
+
+    async def _wait_for(self, batches: list[OutgoingBatch]) -> None:
+        left = len(batches)
+        if not left:
+            return
+        all_done: asyncio.Future[None] = self.loop.create_future()
+
+        def one_done(_batch: OutgoingBatch) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0 and not all_done.done():
+                all_done.set_result(None)
+
+        for batch in batches:
+            batch.add_callback(one_done)
+        self._hurried_ns = time.monotonic_ns() + 1
+        self._pump()
+        try:
+            await all_done
+        finally:
+            for batch in batches:
+                if batch.callbacks is not None and one_done in batch.callbacks:
+                    batch.callbacks.remove(one_done)
+
+    def _is_drained(self) -> bool:
+        return self.accumulator.buffered_bytes <= self.options.buffer_bytes // 2
+
+    async def drain(self) -> None:
+        """Waits until the buffer is below half of its bound."""
+        if not self._is_drained():
+            waiting: asyncio.Future[None] = self.loop.create_future()
+            self._drained.append(waiting)
+            self._hurried_ns = time.monotonic_ns() + 1
+            self._pump()
+            await waiting
+
+    async def close(self, timeout_s: float | None) -> None:
+        """Refuses further messages, flushes, closes. What is not stored by then fails with ClosedError."""
+        if self._session is None:
+            return
+        self.accumulator.close()
+        try:
+            await self.flush(timeout_s)
+        finally:
+            session, self._session = self._session, None
+            if session is not None:
+                await self._shut_down(session)
+
+    async def _shut_down(self, session: Session) -> None:
+        for batch in self._outstanding():
+            error = ClosedError("producer", "its messages were not acknowledged in time")
+            batch.complete(-1, error.with_unknown_outcome() if batch.attempts else error)
+            self._done(batch)
+        tasks = [self._ticker, *self._resolving.values()]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        await self.sender.close()
+        await self.cluster.close()
+        await session.close()
+
+    def forked(self) -> None:
+        """In a fork's child: nothing works any more."""
+        forget_locks()
+        self._forked = True
+        self._session = None
+        self.accumulator.forked(ForkedError("producer"))
+
+
+def _made_anew(topic: str) -> TopicNotFound:
+    return TopicNotFound(
+        topic, hint="It was deleted and made anew while messages for it waited to be sent. Send them again."
+    )

@@ -1,0 +1,210 @@
+"""The messages of one topic on their way from `send` to the sender, and what is known of where they go.
+
+No lock in here: the accumulator has one for all topics.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, repeat
+
+from metamq.client.producer.outgoing import MESSAGE_OVERHEAD_BYTES, OutgoingBatch, QuickBatch
+from metamq.client.producer.partitioner import Partitioner
+from metamq.errors import ConfigError, MessageTooLarge, MetamqError, PartitionNotFound
+from metamq.wire.limits import BATCH_COUNT_MAX, MESSAGE_BYTES_MAX
+from metamq.words import count
+from metamq.zk.cluster.topics import TopicConfig
+from metamq.zk.names import parse_partition
+
+Headers = Mapping[str, bytes]
+
+HEADERS_OVERHEAD_BYTES = 4
+"""What the column of headers costs a message, whether it has some or not."""
+TIMESTAMP_BYTES = 8
+
+
+class TopicBuffer:
+    """The messages of one topic that no sender has taken."""
+
+    __slots__ = (
+        "config",
+        "floating",
+        "limit_bytes",
+        "numbers",
+        "open",
+        "placeholder",
+        "places",
+        "quick",
+        "sealed",
+        "topic",
+        "unplaced",
+    )
+
+    def __init__(self, topic: str, limit_bytes: int) -> None:
+        self.topic = topic
+        self.limit_bytes = limit_bytes
+        self.config: TopicConfig | None = None
+        self.places: list[tuple[int, int]] = []
+        """(broker id, index) of each configured partition, in numeric order."""
+        self.numbers: dict[tuple[int, int], int] = {}
+        """The number of each place in `places`."""
+        self.quick: QuickBatch | None = None
+        self.floating: OutgoingBatch | None = None
+        self.open: dict[int, OutgoingBatch] = {}
+        """Open batches by number of the place."""
+        self.sealed: deque[OutgoingBatch] = deque()
+        self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
+        """Each places a message or a send_many, in batches begun at a time; returns a failed batch if it cannot."""
+        self.placeholder: OutgoingBatch | None = None
+
+    def configure(self, config: TopicConfig, message_bytes_max: int) -> None:
+        """The topic's partitions and limits are known, or others than before."""
+        self.config = config
+        self.places = [parse_partition(name) for name in config.partition_names]
+        self.numbers = {place: number for number, place in enumerate(self.places)}
+        self.limit_bytes = min(message_bytes_max, config.max_message_bytes)
+
+    def number_of(self, key: bytes | None, partition: str | None, partitioner: Partitioner) -> int | None:
+        """The place that a message has to go to, None for any. Raises PartitionNotFound, ConfigError."""
+        if partition is not None:
+            place = self.numbers.get(parse_partition(partition))
+            if place is None:
+                names = self.config.partition_names if self.config else []
+                raise PartitionNotFound(self.topic, partition, tuple(names))
+            return place
+        if key is None:
+            return None
+        number = partitioner(self.topic, key, len(self.places))
+        if not isinstance(number, int) or not 0 <= number < len(self.places):
+            raise ConfigError(
+                f"the partitioner gave {number!r} for a topic of {count(len(self.places), 'partition')}",
+                hint="It is to give an index among them: 0, 1, and so on.",
+            )
+        return number
+
+
+def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
+    """Bytes that a message counts for."""
+    size = len(value) + MESSAGE_OVERHEAD_BYTES
+    if key is not None:
+        size += len(key)
+    if headers:
+        size += sum(len(name.encode()) + len(text) + 4 for name, text in headers.items())
+    return size
+
+
+def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
+    """Stands for a message that could not be placed. `error` is a MetamqError, or what a user's partitioner raised."""
+    batch = OutgoingBatch(topic)
+    if not isinstance(error, MetamqError):
+        wrapped = ConfigError(f"the partitioner failed for a message to topic {topic!r}: {error!r}")
+        wrapped.__cause__ = error
+        error = wrapped
+    batch.complete(-1, error)
+    return batch
+
+
+def add_message(
+    batch: OutgoingBatch,
+    value: bytes,
+    key: bytes | None,
+    headers: Headers | None,
+    timestamp_us: int | None,
+    size: int,
+) -> int:
+    """Appends a message of `size` bytes to an open batch; columns that it is the first to have are filled up before it.
+
+    The value comes last: a message that was interrupted on its way in has none, see align_columns().
+    """
+    values: list[bytes] = batch.values  # type: ignore[assignment]
+    index = len(values)
+    if key is not None or batch.keys is not None:
+        if batch.keys is None:
+            batch.keys = [None] * index
+        elif len(batch.keys) > index:
+            align_columns(batch)
+        batch.keys.append(key)
+    if headers or batch.headers is not None:
+        if batch.headers is None:
+            batch.headers = [None] * index
+            batch.size += index * HEADERS_OVERHEAD_BYTES
+        elif len(batch.headers) > index:
+            align_columns(batch)
+        batch.headers.append(headers)
+        size += HEADERS_OVERHEAD_BYTES
+    if timestamp_us is not None or batch.timestamps is not None:
+        if batch.timestamps is None:
+            batch.timestamps = [batch.timestamp_us] * index
+            batch.size += index * TIMESTAMP_BYTES
+        elif len(batch.timestamps) > index:
+            align_columns(batch)
+        batch.timestamps.append(timestamp_us if timestamp_us is not None else time.time_ns() // 1000)
+        size += TIMESTAMP_BYTES
+    batch.size += size
+    values.append(value)
+    return index
+
+
+def align_columns(batch: OutgoingBatch) -> None:
+    """Takes out what an interrupted add_message() left: an entry in a column, with no value beside it."""
+    count = len(batch.values)
+    for column in (batch.keys, batch.headers, batch.timestamps):
+        if column is not None and len(column) != count:
+            del column[count:]
+
+
+def too_large(buffer: TopicBuffer, size: int) -> MessageTooLarge:
+    """The error, to be raised."""
+    topic = buffer.topic
+    hint = f"Send less at once, or raise the limit: `metamq topic alter {topic} --max-message-bytes 4MiB` (the most)."
+    if size > MESSAGE_BYTES_MAX:
+        hint = ""  # that of the error: no limit can be raised so far
+    elif buffer.config is None or buffer.limit_bytes < buffer.config.max_message_bytes:
+        hint = "Send less at once, or raise the producer's `max_message_bytes`, to 4 MiB at most."
+    return MessageTooLarge(f"a message for topic {topic!r}", size, buffer.limit_bytes, hint=hint)
+
+
+def refuse_large(batch: OutgoingBatch, buffer: TopicBuffer) -> list[OutgoingBatch]:
+    """Takes the messages over the topic's limit out of a closed batch, and returns a failed batch for each.
+
+    For messages that were accepted when the limit was not known yet.
+    """
+    columns = [batch.keys or repeat(None), batch.headers or repeat(None)]
+    sizes = [size_of(*message) for message in zip(batch.values, *columns, strict=False)]
+    if max(sizes, default=0) <= buffer.limit_bytes:
+        return []
+    refused = {
+        i: failed_batch(buffer.topic, too_large(buffer, s)) for i, s in enumerate(sizes) if s > buffer.limit_bytes
+    }
+    keep = [i for i in range(len(sizes)) if i not in refused]
+    batch.refused = refused
+    batch.values = [batch.values[i] for i in keep]
+    batch.keys = batch.keys and [batch.keys[i] for i in keep]
+    batch.headers = batch.headers and [batch.headers[i] for i in keep]
+    batch.timestamps = batch.timestamps and [batch.timestamps[i] for i in keep]
+    return list(refused.values())
+
+
+def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int, int]]:
+    """(start, end, bytes) of consecutive chunks of at most `batch_bytes` and BATCH_COUNT_MAX messages.
+
+    A message larger than that is a chunk of its own.
+    """
+    ends = [0, *accumulate(sizes)]
+
+    def bytes_before(index: int) -> int:
+        return ends[index] + index * MESSAGE_OVERHEAD_BYTES
+
+    indexes = range(len(ends))
+    bounds = []
+    start = 0
+    while start < len(sizes):
+        limit = bytes_before(start) + batch_bytes
+        stop = min(start + BATCH_COUNT_MAX, len(sizes))
+        end = bisect_right(indexes, limit, start + 2, stop + 1, key=bytes_before) - 1 if start + 1 < stop else stop
+        bounds.append((start, end, bytes_before(end) - bytes_before(start)))
+        start = end
+    return bounds

@@ -1,0 +1,1 @@
+"""What the driver plans of a query that reads."""

@@ -1,0 +1,163 @@
+"""What the driver asks of the cluster: topics, offsets and replicas. Blocking, over the process's background loop.
+
+A streaming query keeps one for as long as it runs. A broker that cannot be reached is told in its partitions' answers,
+and cut off from ZooKeeper what was known counts: a query outlives both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import re
+from collections.abc import Collection, Coroutine, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
+from metamq.client.admin.admin_groups import check_empty
+from metamq.client.background import background
+from metamq.client.net.cluster import Cluster
+from metamq.client.net.first_contact import open_client_session
+from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
+from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
+from metamq.spark_consumers.source.options import Subscription
+from metamq.spark_consumers.source.replicas import Replica, replicas_of
+from metamq.wire.commands import OffsetsResult
+from metamq.zk.groups.ownership import Committed, reset_offset
+from metamq.zk.names import parse_partition
+from metamq.zk.partitions import TopicPartition
+
+T = TypeVar("T")
+
+SESSION_TIMEOUT_MS = 10_000
+PUBLISHED_AT_ONCE = 64
+
+Topics = dict[TopicPartition, str]
+"""The partitions that are read, with their topics' ids."""
+
+
+class ClusterView:
+    """An open view. Raises ConnectError, ConfigError when it cannot be opened."""
+
+    def __init__(self, zookeeper: str, root: str) -> None:
+        self._loop = background()
+        self._cluster = self._run(self._open(zookeeper, root))
+        self._topics: list[str] = []
+        """Of the last look, for when ZooKeeper cannot be asked."""
+
+    async def _open(self, zookeeper: str, root: str) -> Cluster:
+        return Cluster(await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS), with_slaves=True)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnects."""
+        self._run(self._close())
+
+    async def _close(self) -> None:
+        await self._cluster.close()
+        await self._cluster.session.close()
+
+    def partitions(self, subscription: Subscription, *, missing_ok: bool = False) -> Topics:
+        """The partitions that are subscribed to. Raises TopicNotFound, PartitionNotFound unless `missing_ok`."""
+        return self._run(self._partitions(subscription, missing_ok))
+
+    async def _partitions(self, subscription: Subscription, missing_ok: bool) -> Topics:
+        names: Collection[str] = subscription.topics or dict.fromkeys(tp.topic for tp in subscription.partitions)
+        if subscription.pattern is not None:
+            names = await self._matching(re.compile(subscription.pattern))
+        found: Topics = {}
+        for name in names:
+            try:
+                config = await self._cluster.topic(name)
+            except TopicNotFound:
+                if missing_ok or subscription.pattern is not None:  # deleted since the names were listed
+                    continue
+                raise
+            found |= dict.fromkeys(config.topic_partitions, config.id)
+        if not subscription.partitions:
+            return found
+        for tp in subscription.partitions:
+            if tp not in found and not missing_ok:
+                known = tuple(one.partition for one in found if one.topic == tp.topic)
+                raise PartitionNotFound(tp.topic, tp.partition, known)
+        return {tp: found[tp] for tp in subscription.partitions if tp in found}
+
+    async def _matching(self, pattern: re.Pattern[str]) -> list[str]:
+        try:
+            self._topics = sorted(filter(pattern.fullmatch, await self._cluster.topics.names()))
+        except ConnectError:
+            if not self._topics:
+                raise
+        return self._topics
+
+    def offsets(
+        self,
+        asked: Mapping[TopicPartition, tuple[str, int]],
+        come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+    ) -> dict[TopicPartition, Found]:
+        """For partition -> (topic id, a time in microseconds or EARLIEST, LATEST) its master's answer, or an error.
+
+        `come_to`: up to where partitions were read, and the epoch of the message before that. Others are at the start.
+        """
+        return self._run(ask_offsets(self._cluster, asked, {**dict.fromkeys(asked, (0, -1)), **(come_to or {})}))
+
+    def offsets_of_slaves(self, asked: Mapping[TopicPartition, tuple[str, int]]) -> dict[TopicPartition, OffsetsResult]:
+        """Of partitions whose broker has no master at present, what slaves say; as far as there are any that do."""
+        return self._run(ask_slaves(self._cluster, asked))
+
+    def replicas(
+        self, partitions: Collection[TopicPartition], *, with_slaves: bool
+    ) -> dict[TopicPartition, tuple[Replica, ...]]:
+        """Where each partition can be read; the last that was known."""
+        return self._run(self._replicas(partitions, with_slaves))
+
+    async def _replicas(
+        self, partitions: Collection[TopicPartition], with_slaves: bool
+    ) -> dict[TopicPartition, tuple[Replica, ...]]:
+        masters = await self._cluster.refresh_brokers()
+        if with_slaves:
+            await asyncio.gather(*map(self._cluster.know_slaves, {tp.topic for tp in partitions}))
+        found = {}
+        for tp in partitions:
+            broker_id, _index = parse_partition(tp.partition)
+            slaves = []
+            if with_slaves:
+                known = self._cluster.slaves.get(broker_id, {})
+                slaves = [known[number] for number in self._cluster.slaves_with(broker_id, tp.topic)]
+            found[tp] = replicas_of(masters.get(broker_id), slaves)
+        return found
+
+    def check_group(self, group: str) -> None:
+        """Raises ConfigError when consumers are members of the group: their offsets are their own."""
+        self._run(check_empty(self._cluster.session, group, "a query cannot publish its progress there"))
+
+    def publish(self, group: str, places: Places) -> None:
+        """Sets the group's offsets. Raises ConnectError; ConfigError when it has members."""
+        self._run(self._publish(group, places))
+
+    def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
+        """Begins to."""
+        return asyncio.run_coroutine_threadsafe(self._publish(group, places), self._loop.loop)
+
+    async def _publish(self, group: str, places: Places) -> None:
+        session = self._cluster.session
+        await check_empty(session, group, "a query cannot publish its progress there")
+        room = asyncio.Semaphore(PUBLISHED_AT_ONCE)
+
+        async def publish_one(tp: TopicPartition, place: StreamPlace) -> None:
+            async with room:
+                await reset_offset(session, group, tp, Committed(place.offset, place.epoch, place.topic_id))
+
+        found = await asyncio.gather(*(publish_one(*item) for item in places.items()), return_exceptions=True)
+        for error in filter(None, found):
+            raise error

@@ -1,0 +1,190 @@
+"""Plans who reads what: asks for the offsets where a query begins and ends, and makes the tasks of its ranges.
+
+That is for masters to say. Where a broker has had none for a moment, and no slave is promoted, a batch query that reads
+from slaves takes the word of a slave: its tasks read what that shows. What the master has acknowledged beyond may be
+missing, so the driver warns. An offset, or a time, that the slave does not have is not lost: the master is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from metamq.client.admin.admin_brokers import Found
+from metamq.errors import MetamqError, TopicNotFound
+from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
+from metamq.spark_consumers.driver.resolving import (
+    at_a_slave,
+    check_direction,
+    ending_offset,
+    question,
+    starting_offset,
+)
+from metamq.spark_consumers.source.boundaries import Boundary
+from metamq.spark_consumers.source.fetch import FetchTask
+from metamq.spark_consumers.source.options import SourceOptions
+from metamq.spark_consumers.source.ranges import OffsetRange, split
+from metamq.wire.commands import OffsetsResult
+from metamq.zk.partitions import TopicPartition
+
+log = logging.getLogger("metamq.spark")
+
+ASK_AGAIN_S = 0.2
+SLAVES_AFTER_S = 3.0
+"""A master that is restarted is registered again by then."""
+
+WillDo = Callable[[TopicPartition, OffsetsResult], bool]
+"""Whether what a slave says of a partition tells all that is asked."""
+
+
+def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]:
+    """What a batch query reads, a range a partition. Raises what is wrong with the options, or what was lost."""
+    partitions = view.partitions(options.subscription)
+    with_slaves = options.read_from == "any"
+    starts = find_starts(view, options, partitions, with_slaves=with_slaves)
+    wanted = options.ending.questions(partitions)
+    will_do = at_a_slave(options.ending, wanted, is_end=True) if with_slaves else None
+    answers = ask(view, options.ending, wanted, partitions, options.poll_timeout_s, will_do)
+    ranges = []
+    for tp, topic_id in partitions.items():
+        end = ending_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
+        start, _epoch = starts[tp]
+        check_direction(options.starting, options.ending, wanted[tp], tp, start, end)
+        ranges.append(OffsetRange(tp, topic_id, start, max(end, start)))
+    return ranges
+
+
+def find_starts(
+    view: ClusterView, options: SourceOptions, partitions: Topics, *, with_slaves: bool = False
+) -> dict[TopicPartition, tuple[int, int]]:
+    """Where the query begins, by its options, and the epoch of the message before (-1: not known)."""
+    if not partitions:  # an error with the other subscriptions
+        log.warning("no topic matches option 'subscribePattern', %r, at present", options.subscription.pattern)
+    wanted = options.starting.questions(partitions)
+    will_do = at_a_slave(options.starting, wanted, is_end=False) if with_slaves else None
+    answers = ask(view, options.starting, wanted, partitions, options.poll_timeout_s, will_do)
+    starts = {}
+    for tp in partitions:
+        answer = answers[tp]
+        offset = starting_offset(
+            options.starting,
+            wanted[tp],
+            tp,
+            answer,
+            if_none_at_time=options.if_no_offset_at_time,
+            fail_on_data_loss=options.fail_on_data_loss,
+        )
+        starts[tp] = offset, answer.epoch if offset == answer.offset else -1
+    return starts
+
+
+def ask(
+    view: ClusterView,
+    boundary: Boundary,
+    wanted: Mapping[TopicPartition, int],
+    partitions: Topics,
+    timeout_s: float,
+    will_do: WillDo | None = None,
+) -> dict[TopicPartition, OffsetsResult]:
+    """The brokers' answer for every partition. Raises the error of one that does not come in time.
+
+    `will_do`: what to take of a slave where there is no master; None: nothing.
+    """
+    if doubt := boundary.doubt():
+        log.warning("%s", doubt)
+    questions = {tp: (partitions[tp], question(boundary, wanted[tp])) for tp in partitions}
+    return ask_until_answered(view, questions, timeout_s, will_do)
+
+
+def ask_until_answered(
+    view: ClusterView,
+    questions: Mapping[TopicPartition, tuple[str, int]],
+    timeout_s: float,
+    will_do: WillDo | None = None,
+) -> dict[TopicPartition, OffsetsResult]:
+    """As ask(), with what to ask for."""
+    answers: dict[TopicPartition, OffsetsResult] = {}
+    for tp, found in ask_until_settled(view, questions, timeout_s, will_do=will_do).items():
+        if not isinstance(found, OffsetsResult):
+            raise found
+        answers[tp] = found
+    return answers
+
+
+def ask_until_settled(
+    view: ClusterView,
+    questions: Mapping[TopicPartition, tuple[str, int]],
+    timeout_s: float,
+    come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+    will_do: WillDo | None = None,
+) -> dict[TopicPartition, Found]:
+    """Asks again while there are errors that may pass. Raises one that does not in time.
+
+    That a broker does not know a topic which ZooKeeper has may pass, too: one of them is new.
+    """
+    deadline = time.monotonic() + timeout_s
+    slaves_from = time.monotonic() + min(SLAVES_AFTER_S, timeout_s / 2)
+    settled: dict[TopicPartition, Found] = {}
+    left = dict(questions)
+    while left:
+        for tp, found in view.offsets(left, come_to).items():
+            if isinstance(found, OffsetsResult) or not (found.retriable or isinstance(found, TopicNotFound)):
+                settled[tp] = found
+                del left[tp]
+            elif time.monotonic() > deadline:
+                raise found
+            else:
+                log.info("where %s begins and ends is asked again: %s", tp, found)
+        if left and will_do is not None and time.monotonic() > slaves_from:
+            for tp, answer in view.offsets_of_slaves(left).items():
+                if will_do(tp, answer):
+                    log.warning(
+                        "%s is read as far as a slave shows it: its broker has no master, which may have more", tp
+                    )
+                    settled[tp] = answer
+                    del left[tp]
+        if left:
+            time.sleep(ASK_AGAIN_S)
+    return settled
+
+
+def tasks(
+    view: ClusterView,
+    options: SourceOptions,
+    ranges: Iterable[OffsetRange],
+    epochs: Mapping[TopicPartition, tuple[int, int]] | None = None,
+) -> list[FetchTask]:
+    """The tasks for ranges, cut as the options say.
+
+    `epochs`: of the message before each range, and of its last, where they are known.
+    """
+    pieces = split(ranges, options.min_partitions, options.max_records_per_partition)
+    with_slaves = options.read_from == "any"
+    try:
+        replicas = view.replicas({piece.tp for piece in pieces}, with_slaves=with_slaves)
+    except MetamqError as error:  # tasks look them up
+        log.info("where brokers are is not known at present: %s", error)
+        replicas = {}
+    begun: set[TopicPartition] = set()
+    made = []
+    for piece in pieces:
+        epoch, last_epoch = (epochs or {}).get(piece.tp, (-1, -1))
+        if piece.tp in begun:
+            epoch = -1
+        begun.add(piece.tp)
+        made.append(
+            FetchTask(
+                wanted=piece,
+                replicas=replicas.get(piece.tp, ()),
+                zookeeper=options.zookeeper,
+                root=options.root,
+                epoch=epoch,
+                last_epoch=last_epoch,
+                fail_on_data_loss=options.fail_on_data_loss,
+                with_slaves=with_slaves,
+                poll_timeout_s=options.poll_timeout_s,
+                in_place=options.read_files,
+            )
+        )
+    return made

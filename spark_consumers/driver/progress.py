@@ -1,0 +1,179 @@
+"""One step of a streaming query: from where it is and what the brokers say to where the next batch ends. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from metamq.client.admin.admin_brokers import Found
+from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange, PartitionNotFound, TopicNotFound
+from metamq.spark_consumers.driver.admission import admit, is_enough
+from metamq.spark_consumers.driver.stream_offsets import Places, StreamOffset, StreamPlace
+from metamq.wire.commands import OffsetsResult
+from metamq.zk.partitions import TopicPartition
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a batch."""
+
+    most: int | None = None
+    least: int | None = None
+    waited_s: float = 0.0
+    delay_max_s: float = 0.0
+    target: Mapping[TopicPartition, StreamPlace] | None = None
+    """Up to there is read, and nothing beyond, nor a partition that is not in it; None: whatever there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What comes of it."""
+
+    offset: StreamOffset | None
+    """None: there is no batch to be run now."""
+    losses: list[MetamqError]
+    """Messages that were to be read and are gone."""
+
+
+def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> list[MetamqError]:
+    """What is gone with partitions: of the query, but not of the cluster any more, or of a topic made anew."""
+    losses: list[MetamqError] = []
+    for tp, place in before.items():
+        if tp not in present:
+            topics = {one.topic for one in present}
+            gone = PartitionNotFound(*tp) if tp.topic in topics else TopicNotFound(tp.topic)
+            what = str(tp) if tp.topic in topics else f"topic {tp.topic!r}"
+            gone.problem = f"{what}, which the query has read, is not among what it reads any more"
+            gone.hint = "Was it deleted, or does the query subscribe to less than before?"
+            losses.append(gone)
+        elif present[tp] != place.topic_id:
+            losses.append(TopicNotFound.made_anew(tp.topic, present[tp], place.topic_id))
+    return losses
+
+
+def _lost_messages(tp: TopicPartition, known: StreamPlace, answer: Found | None) -> MetamqError | None:
+    """What is gone of a partition that is there still: by retention, or by a promotion with an accepted loss."""
+    if isinstance(answer, OffsetDiverged):
+        return answer
+    if isinstance(answer, OffsetsResult) and answer.start_offset > known.offset:
+        return OffsetOutOfRange(str(tp), known.offset, answer.start_offset, answer.stable_offset)
+    return None
+
+
+def begin(
+    before: Places, present: Mapping[TopicPartition, str], answers: Mapping[TopicPartition, Found]
+) -> dict[TopicPartition, StreamPlace]:
+    """Where the next batch begins: where the last one ended.
+
+    Partitions that are new are read from their start, once that is known. Where messages are gone, what there is now is
+    read: from the log's start, or from where it parts from what was read.
+    """
+    begun = {}
+    for tp, topic_id in present.items():
+        known, answer = before.get(tp), answers.get(tp)
+        if known is None or known.topic_id != topic_id:
+            if isinstance(answer, OffsetsResult):
+                begun[tp] = StreamPlace(topic_id, answer.start_offset)
+        elif isinstance(answer, OffsetDiverged):
+            begun[tp] = StreamPlace(topic_id, answer.agreed, answer.epoch)
+        elif isinstance(answer, OffsetsResult) and answer.start_offset > known.offset:
+            begun[tp] = StreamPlace(topic_id, answer.start_offset)
+        else:
+            begun[tp] = known
+    return begun
+
+
+def reachable(
+    target: Places, before: Places, answers: Mapping[TopicPartition, Found]
+) -> dict[TopicPartition, StreamPlace]:
+    """The target as far as it is to be had: of a log that parted from what was read, only up to there.
+
+    Nothing of what is behind was there when the target was fixed, unless that was done in the new log. Where the query
+    is before the parting, an epoch that is newer than the target's and begins before it tells of that.
+    """
+    found = dict(target)
+    for tp, place in target.items():
+        answer = answers.get(tp)
+        if isinstance(answer, OffsetDiverged):
+            if place.epoch <= before[tp].epoch:
+                found[tp] = StreamPlace(place.topic_id, answer.agreed, answer.epoch)
+            continue
+        known = before.get(tp)
+        if known is None or known.topic_id != place.topic_id:
+            known = StreamPlace(place.topic_id, 0)
+        found[tp] = _before_newer_epochs(place, known, _epochs(answer))
+    return found
+
+
+def _before_newer_epochs(target: StreamPlace, known: StreamPlace, epochs: list[tuple[int, int]]) -> StreamPlace:
+    """The target, or the last place before it that is of its history; `epochs` are those from `known` on."""
+    common = known
+    for epoch, until in epochs:
+        if epoch > target.epoch >= 0:
+            return common if common.offset < target.offset else target
+        common = known._replace(offset=until, epoch=epoch)
+    return target
+
+
+def step(
+    before: Places,
+    begun: dict[TopicPartition, StreamPlace],
+    answers: Mapping[TopicPartition, Found],
+    limits: Limits,
+) -> Step:
+    """The next batch. Without a target, brokers that could not be reached have nothing new."""
+    losses = []
+    ends: dict[TopicPartition, StreamPlace] = {}
+    for tp, place in begun.items():
+        known = before.get(tp)
+        if known is not None and known.topic_id != place.topic_id:
+            known = None
+        loss = _lost_messages(tp, known, answers.get(tp)) if known is not None else None
+        if loss is not None:
+            losses.append(loss)
+        if limits.target is None:
+            ends[tp] = _end(place, answers.get(tp))
+        elif _is_in(limits.target, tp, place):
+            bound = limits.target[tp]
+            ends[tp] = bound if bound.offset > place.offset else place
+        elif known is not None:
+            ends[tp] = place
+    begun = {tp: begun[tp] for tp in ends}
+    first = {tp: place.offset for tp, place in begun.items()}
+    last = {tp: place.offset for tp, place in ends.items()}
+    found = sum(last[tp] - first[tp] for tp in first)
+    is_same = begun == dict(before)
+    if is_same and not is_enough(found, limits.least, limits.waited_s, limits.delay_max_s):
+        return Step(None, losses)
+    admitted = admit(first, last, limits.most)
+    reached = {tp: _reached(offset, begun[tp], ends[tp], answers.get(tp)) for tp, offset in admitted.items()}
+    return Step(StreamOffset(begun, reached), losses)
+
+
+def _is_in(target: Mapping[TopicPartition, StreamPlace], tp: TopicPartition, place: StreamPlace) -> bool:
+    return tp in target and target[tp].topic_id == place.topic_id
+
+
+def _end(place: StreamPlace, answer: Found | None) -> StreamPlace:
+    if isinstance(answer, OffsetsResult) and answer.stable_offset > place.offset:
+        return StreamPlace(place.topic_id, answer.stable_offset, answer.epoch)
+    return place
+
+
+def _reached(offset: int, begun: StreamPlace, end: StreamPlace, answer: Found | None) -> StreamPlace:
+    """The place at `offset`, or a little before where epochs are not told so far."""
+    if offset in (begun.offset, end.offset):
+        return begun if offset == begun.offset else end
+    if begun.epoch == end.epoch >= 0:  # epochs rise
+        return end._replace(offset=offset)
+    known = [(epoch, until) for epoch, until in _epochs(answer) if until > begun.offset]
+    for epoch, until in known:
+        if offset <= until:
+            return end._replace(offset=offset, epoch=epoch)
+    if known:
+        return end._replace(epoch=known[-1][0], offset=known[-1][1])
+    return end._replace(offset=offset, epoch=-1)
+
+
+def _epochs(answer: Found | None) -> list[tuple[int, int]]:
+    return answer.epochs if isinstance(answer, OffsetsResult) else []

@@ -1,0 +1,67 @@
+"""How far a query is, published as its group's offsets: what changed, beside the query's next batch.
+
+Nothing depends on it, and nothing waits for it but the end of a query that reads what there is and stops.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from typing import Protocol
+
+from metamq.errors import MetamqError
+from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
+from metamq.zk.partitions import TopicPartition
+
+log = logging.getLogger("metamq.spark")
+
+
+class View(Protocol):
+    """What it needs of a ClusterView."""
+
+    def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
+        """Begins to set the group's offsets."""
+
+
+class Publisher:
+    """For one group."""
+
+    def __init__(self, view: View, group: str) -> None:
+        self._view = view
+        self._group = group
+        self._published: dict[TopicPartition, StreamPlace] = {}
+        self._under_way: tuple[dict[TopicPartition, StreamPlace], concurrent.futures.Future[None]] | None = None
+        self._told = ""
+
+    def offer(self, places: Places) -> None:
+        """Begins to publish what is new of it; while something is under way, the next offer does."""
+        self._take_result(0)
+        if self._under_way is None:
+            changed = {tp: place for tp, place in places.items() if self._published.get(tp) != place}
+            if changed:
+                self._under_way = changed, self._view.publish_soon(self._group, changed)
+
+    def finish(self, places: Places, wait_s: float) -> None:
+        """Publishes it, and waits for that."""
+        self._take_result(wait_s)
+        self.offer(places)
+        self._take_result(wait_s)
+
+    def _take_result(self, wait_s: float) -> None:
+        if self._under_way is None:
+            return
+        changed, future = self._under_way
+        concurrent.futures.wait([future], wait_s)
+        if not future.done():
+            return
+        self._under_way = None
+        if future.cancelled():  # its loop has ended
+            return
+        error = future.exception()
+        if error is None:
+            self._published |= changed
+            self._told = ""
+        elif repr(error) != self._told:
+            self._told = repr(error)
+            known = isinstance(error, MetamqError)
+            log.warning("the query's progress is not published: %s", error, exc_info=None if known else error)

@@ -1,0 +1,194 @@
+"""How a streaming query goes on, in the driver: asked after each batch how far the next one goes, and who reads it.
+
+It lives as long as the query. What it raises ends the query, so it raises only what no waiting helps against: wrong
+options, lost messages with failOnDataLoss, and what cannot be asked at all at the query's start. A broker that is away
+has nothing new meanwhile, unless "nothing new" would end the query.
+
+Where nothing is new at all, Spark takes the query to have read everything: processAllAvailable() returns. So that is
+said when each broker has said it; one that does not answer is waited for, for as long as it was not warned of.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from metamq.client.admin.admin_brokers import Found
+from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange
+from metamq.spark_consumers.driver import planning, progress
+from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
+from metamq.spark_consumers.driver.progress import Limits
+from metamq.spark_consumers.driver.publishing import Publisher
+from metamq.spark_consumers.driver.stream_offsets import (
+    Places,
+    StreamOffset,
+    StreamPlace,
+    first_places,
+    from_json,
+    to_json,
+)
+from metamq.spark_consumers.driver.unanswered import Unanswered
+from metamq.spark_consumers.source.fetch import FetchTask
+from metamq.spark_consumers.source.options import SourceOptions
+from metamq.spark_consumers.source.ranges import OffsetRange
+from metamq.wire.commands import LATEST, OffsetsResult
+from metamq.zk.partitions import TopicPartition, partition_order
+
+log = logging.getLogger("metamq.spark")
+
+PUBLISH_AT_END_S = 10.0
+
+
+class StreamPlanner:
+    """For one query."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._view: ClusterView | None = None
+        self._publisher: Publisher | None = None
+        self._at_start: Mapping[TopicPartition, OffsetsResult] = {}
+        """What brokers said when the target was fixed; it stands in for those that are away later."""
+        self._target: dict[TopicPartition, StreamPlace] | None = None
+        self._ends: dict[TopicPartition, int] = {}
+        self._last_batch_s = -math.inf
+        """When the last batch was planned; the first trigger waits for no further messages."""
+        self._unanswered = Unanswered(options.poll_timeout_s)
+        self._told: set[str] = set()
+
+    def _opened(self) -> ClusterView:
+        if self._view is None:
+            view = ClusterView(self._options.zookeeper, self._options.root)
+            if self._options.group is not None:
+                view.check_group(self._options.group)
+                self._publisher = Publisher(view, self._options.group)
+            self._view = view
+        return self._view
+
+    def fix_target(self) -> None:
+        """The query ends with what there is now."""
+        view = self._opened()
+        present = view.partitions(self._options.subscription, missing_ok=True)
+        questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
+        self._at_start = planning.ask_until_answered(view, questions, self._options.poll_timeout_s)
+        self._target = {
+            tp: StreamPlace(present[tp], answer.stable_offset, answer.epoch) for tp, answer in self._at_start.items()
+        }
+
+    def next_offset(self, start: dict[str, Any], *, is_only_batch: bool) -> dict[str, Any]:
+        """Where the next batch ends; `start` itself when there is none to be run now."""
+        before = from_json(start)
+        view = self._opened()
+        is_first = before is None
+        done: Places = self._first_places(view) if before is None else before.reached
+        none = to_json(StreamOffset(done, done)) if is_first else start
+        while (offset := self._planned(view, done, is_only_batch)) is None:
+            has_said_all = is_only_batch or self._target is not None
+            if has_said_all or not self._unanswered.may_pass(time.monotonic()):
+                return none
+            time.sleep(planning.ASK_AGAIN_S)
+        return to_json(offset)
+
+    def _planned(self, view: ClusterView, done: Places, is_only_batch: bool) -> StreamOffset | None:
+        """The next batch, as far as brokers answer; None: there is none to be run now."""
+        try:
+            present = view.partitions(self._options.subscription, missing_ok=True)
+            answers = self._answers(view, done, present, is_only_batch)
+        except MetamqError as error:
+            if not error.retriable or is_only_batch or self._target is not None:
+                raise
+            log.info("what is new is not known at present: %s", error)
+            self._unanswered.note(dict.fromkeys(done, error), time.monotonic())
+            return None
+        self._lost(progress.lost_partitions(done, present))
+        begun = progress.begin(done, present, answers)
+        step = progress.step(done, begun, answers, self._limits(is_only_batch))
+        self._lost(step.losses)
+        self._publish(done, is_end=step.offset is None and self._target is not None)
+        if step.offset is not None or self._last_batch_s == -math.inf:
+            self._last_batch_s = time.monotonic()
+        return step.offset
+
+    def _first_places(self, view: ClusterView) -> dict[TopicPartition, StreamPlace]:
+        """Where the query begins, by its options."""
+        present: Topics = view.partitions(self._options.subscription)
+        starts = planning.find_starts(view, self._options, present)
+        return {tp: StreamPlace(topic_id, *starts[tp]) for tp, topic_id in present.items()}
+
+    def _answers(
+        self, view: ClusterView, done: Places, present: Topics, is_only_batch: bool
+    ) -> dict[TopicPartition, Found]:
+        questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
+        come_to = {tp: place[1:] for tp, place in done.items() if present.get(tp) == place.topic_id}
+        if is_only_batch:
+            answers = planning.ask_until_settled(view, questions, self._options.poll_timeout_s, come_to)
+        else:
+            answers = view.offsets(questions, come_to)
+        self._unanswered.note(answers, time.monotonic())
+        for tp, answer in answers.items():
+            if isinstance(answer, OffsetsResult):
+                self._ends[tp] = answer.stable_offset
+            elif not isinstance(answer, OffsetDiverged) and self._is_of_target(tp, present[tp]):
+                answers[tp] = self._at_start[tp]
+        if self._target is not None:
+            self._target = progress.reachable(self._target, done, answers)
+        return answers
+
+    def _is_of_target(self, tp: TopicPartition, topic_id: str) -> bool:
+        return self._target is not None and tp in self._target and self._target[tp].topic_id == topic_id
+
+    def _limits(self, is_only_batch: bool) -> Limits:
+        if is_only_batch:
+            return Limits(target=self._target)
+        return Limits(
+            most=self._options.max_offsets_per_trigger,
+            # What comes later is not of this query: nothing to wait for.
+            least=self._options.min_offsets_per_trigger if self._target is None else None,
+            waited_s=time.monotonic() - self._last_batch_s,
+            delay_max_s=self._options.max_trigger_delay_s,
+            target=self._target,
+        )
+
+    def _lost(self, losses: list[MetamqError]) -> None:
+        if losses and self._options.fail_on_data_loss:
+            kept = "" if isinstance(losses[0], OffsetOutOfRange) else f"{losses[0].hint} "  # else it is for consumers
+            losses[0].hint = f"{kept}To go on without what is gone: failOnDataLoss=false."
+            raise losses[0]
+        for loss in losses:
+            if str(loss) not in self._told:
+                self._told.add(str(loss))
+                log.warning("messages are left out, failOnDataLoss is false: %s", loss)
+
+    def _publish(self, done: Places, *, is_end: bool) -> None:
+        """Where Spark asks to go on from, it has come to."""
+        if self._publisher is None:
+            return
+        if is_end:
+            self._publisher.finish(done, PUBLISH_AT_END_S)
+        else:
+            self._publisher.offer(done)
+
+    def ends(self) -> dict[str, dict[str, int]]:
+        """Where the logs end as of the last look, by topic and partition."""
+        found: dict[str, dict[str, int]] = {}
+        for tp in sorted(self._ends, key=partition_order):
+            found.setdefault(tp.topic, {})[tp.partition] = self._ends[tp]
+        return found
+
+    def tasks(self, start: dict[str, Any], end: dict[str, Any]) -> list[FetchTask]:
+        """A task for each range of the batch."""
+        last = from_json(end)
+        if last is None:
+            return []
+        first = first_places(from_json(start), last)
+        ranges = [OffsetRange(tp, place.topic_id, first[tp].offset, place.offset) for tp, place in last.reached.items()]
+        epochs = {tp: (first[tp].epoch, place.epoch) for tp, place in last.reached.items()}
+        return planning.tasks(self._opened(), self._options, ranges, epochs)
+
+    def close(self) -> None:
+        """Disconnects."""
+        if self._view is not None:
+            self._view.close()
+            self._view = None

@@ -1,0 +1,1 @@
+"""The sink: what tasks write, and what the driver decides."""

@@ -1,0 +1,165 @@
+"""Decisions in ZooKeeper: created once, by one transaction with the sink's own node, never overwritten.
+
+A request whose answer is lost may still be carried out. So whoever goes on looks again, and writes the sink's node in
+any case: what was under way then finds another version, and fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import NamedTuple
+
+from metamq.spark_consumers.sink.decisions import JOB, Decision, NotOurs, SinkState, check_batch
+from metamq.zk.errors import BadVersion, NodeExists, NoNode, NotEmpty
+from metamq.zk.nodes import Create, Delete, SetData
+from metamq.zk.session.session import ANY_VERSION, Session
+
+KEPT = 8
+"""Decisions of a query before the newest that stay. They are needed only where a broker has lost that it committed a
+branch, by a promotion with an accepted loss, and still has it prepared."""
+
+
+class Owner(NamedTuple):
+    """Who decides about a sink."""
+
+    identity: str
+    """The query, by its checkpoint's id; a batch write by its name."""
+    run: str = ""
+    """Which start of the query; empty where Spark does not tell."""
+
+
+class Sink(NamedTuple):
+    """A sink's node as it was read."""
+
+    state: SinkState
+    version: int
+    changed_ms: int
+    """By ZooKeeper's clock."""
+
+
+class DecisionStore:
+    """For one loop. All methods raise ConnectError; what they did then is looked at when they are called again."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._paths = session.paths
+
+    async def begin(self, sink: str, identity: str) -> Sink:
+        """Makes the node of a sink that is new. Raises CorruptData."""
+        await self._session.ensure(self._paths.sinks())
+        while True:
+            with contextlib.suppress(NodeExists):
+                await self._session.create(self._paths.sink(sink), SinkState(identity, 0).to_json())
+            known = await self.sink(sink)
+            if known is not None:
+                return known
+
+    async def sink(self, sink: str) -> Sink | None:
+        """The sink's node. Raises CorruptData."""
+        node = await self._session.get_or_none(self._paths.sink(sink))
+        return None if node is None else Sink(SinkState.from_json(node.data), node.version, node.mtime_ms)
+
+    async def decision(self, sink: str, batch_id: int) -> Decision | None:
+        """Of one batch. Raises CorruptData."""
+        node = await self._session.get_or_none(self._paths.sink_decision(sink, batch_id))
+        return None if node is None else Decision.from_json(node.data)
+
+    async def claim(self, sink: str, owner: Owner) -> None:
+        """What a run does before it writes its first: from now on those before it decide nothing. Raises NotOurs."""
+        while True:
+            known = await self._checked(sink, owner.identity)
+            joined = known.state.joined(sink, owner.run)
+            if joined == known.state or await self._written(sink, joined, known.version):
+                return
+
+    async def touch(self, job: str) -> None:
+        """Says that a batch write is alive. Raises NotOurs when it was given up."""
+        known = await self._checked(job, job)
+        await self._written(job, known.state, known.version)  # else somebody else has
+
+    async def decide(self, sink: str, owner: Owner, batch_id: int, decision: Decision) -> Decision:
+        """The decision about a batch: this one, unless there is one already. Raises NotOurs; MessageTooLarge."""
+        while True:
+            known = await self._checked(sink, owner.identity)
+            standing = await self.decision(sink, batch_id)
+            check_batch(sink, known.state, owner.run, batch_id, decision, standing)
+            if standing is not None:
+                return standing
+            raised = replace(known.state, floor=batch_id).to_json()
+            create = Create(self._paths.sink_decision(sink, batch_id), decision.to_json())
+            try:
+                await self._session.multi([SetData(self._paths.sink(sink), raised, known.version), create])
+            except (BadVersion, NodeExists, NoNode):
+                continue
+            return decision
+
+    async def fence(self, sink: str, owner: Owner, batch_id: int) -> Decision | None:
+        """The decision about a batch; None: there is none, nor does one come from what was under way.
+
+        Raises NotOurs.
+        """
+        while True:
+            known = await self._checked(sink, owner.identity)
+            standing = await self.decision(sink, batch_id)
+            if standing is not None or await self._written(sink, known.state, known.version):
+                return standing
+
+    async def _written(self, sink: str, state: SinkState, version: int) -> bool:
+        """False: it has changed since it was read."""
+        try:
+            await self._session.set(self._paths.sink(sink), state.to_json(), version)
+        except (BadVersion, NoNode):
+            return False
+        return True
+
+    async def _checked(self, sink: str, identity: str) -> Sink:
+        known = await self.sink(sink)
+        if known is None and not sink.startswith(JOB):
+            known = await self.begin(sink, identity)
+        if known is None:
+            raise NotOurs(
+                f"the batch write {sink} was given up, as those are of which no task has begun for two days",
+                hint="Look whether its rows are there, and write it again if they are not.",
+            )
+        if known.state.identity != identity:
+            raise NotOurs(
+                f"the sink {sink!r} is of the query {known.state.identity}, and this one is {identity}: was its "
+                "checkpoint deleted? What it reads again would be written again",
+                hint="Go on with the old checkpoint, or give another sinkId.",
+            )
+        return known
+
+    async def trim(self, sink: str, newest: int) -> None:
+        """Removes the decisions of a query but for the newest, and some before."""
+        names = await self._session.children_or_none(self._paths.sink(sink)) or []
+        numbers = sorted(int(name) for name in names if name.isdecimal() and int(name) < newest)
+        for number in numbers[:-KEPT]:
+            with contextlib.suppress(NoNode):
+                await self._session.delete(self._paths.sink_decision(sink, number), ANY_VERSION)
+
+    async def jobs(self) -> list[str]:
+        """The batch writes that have nodes now."""
+        await self._session.sync()
+        names = await self._session.children_or_none(self._paths.sinks()) or []
+        return [name for name in names if name.startswith(JOB)]
+
+    async def mark_finished(self, job: str, known: Sink) -> None:
+        """That nobody has to finish it any more. Its node stays: its driver may still ask what was decided."""
+        await self._written(job, replace(known.state, finished=True), known.version)
+
+    async def give_up(self, job: str, known: Sink) -> bool:
+        """Removes an undecided batch write, which cannot be decided then; False when it has changed."""
+        try:
+            await self._session.delete(self._paths.sink(job), known.version)
+        except (BadVersion, NotEmpty):
+            return False
+        except NoNode:
+            pass
+        return True
+
+    async def remove_job(self, job: str, *, decided: bool) -> None:
+        """Of a batch write that is over: what it decided is committed, or nothing can be decided any more."""
+        operations = [Delete(self._paths.sink_decision(job, 0), ANY_VERSION)] if decided else []
+        with contextlib.suppress(NoNode, NotEmpty):
+            await self._session.multi([*operations, Delete(self._paths.sink(job), ANY_VERSION)])

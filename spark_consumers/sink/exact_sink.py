@@ -1,0 +1,208 @@
+"""The sink that is exactly once, as Spark sees it: tasks prepare branches, the driver decides.
+
+A streaming query, its run and its batch are known to a task by what Spark has among its local properties; the driver is
+told of them with the tasks' messages, since Spark tells it the batch alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+
+from metamq.errors import ConfigError
+from metamq.spark_consumers.sink.checkpoint import (
+    checkpoint_id,
+    content,
+    is_ending_a_batch,
+    is_just_planned,
+    known_id,
+    local_folder,
+    named,
+    newest_finished,
+)
+from metamq.spark_consumers.sink.decision_store import Owner
+from metamq.spark_consumers.sink.decisions import BranchName, new_attempt, new_job
+from metamq.spark_consumers.sink.gathering import Gatherer
+from metamq.spark_consumers.sink.sink import StreamArrowWriter
+from metamq.spark_consumers.sink.sink_client import sink_client
+from metamq.spark_consumers.sink.sink_options import SinkOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+QUERY_PROPERTY = "sql.streaming.queryId"
+BATCH_PROPERTY = "streaming.sql.batchId"
+RUN_PROPERTY = "spark.jobGroup.id"
+"""A streaming query's jobs are a group by the id of its run."""
+TOUCH_S = 600.0
+"""A worker says no more often that a batch write is alive."""
+
+
+@dataclass
+class Prepared(WriterCommitMessage):
+    """An attempt at a task whose branches are prepared."""
+
+    sink: str
+    identity: str
+    """Of the query, by its checkpoint; empty where the task was not told."""
+    batch_id: int
+    attempt: str
+    run: str = ""
+    """Of the query; empty where the task was not told."""
+    branches: dict[int, str] = field(default_factory=dict)
+    """The history of each broker that it has a branch at."""
+
+
+_claimed: set[tuple[str, str, str, Owner]] = set()
+_touched_s: dict[str, float] = {}
+"""What this process has said of sinks, each of a cluster, and of batch writes when."""
+_not_exact: set[tuple[str, str, str]] = set()
+"""Queries, each at a cluster, that had decided nothing when this process looked."""
+
+
+def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
+    """Before a run of a query writes: its sink is its own, and so is the name in the option `sinkId`.
+
+    Raises NotOurs.
+    """
+    client = sink_client(options)
+    wanted = [(options.sink_id, Owner(owner.identity)), (sink, owner)]
+    for name, by in wanted:
+        if name is None or (said := (options.zookeeper, options.root, name, by)) in _claimed:
+            continue
+        client.background.run(client.committer(name, by).claim())
+        _claimed.add(said)
+
+
+def refuse_half_done(options: SinkOptions, location: str | None) -> None:
+    """Of a query that writes at least once: a batch that it has decided, when it wrote exactly once, would come twice.
+
+    Raises ConfigError; ConnectError. Where it cannot be seen nothing is said. What was seen before does not count for a
+    batch that comes again: an exactly-once run of the query may have been between, and this process is kept.
+    """
+    folder = local_folder(location)
+    query = known_id(folder)
+    if folder is None or query is None or is_ending_a_batch():
+        return
+    seen = options.zookeeper, options.root, query
+    if seen in _not_exact and is_just_planned(folder):
+        return
+    client = sink_client(options)
+    decided = client.background.run(client.committer(query, Owner(query)).newest_decided())
+    if decided is None:
+        _not_exact.add(seen)
+    elif decided > newest_finished(folder):
+        raise ConfigError(
+            f"batch {decided} of this query was written exactly once, and Spark is about to write it again",
+            hint="Start the query once with delivery=exactly_once and trigger(availableNow=True): that ends the batch.",
+        )
+
+
+def touch(options: SinkOptions, job: str) -> None:
+    """Before a task of a batch write begins: it is alive. Raises NotOurs."""
+    now_s = time.monotonic()
+    if now_s - _touched_s.get(job, -TOUCH_S) >= TOUCH_S:
+        client = sink_client(options)
+        client.background.run(client.committer(job, Owner(job)).touch())
+        _touched_s[job] = now_s
+
+
+def write_branches(options: SinkOptions, sink: str, owner: Owner, batch_id: int, rows: Iterator[Any]) -> Prepared:
+    """One attempt at a task. Returns once all it wrote is prepared; else nothing of it will be seen."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    client = sink_client(options)
+    name = BranchName(sink, batch_id, new_attempt(context.partitionId(), context.attemptNumber()))
+    branches = client.background.run(client.branches(name))
+    gatherer = Gatherer(options.topic, client.topic)
+    try:
+        for some in rows:
+            branches.add((one, client.topic(one.target.topic)) for one in gatherer.add(some))
+        branches.add((one, client.topic(one.target.topic)) for one in gatherer.rest())
+        histories = client.background.run(branches.prepare())
+    except BaseException:
+        client.background.run(branches.give_up())
+        raise
+    return Prepared(sink, owner.identity, batch_id, name.attempt, owner.run, histories)
+
+
+def _attempts(messages: Sequence[Any]) -> dict[str, Mapping[int, str]]:
+    return {one.attempt: one.branches for one in messages if isinstance(one, Prepared) and one.branches}
+
+
+class ExactBatchWriter(DataSourceArrowWriter):
+    """`df.write`, exactly once: a write that fails has written nothing."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        self._options = options
+        self._job = new_job()
+        client = sink_client(options)
+        client.background.run(client.committer(self._job, Owner(self._job)).begin_job())
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Runs in an executor. Returns once all is prepared."""
+        touch(self._options, self._job)
+        return write_branches(self._options, self._job, Owner(self._job), 0, iterator)
+
+    def commit(self, messages: Sequence[Any]) -> None:
+        """All is to be seen once it returns."""
+        client = sink_client(self._options)
+        client.background.run(client.committer(self._job, Owner(self._job)).commit(0, _attempts(messages)))
+
+    def abort(self, messages: Sequence[Any]) -> None:
+        """Nothing will be, unless a commit() that failed has decided so."""
+        client = sink_client(self._options)
+        client.background.run(client.committer(self._job, Owner(self._job)).abort(0, _attempts(messages)))
+
+
+class ExactStreamWriter(StreamArrowWriter):
+    """`df.writeStream`, exactly once: each batch is written once, however often Spark runs it."""
+
+    def __init__(self, options: SinkOptions, checkpoint: str | None) -> None:
+        self._options = options
+        self._checkpoint = checkpoint
+        query = None if options.sink_id is None else known_id(local_folder(checkpoint))
+        if query is not None:
+            claim(options, None, Owner(query))
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Runs in an executor. Returns once all is prepared."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        query, batch = context.getLocalProperty(QUERY_PROPERTY), context.getLocalProperty(BATCH_PROPERTY)
+        sink, batch_id = named(self._options.sink_id, query, batch)
+        owner = Owner(query or "", context.getLocalProperty(RUN_PROPERTY) or "" if query else "")
+        if query:
+            claim(self._options, sink, owner)
+        return write_branches(self._options, sink, owner, batch_id, iterator)
+
+    def commit(self, messages: Sequence[Any], batchId: int) -> None:
+        """The batch is to be seen once it returns, as it was written first."""
+        self._end(messages, batchId, is_commit=True)
+
+    def abort(self, messages: Sequence[Any], batchId: int) -> None:
+        """Nothing of these attempts will be, unless a commit() that failed has decided so."""
+        self._end(messages, batchId, is_commit=False)
+
+    def _end(self, messages: Sequence[Any], batch_id: int, *, is_commit: bool) -> None:
+        told = [one for one in messages if isinstance(one, Prepared)]
+        if not told:  # no task came to its end
+            return
+        first = told[0]
+        identity = first.identity or checkpoint_id(self._checkpoint)
+        client = sink_client(self._options)
+        committer = client.committer(first.sink, Owner(identity, first.run))
+        attempts = _attempts(messages)
+        if is_commit:
+            made_from = content(self._checkpoint, identity, batch_id)
+            client.background.run(committer.commit(batch_id, attempts, made_from))
+        else:
+            client.background.run(committer.abort(batch_id, attempts))

@@ -1,0 +1,153 @@
+"""The options and columns of a query that writes, checked in the driver before any task starts. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from metamq.client.settings import zookeeper_root, zookeeper_servers
+from metamq.errors import ConfigError, MetamqError
+from metamq.spark_consumers.sink.decisions import JOB, NAME_CHARS_MAX
+from metamq.spark_consumers.source.options import Texts, check_path
+from metamq.wire.compression import Codec, codec_named
+from metamq.zk.names import check_topic
+
+TIMEOUT_MAX_S = 24 * 3600
+OPTIONS = (
+    "topic",
+    "delivery",
+    "sinkId",
+    "zookeeper",
+    "root",
+    "compression",
+    "deliveryTimeoutMs",
+    "transactionTimeoutMs",
+    "failOnDataLoss",
+)
+TEXT_OR_BYTES = ("string", "binary")
+HEADERS = "array<struct<key:string,value:binary>>"
+TYPES: dict[str, tuple[str, ...]] = {
+    "value": TEXT_OR_BYTES,
+    "key": TEXT_OR_BYTES,
+    "headers": (HEADERS,),
+    "topic": ("string",),
+    "partition": ("string",),
+}
+"""Spark's types that each column may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """What the user asked for."""
+
+    zookeeper: str
+    root: str
+    topic: str | None
+    """None: the column `topic` says it."""
+    delivery: Literal["at_least_once", "exactly_once"]
+    sink_id: str | None
+    """None: the query's own id names the sink."""
+    codec: Codec
+    delivery_timeout_s: float
+    transaction_timeout_s: float
+    """Brokers roll back what a task has written and not prepared after so long, if it does not end before."""
+    fail_on_data_loss: bool
+    """Whether it is an error that a broker has lost what was prepared there, and decided."""
+
+
+def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
+    """The options of a query that writes. Raises ConfigError, which names the option and the next step."""
+    texts = Texts(given, OPTIONS, streaming, OPTIONS)
+    check_path(given, "topic")
+    exactly = texts.choice("delivery", ("at_least_once", "exactly_once"), "at_least_once") == "exactly_once"
+    return SinkOptions(
+        zookeeper=zookeeper_servers(texts.get("zookeeper")),
+        root=zookeeper_root(texts.get("root")),
+        topic=_topic(texts),
+        delivery="exactly_once" if exactly else "at_least_once",
+        sink_id=_sink_id(texts, streaming and exactly),
+        codec=_codec(texts),
+        delivery_timeout_s=(texts.whole("deliveryTimeoutMs") or 120_000) / 1000,
+        transaction_timeout_s=_transaction_timeout_s(texts, exactly),
+        fail_on_data_loss=_fail_on_data_loss(texts, exactly),
+    )
+
+
+def _topic(texts: Texts) -> str | None:
+    topic = texts.get("topic")
+    if topic is not None:
+        try:
+            check_topic(topic)
+        except MetamqError as error:
+            raise ConfigError(f"option 'topic': {error.problem}", hint=error.hint) from None
+    return topic
+
+
+def _sink_id(texts: Texts, is_of_use: bool) -> str | None:
+    name = texts.get("sinkId")
+    if name is None:
+        return None
+    if not is_of_use:
+        problem = "option 'sinkId' names a streaming query's sink with delivery=exactly_once, which this is not"
+        raise ConfigError(problem, hint="Remove it.")
+    if not re.fullmatch(f"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}", name) or name.startswith(JOB):
+        hint = f"It has to be 1 to {NAME_CHARS_MAX} letters, digits, '-' and '_', and does not begin with {JOB!r}."
+        raise ConfigError(f"option 'sinkId' is {name!r}", hint=hint)
+    return name
+
+
+def _transaction_timeout_s(texts: Texts, is_of_use: bool) -> float:
+    if texts.get("transactionTimeoutMs") is not None and not is_of_use:
+        problem = "option 'transactionTimeoutMs' is for delivery=exactly_once, which this is not"
+        raise ConfigError(problem, hint="Remove it; how long a task tries says 'deliveryTimeoutMs'.")
+    timeout_s = (texts.whole("transactionTimeoutMs") or 3_600_000) / 1000
+    if timeout_s > TIMEOUT_MAX_S:
+        raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="It has to be a day at most.")
+    return timeout_s
+
+
+def _fail_on_data_loss(texts: Texts, is_of_use: bool) -> bool:
+    if texts.get("failOnDataLoss") is not None and not is_of_use:
+        raise ConfigError("option 'failOnDataLoss' is for delivery=exactly_once, which this is not", hint="Remove it.")
+    return texts.flag("failOnDataLoss", True)
+
+
+def _codec(texts: Texts) -> Codec:
+    name = texts.choice("compression", ("none", "lz4", "zstd"), "none")
+    try:
+        return codec_named(None if name == "none" else name)
+    except ConfigError as error:
+        raise ConfigError(f"option 'compression': {error.problem}", hint=error.hint) from None
+
+
+def check_sink_columns(columns: Sequence[tuple[str, str]], topic: str | None) -> None:
+    """Given (name, type) of each. Raises ConfigError, which names the column and the next step."""
+    names = [name for name, _kind in columns]
+    for name, kind in columns:
+        allowed = TYPES.get(name)
+        if allowed is None and name.lower() in TYPES:
+            raise ConfigError(f"the query has a column {name!r}", hint=f"Call it {name.lower()!r}.")
+        if allowed is None:  # as Kafka's sink: what comes from a source has more than a message is made of
+            continue
+        if kind.replace(" ", "").lower() not in allowed:
+            raise ConfigError(f"the column {name!r} is of type {kind}", hint=_how_to_cast(name, allowed))
+    for name in TYPES:
+        if names.count(name) > 1:
+            raise ConfigError(f"the query has the column {name!r} twice", hint="Name each once.")
+    if "value" not in names:
+        hint = "Name what is to be written so, as with select(to_json(struct('*')).alias('value'))."
+        raise ConfigError("the query has no column 'value'", hint=hint)
+    if topic is None and "topic" not in names:
+        raise ConfigError(
+            "nothing says to which topic", hint="Give the option 'topic', or a column 'topic' with one for each row."
+        )
+
+
+def _how_to_cast(name: str, allowed: tuple[str, ...]) -> str:
+    if name == "partition":
+        return "It has to be a string, as in '0-3': broker id and index, as everywhere in metamq."
+    if len(allowed) > 1:
+        return f"It has to be {' or '.join(allowed)}: use cast({name} as string), or to_json(…)."
+    return f"It has to be {allowed[0]}."

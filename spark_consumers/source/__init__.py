@@ -1,0 +1,1 @@
+"""What a task of a query reads, and how."""

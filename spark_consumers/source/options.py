@@ -1,0 +1,312 @@
+"""The options of a query that reads: their names, which are those of Spark's Kafka source, and what they mean.
+
+Spark hands over texts with names in any case. All of them are looked at in the driver before anything is done; one that
+is wrong is told with its name and with what to write instead, and so is one that nobody knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from metamq.client.settings import unknown, zookeeper_root, zookeeper_servers
+from metamq.errors import ConfigError, MetamqError
+from metamq.spark_consumers.source.boundaries import (
+    Boundary,
+    check_order,
+    checked_partition,
+    json_map,
+    offsets_boundary,
+    time_boundary,
+    times_boundary,
+)
+from metamq.wire.commands import EARLIEST, LATEST
+from metamq.zk.names import check_group, check_topic
+from metamq.zk.partitions import TopicPartition
+
+SUBSCRIPTIONS = ("subscribe", "subscribePattern", "assign")
+BOTH = (
+    *SUBSCRIPTIONS,
+    "zookeeper",
+    "root",
+    "startingOffsets",
+    "startingTimestamp",
+    "startingOffsetsByTimestamp",
+    "startingOffsetsByTimestampStrategy",
+    "minPartitions",
+    "maxRecordsPerPartition",
+    "failOnDataLoss",
+    "includeHeaders",
+    "readFrom",
+    "readFiles",
+    "pollTimeoutMs",
+)
+BATCH = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown")
+STREAM = ("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "groupId")
+SPARKS_OWN = {"path", "serialization.format", "checkpointlocation", "queryname", "__ispatternrecursive"}
+"""What Spark puts among the options of a table or a query by itself, in lower case."""
+
+_OF_KAFKA = {
+    "fetchoffset.numretries": "Brokers are asked again until `pollTimeoutMs` is over: give that.",
+    "fetchoffset.retryintervalms": "Brokers are asked again until `pollTimeoutMs` is over: give that.",
+    "kafkaconsumer.polltimeoutms": "Give `pollTimeoutMs`.",
+    "groupidprefix": "A query joins no group. `groupId` names the one whose offsets show its progress.",
+}
+"""Options of Kafka's source that have others in their place here, in lower case."""
+_ASSIGN_EXAMPLE = '{"flights": ["0-0", "0-1"]}'
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_COUNT_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """What is read: topics by name, by a pattern that the whole name matches, or partitions."""
+
+    topics: tuple[str, ...] = ()
+    pattern: str | None = None
+    partitions: tuple[TopicPartition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What the user asked for."""
+
+    zookeeper: str
+    root: str
+    subscription: Subscription
+    starting: Boundary
+    ending: Boundary
+    if_no_offset_at_time: Literal["error", "latest"]
+    min_partitions: int | None
+    max_records_per_partition: int | None
+    fail_on_data_loss: bool
+    read_from: Literal["master", "any"]
+    read_files: bool
+    poll_timeout_s: float
+    max_offsets_per_trigger: int | None
+    min_offsets_per_trigger: int | None
+    max_trigger_delay_s: float
+    group: str | None
+
+
+def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
+    """The options of a batch or of a streaming query. Raises ConfigError, which names the option and the next step."""
+    allowed = (*BOTH, *(STREAM if streaming else BATCH))
+    texts = Texts(given, allowed, streaming)
+    check_path(given, "subscribe")
+    texts.flag("includeHeaders", False)
+    _refuse_pushdown(texts)
+    strategy = texts.choice("startingOffsetsByTimestampStrategy", ("error", "latest"), "error")
+    options = SourceOptions(
+        zookeeper=zookeeper_servers(texts.get("zookeeper")),
+        root=zookeeper_root(texts.get("root")),
+        subscription=_subscription(texts),
+        starting=_starting(texts, streaming),
+        ending=_ending(texts),
+        if_no_offset_at_time="latest" if strategy == "latest" else "error",
+        min_partitions=texts.whole("minPartitions"),
+        max_records_per_partition=texts.whole("maxRecordsPerPartition"),
+        fail_on_data_loss=texts.flag("failOnDataLoss", True),
+        read_from="any" if texts.choice("readFrom", ("any", "master"), "any") == "any" else "master",
+        read_files=texts.flag("readFiles", True),
+        poll_timeout_s=(texts.whole("pollTimeoutMs") or 120_000) / 1000,
+        max_offsets_per_trigger=texts.whole("maxOffsetsPerTrigger"),
+        min_offsets_per_trigger=_min_offsets(texts),
+        max_trigger_delay_s=texts.seconds("maxTriggerDelay", 900.0),
+        group=_group(texts),
+    )
+    _check_company(texts)
+    check_order(options.starting, options.ending)
+    return options
+
+
+def check_path(given: Mapping[str, str], topic_option: str) -> None:
+    """Refuses what load(), save() or start() was given. A table's folder, which Spark makes up, is a URL."""
+    path = next((text for name, text in given.items() if name.lower() == "path"), None)
+    if path is not None and ":/" not in path:
+        raise ConfigError(f"a topic has no path, and {path!r} is one", hint=f"Name the topic: option {topic_option!r}.")
+
+
+def _refuse_pushdown(texts: Texts) -> None:
+    """Spark up to 4.3 keeps what a scan's filters left with the data source, which all scans of one load() share: a
+    second scan of the same data frame or table would read what the first one's filters left."""
+    if texts.flag("pushdown", False):
+        raise ConfigError(
+            "option 'pushdown' is 'true', and Spark mixes up the filters of a data frame's scans: rows are missing",
+            hint="Remove it: Spark filters the rows. To read less, give startingOffsets, endingOffsets, "
+            "startingTimestamp or endingTimestamp, or assign.",
+        )
+
+
+def _check_company(texts: Texts) -> None:
+    """Refuses options that do nothing without another one."""
+    times = ("startingTimestamp", "startingOffsetsByTimestamp")
+    for name, others in (("maxTriggerDelay", ("minOffsetsPerTrigger",)), (times[1] + "Strategy", times)):
+        if texts.get(name) is not None and not texts.present(others):
+            needed = " or ".join(map(repr, others))
+            raise ConfigError(f"option {name!r} does nothing without {needed}", hint="Remove it, or add the other.")
+
+
+def check_options(given: Mapping[str, str]) -> None:
+    """Raises ConfigError for what is wrong in whichever kind of query it is; the kind is not known yet."""
+    is_for_stream = any(name.lower() in map(str.lower, STREAM) for name in given)
+    try:
+        parse_options(given, streaming=is_for_stream)
+    except ConfigError:
+        with contextlib.suppress(ConfigError):
+            parse_options(given, streaming=not is_for_stream)
+            return
+        raise
+
+
+def wants_headers(given: Mapping[str, str]) -> bool:
+    """Whether there is a column of headers; asked for before it is known what kind of query it is."""
+    text = next((text for name, text in given.items() if name.lower() == "includeheaders"), "false")
+    return Texts({"includeHeaders": text}, BOTH, False).flag("includeHeaders", False)
+
+
+class Texts:
+    """The options as texts, by their proper names."""
+
+    def __init__(
+        self,
+        given: Mapping[str, str],
+        allowed: tuple[str, ...],
+        streaming: bool,
+        known: tuple[str, ...] = (*BOTH, *BATCH, *STREAM),
+    ) -> None:
+        names = {name.lower(): name for name in known}
+        self._texts: dict[str, str] = {}
+        for key, text in given.items():
+            name = names.get(key.lower())
+            if name is None:
+                if key.lower() in SPARKS_OWN:
+                    continue
+                if key.lower() in _OF_KAFKA:
+                    raise ConfigError(f"unknown option {key!r}: it is Kafka's", hint=_OF_KAFKA[key.lower()])
+                if key.lower().startswith("kafka."):
+                    hint = "Brokers are found through ZooKeeper: give `zookeeper`, as in 'zk1:2181,zk2:2181'."
+                    raise ConfigError(f"unknown option {key!r}: it is Kafka's", hint=hint)
+                error = unknown(key, list(allowed), "the options of the query")
+                raise ConfigError(error.problem.replace("setting", "option"), hint=error.hint)
+            if name not in allowed:
+                kind, other = ("streaming", "batch") if streaming else ("batch", "streaming")
+                raise ConfigError(f"option {name!r} is for {other} queries, this is a {kind} query", hint="Remove it.")
+            self._texts[name] = str(text)
+
+    def get(self, name: str) -> str | None:
+        """What was given, None for nothing."""
+        return self._texts.get(name)
+
+    def first_of(self, *names: str) -> tuple[str, str] | None:
+        """(name, text) of the first that was given."""
+        return next(((name, self._texts[name]) for name in names if name in self._texts), None)
+
+    def present(self, names: tuple[str, ...]) -> list[str]:
+        """Those that were given."""
+        return [name for name in names if name in self._texts]
+
+    def whole(self, name: str) -> int | None:
+        """A whole number, 1 or more. Raises ConfigError, as the next ones."""
+        text = self._texts.get(name)
+        if text is None:
+            return None
+        if not text.strip().isdecimal() or not 0 < int(text) <= _COUNT_MAX:
+            raise ConfigError(f"option {name!r} is {text!r}", hint="It has to be a whole number, 1 or more.")
+        return int(text)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """ "true" or "false"."""
+        return self.choice(name, ("true", "false"), str(default).lower()) == "true"
+
+    def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
+        """One of some, in lower case."""
+        text = self._texts.get(name, default)
+        if text.strip().lower() not in choices:
+            raise ConfigError(f"option {name!r} is {text!r}", hint=f"Choose {' or '.join(map(repr, choices))}.")
+        return text.strip().lower()
+
+    def seconds(self, name: str, default: float) -> float:
+        """A time with its unit."""
+        text = self._texts.get(name)
+        if text is None:
+            return default
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+        if match is None or match.group(2) not in _UNITS_S:
+            raise ConfigError(f"option {name!r} is {text!r}, not a time", hint="Write it like '90s' or '15m'.")
+        return float(match.group(1)) * _UNITS_S[match.group(2)]
+
+
+def _subscription(texts: Texts) -> Subscription:
+    present = texts.present(SUBSCRIPTIONS)
+    if len(present) != 1:
+        what = f"the options {' and '.join(map(repr, present))} are given" if present else "nothing is subscribed to"
+        raise ConfigError(what, hint="Give one of: subscribe, subscribePattern, assign.")
+    name = present[0]
+    text = texts.get(name) or ""
+    if name == "subscribe":
+        topics = tuple(dict.fromkeys(one.strip() for one in text.split(",") if one.strip()))
+        if not topics:
+            raise ConfigError("option 'subscribe' names no topic", hint="Give topics, separated by commas.")
+        for topic in topics:
+            try:
+                check_topic(topic)
+            except MetamqError as error:
+                raise ConfigError(f"option 'subscribe': {error.problem}", hint=error.hint) from None
+        return Subscription(topics=topics)
+    if name == "subscribePattern":
+        if not text.strip():
+            raise ConfigError("option 'subscribePattern' is empty: it matches no topic", hint="As in 'flights-.*'.")
+        try:
+            re.compile(text)
+        except re.error as error:
+            hint = "Write it as Python's `re` has it; the whole name has to match."
+            raise ConfigError(f"option 'subscribePattern' is {text!r}: {error}", hint=hint) from None
+        return Subscription(pattern=text)
+    partitions = []
+    for topic, names in json_map("assign", text, _ASSIGN_EXAMPLE).items():
+        if not isinstance(names, list) or not names:
+            raise ConfigError(f"option 'assign': {topic!r} has no list of partitions", hint=f"As in {_ASSIGN_EXAMPLE}.")
+        partitions += [checked_partition("assign", topic, one) for one in names]
+    return Subscription(partitions=tuple(dict.fromkeys(partitions)))
+
+
+def _starting(texts: Texts, streaming: bool) -> Boundary:
+    found = texts.first_of("startingTimestamp", "startingOffsetsByTimestamp", "startingOffsets")
+    if found is None:
+        return Boundary("startingOffsets", LATEST if streaming else EARLIEST)
+    name, text = found
+    if name == "startingOffsets":
+        return offsets_boundary(name, text, refused=None if streaming else LATEST)
+    return time_boundary(name, text) if name == "startingTimestamp" else times_boundary(name, text)
+
+
+def _ending(texts: Texts) -> Boundary:
+    found = texts.first_of("endingTimestamp", "endingOffsetsByTimestamp", "endingOffsets")
+    if found is None:
+        return Boundary("endingOffsets", LATEST)
+    name, text = found
+    if name == "endingOffsets":
+        return offsets_boundary(name, text, refused=EARLIEST)
+    return time_boundary(name, text) if name == "endingTimestamp" else times_boundary(name, text)
+
+
+def _min_offsets(texts: Texts) -> int | None:
+    least, most = texts.whole("minOffsetsPerTrigger"), texts.whole("maxOffsetsPerTrigger")
+    if least is not None and most is not None and least > most:
+        problem = f"option 'minOffsetsPerTrigger' is {least:,}, more than 'maxOffsetsPerTrigger', {most:,}"
+        raise ConfigError(problem, hint="Lower the one or raise the other.")
+    return least
+
+
+def _group(texts: Texts) -> str | None:
+    name = texts.get("groupId")
+    if name is not None:
+        try:
+            check_group(name)
+        except MetamqError as error:
+            raise ConfigError(f"option 'groupId': {error.problem}", hint=error.hint) from None
+    return name

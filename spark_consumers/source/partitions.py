@@ -1,0 +1,53 @@
+"""What Spark hands to a task, and how the task reads it; the same for batch and streaming queries."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import InputPartition
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from metamq.spark_consumers.source.fetch import FetchTask
+
+
+_spared = False
+
+
+def spare_the_collector() -> None:
+    """Once in a worker's life: what is loaded by now is not looked through by the collector of garbage any more.
+
+    Spark's workers run it after each task, which then takes 50 ms of a core for all the modules alone. A task of a
+    streaming query may take less, and the next one waits.
+    """
+    global _spared
+    if not _spared:
+        _spared = True
+        gc.collect()
+        gc.freeze()
+
+
+class RangePartition(InputPartition):
+    """One task's range."""
+
+    def __init__(self, task: FetchTask) -> None:
+        super().__init__(task)
+        self.task = task
+
+
+def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
+    """The Arrow batches of a task; none for the partition that Spark makes up when there is nothing to read."""
+    if not isinstance(partition, RangePartition):
+        return
+    from metamq.spark_consumers.source.arrow_batches import ArrowBatches
+    from metamq.spark_consumers.source.fetch import fetch
+    from metamq.spark_consumers.source.spark_versions import arrow_schema
+
+    task = partition.task
+    try:
+        yield from ArrowBatches(task.wanted, arrow_schema(schema)).of(fetch(task))
+    finally:
+        spare_the_collector()

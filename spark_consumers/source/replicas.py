@@ -1,0 +1,61 @@
+"""Where a task finds the replicas of a broker: as the driver knew them, and looked up again when that is of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from metamq.client.net.cluster import MASTER
+from metamq.client.net.first_contact import open_session
+from metamq.errors import TopicNotFound
+from metamq.zk.cluster.brokers import live_brokers
+from metamq.zk.cluster.offers import slaves_offering
+from metamq.zk.cluster.registrations import BrokerAddress
+from metamq.zk.cluster.replicas import live_slaves
+from metamq.zk.cluster.topics import TopicStore
+
+
+class Replica(NamedTuple):
+    """One replica's address. `number` is MASTER for whichever is the master."""
+
+    number: int
+    host: str
+    port: int
+    data: str = ""
+    """The data folder on its machine, below which its files are; empty: it does not say it."""
+
+
+def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -> tuple[Replica, ...]:
+    """The master first, if there is one."""
+    found = [] if master is None else [Replica(MASTER, master.host, master.port, master.data)]
+    return (*found, *(Replica(slave.replica, slave.host, slave.port, slave.data) for slave in slaves))
+
+
+async def find_replicas(
+    zookeeper: str, root: str, broker_id: int, topic: str, *, with_slaves: bool
+) -> tuple[Replica, ...]:
+    """Those that are registered now: the master, and the slaves that have the topic. Raises ConnectError.
+
+    In a session of its own: a cluster has many tasks, and they need ZooKeeper only when a broker is not where it was.
+    """
+    session = await open_session(zookeeper, root=root, patient=False)
+    try:
+        master = (await live_brokers(session)).get(broker_id)
+        if not with_slaves:
+            return replicas_of(master, ())
+        offering = await slaves_offering(session, topic)
+        slaves = (await live_slaves(session)).get(broker_id, {})
+        return replicas_of(master, (slave for number, slave in slaves.items() if (broker_id, number) in offering))
+    finally:
+        await session.close()
+
+
+async def find_topic_id(zookeeper: str, root: str, topic: str) -> str | None:
+    """The id that the topic has now, None when there is none of that name. Raises ConnectError."""
+    session = await open_session(zookeeper, root=root, patient=False)
+    try:
+        return (await TopicStore(session).get(topic)).id
+    except TopicNotFound:
+        return None
+    finally:
+        await session.close()

@@ -1,0 +1,1 @@
+"""Transactions with a database: dbtx, the Coordinator, the data manager, and their recovery."""

@@ -1,0 +1,219 @@
+"""A data manager for the `transaction` package (Zope, Pyramid): messages that go with the transaction, or not at all.
+
+    transaction's call    what is done
+    tpc_begin, commit     the row `commit` is inserted, on the database's connection, in its transaction
+    tpc_vote              the messages are prepared; what fails here fails the transaction
+    (the database commits: zope.sqlalchemy's manager does so in its own tpc_vote, and sorts last: the decision)
+    tpc_finish            the messages are committed; never raises: a Recoverer does what could not be done
+    tpc_abort             asks the database what it has decided, since it is called also after it has
+
+The package has no log and no recovery of its own: when a later manager fails it calls tpc_abort on all, also on those
+whose transaction is committed. So the outcome table decides here, as for dbtx.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from metamq.client.net.branches import ANSWER_S
+from metamq.client.offsets.dbapi import Connection, Database, at_once, blocking_database_of
+from metamq.client.producer.producer import Producer
+from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.typevars import T
+from metamq.errors import BranchMisuse, ConfigError, MetamqError
+from metamq.tx.app.outbox import Outbox
+from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.transactions import routes_of
+from metamq.tx.app.work import Work
+from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
+from metamq.wire.xa import XACode
+
+log = logging.getLogger("metamq.tx")
+
+
+class DataManager:
+    """What join_transaction() gives: `send` sends with the transaction. The rest is called by `transaction`."""
+
+    def __init__(
+        self,
+        producer: Producer[Any],
+        connection: Callable[[], Connection],
+        manager: Any,
+        connect: Callable[[], Connection] | None,
+        outcomes: OutcomeTable,
+        paramstyle: str | None,
+        timeout_s: float,
+    ) -> None:
+        self.transaction_manager = manager
+        self._producer = producer
+        self._get_connection = connection
+        self._connect = connect
+        self._outcomes = outcomes
+        self._paramstyle = paramstyle
+        core = producer._core
+        gtrid = at_once(outcomes.identity(self._database())) + secrets.token_bytes(16)
+        staging = Staging(routes_of(core))
+        self._work = Work(core.cluster, staging, gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
+        self._outbox = Outbox(core, core.loop, self._work, core.options)
+        self._prepared = False
+
+    def _database(self) -> Database:
+        """The driver's own connection, also where SQLAlchemy gives a wrapper of it."""
+        given = self._get_connection()
+        driver: Connection | None = getattr(given, "driver_connection", None)
+        return self._blocking(given if driver is None else driver)
+
+    def _blocking(self, connection: Connection) -> Database:
+        return blocking_database_of(connection, self._paramstyle, "The `transaction` package needs a blocking one.")
+
+    def send(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | str | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        partition: str | None = None,
+        timestamp: datetime | int | None = None,
+    ) -> None:
+        """Sends a message with the transaction. Raises as Producer.send, and what has failed the transaction."""
+        encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
+        message = Message(
+            as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
+        )
+        self._producer._check_usable()
+        if self._outbox.is_full:
+            self._run(self._outbox.until_half())
+        self._outbox.add(topic, message)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """In the producer's loop. Raises what makes that unusable; in a fork's child nothing would answer."""
+        try:
+            self._producer._check_usable()
+        except BaseException:
+            work.close()
+            raise
+        return self._producer._background.run(work)
+
+    def sortKey(self) -> str:
+        """Before the managers of databases, whose keys begin with a tilde: they commit last."""
+        return f"metamq:{self._work.gtrid.hex()}"
+
+    def savepoint(self) -> _Savepoint:
+        """What is sent behind it waits in memory, up to the producer's `buffer_bytes`, so that it can be taken back."""
+        return _Savepoint(self._outbox, self._outbox.savepoint())
+
+    def tpc_begin(self, transaction: Any) -> None:
+        """Nothing."""
+
+    def commit(self, transaction: Any) -> None:
+        """The decision goes into the database's transaction."""
+        if self._outbox.is_used:
+            at_once(self._outcomes.commit(self._database(), self._work.gtrid))
+
+    def tpc_vote(self, transaction: Any) -> None:
+        """Prepares. Raises what makes it impossible."""
+        if self._outbox.is_used:
+            self._run(self._vote())
+            self._prepared = True
+
+    async def _vote(self) -> None:
+        await self._outbox.settle()
+        self._outbox.closed = True
+        await self._work.prepare()
+
+    def tpc_finish(self, transaction: Any) -> None:
+        """Commits. Never raises: the database has decided."""
+        self._end(self._work.commit, None)
+
+    def abort(self, transaction: Any) -> None:
+        """As tpc_abort(): it is also called after a commit that failed half way, behind the database's own."""
+        self.tpc_abort(transaction)
+
+    def tpc_abort(self, transaction: Any) -> None:
+        """Rolls back, or commits where the database has: only that knows once there was a vote. Never raises."""
+        if not self._prepared:
+            self._roll_back()
+            return
+        outcome = None
+        if self._connect is not None:
+            try:
+                with contextlib.closing(self._connect()) as connection:
+                    outcome = at_once(self._outcomes.decide(self._blocking(connection), self._work.gtrid))
+            except Exception as error:
+                log.warning("the database cannot be asked what it has decided: %s", error)
+        if outcome == COMMIT:
+            self.tpc_finish(transaction)
+        elif outcome == ABORT:
+            self._roll_back()
+        else:
+            log.info("transaction %s waits for a recoverer, which asks the database", self._work.name)
+
+    def _roll_back(self) -> None:
+        try:
+            self._run(self._outbox.give_up())
+        except Exception as error:  # its producer is closed: brokers roll back what they have
+            log.info("what was to be sent in %s is dropped: %s", self._work.name, error)
+        reason = BranchMisuse(self._work.name, XACode.PROTO, "its transaction was aborted")
+        self._end(self._work.rollback, reason)
+
+    def _end(self, end: Callable[[], Any], error: MetamqError | None) -> None:
+        try:
+            failures = self._run(end())
+            self._producer._background.call_soon(self._outbox.end, error)
+        except Exception as raised:
+            failures = [raised]
+        for failure in failures:
+            log.warning("a branch of %s waits for a recoverer: %s", self._work.name, failure)
+
+
+class _Savepoint(NamedTuple):
+    outbox: Outbox
+    sent: int
+
+    def rollback(self) -> None:
+        """What was sent since is not sent."""
+        self.outbox.take_back(self.sent)
+
+
+def join_transaction(
+    producer: Producer[Any],
+    connection: Connection | Callable[[], Connection],
+    manager: Any = None,
+    *,
+    connect: Callable[[], Connection] | None = None,
+    table: str = DEFAULT_TABLE,
+    paramstyle: str | None = None,
+    timeout_s: float = 0.0,
+) -> DataManager:
+    """Messages for the current transaction of the `transaction` package.
+
+        mq = join_transaction(producer, connection)
+        mq.send("orders", b"17")
+
+    connection:  the DB-API connection, or a function that gives it, whose transaction is committed with this one: as of
+                 zope.sqlalchemy, `lambda: session.connection().connection`. It has the outcome table, see
+                 `metamq.tx.create_outcome_table`.
+    manager:     the transaction manager; None: `transaction.manager`.
+    connect:     opens another connection to that database. With it an abort asks the database at once what it has
+                 decided; without, messages that were voted on wait for a Recoverer.
+
+    A Recoverer has to run somewhere in any case. Raises ConfigError without the table, or the package.
+    """
+    if manager is None:
+        try:
+            import transaction
+        except ImportError:
+            raise ConfigError("the package `transaction` is not installed", hint="pip install transaction") from None
+        manager = transaction.manager
+    producer._check_usable()
+    # Not callable(): an sqlite3.Connection is.
+    get: Any = (lambda: connection) if hasattr(connection, "cursor") else connection
+    made = DataManager(producer, get, manager, connect, OutcomeTable(table), paramstyle, timeout_s)
+    manager.get().join(made)
+    return made

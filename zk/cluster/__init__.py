@@ -1,0 +1,1 @@
+"""What brokers and administrators keep in ZooKeeper: masters, replicas, offers, topics."""

@@ -1,0 +1,112 @@
+"""Which partitions a replica offers: ephemeral nodes, by topic, for writing (topics-pub) and for reading (topics-sub).
+
+A master offers under the broker id's name, "0-m", whichever replica it is. A deposed master that does not know it yet
+must not put its own node in the place of its successor's, to take it away with its session later. So each write of a
+master's offer also checks the state node, which its successor changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from metamq.errors import Fenced
+from metamq.zk.cluster.brokers import Mastership, Watcher, read_state
+from metamq.zk.documents import number, read_document
+from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Op
+from metamq.zk.paths import master_offer, slave_of_offer, slave_offer
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+WRITING, READING = "topics-pub", "topics-sub"
+
+
+async def register_topics(
+    session: Session, held: Mastership, publish: Mapping[str, int], subscribe: Mapping[str, int] | None = None
+) -> None:
+    """Make what this master offers in ZooKeeper equal to `publish` (for writing) and `subscribe` (for reading).
+
+    Both map topic -> number of partitions; without `subscribe` it is the same as `publish`. To be called whenever the
+    offer changes and after every lost session; topics that are missing from the maps are withdrawn, also those of a
+    former master. Raises Fenced when another replica is the master now.
+    """
+    name = master_offer(held.broker_id)
+    await _register(session, WRITING, name, publish, held)
+    await _register(session, READING, name, publish if subscribe is None else subscribe, held)
+
+
+async def register_slave_topics(session: Session, broker_id: int, replica: int, subscribe: Mapping[str, int]) -> None:
+    """Make what this slave offers for reading equal to `subscribe`, topic -> number of partitions. As above."""
+    await _register(session, READING, slave_offer(broker_id, replica), subscribe, None)
+
+
+async def slaves_offering(session: Session, topic: str, watch: Watcher | None = None) -> set[tuple[int, int]]:
+    """The (broker id, replica) of slaves that offer a topic for reading. `watch` is called once that changes."""
+    folder = session.paths.offers(READING, topic)
+    while True:
+        try:
+            names = await session.children(folder, watch=watch)
+            break
+        except NoNode:
+            if await session.exists(folder, watch=watch) is None:
+                return set()
+    return set(filter(None, map(slave_of_offer, names)))
+
+
+async def _register(session: Session, kind: str, name: str, wanted: Mapping[str, int], held: Mastership | None) -> None:
+    folder = session.paths.offered_topics(kind)
+    await session.ensure(folder)
+    topics = sorted({*await session.children(folder), *wanted})
+    await asyncio.gather(*(_offer(session, kind, topic, name, wanted.get(topic), held) for topic in topics))
+
+
+async def _offer(
+    session: Session, kind: str, topic: str, name: str, count: int | None, held: Mastership | None
+) -> None:
+    path = session.paths.offered_topic(kind, topic, name)
+    data = json.dumps({"partitions": count, "broker": name}).encode()
+    while True:
+        node = await session.get_or_none(path)
+        is_ours = node is not None and node.ephemeral_owner == session.session_id
+        if node is None and count is None:
+            return
+        if node is not None and is_ours and count is not None and node.data == data:
+            return
+        operations = _fence(session, held)
+        if node is not None:
+            operations.append(Delete(path, ANY_VERSION))
+        if count is not None:
+            await session.ensure(session.paths.offers(kind, topic))
+            operations.append(Create(path, data, ephemeral=True))
+        try:
+            await session.multi(operations)
+        except (BadVersion, NoNode, NodeExists):
+            held = await _still_master(session, held)
+            continue
+        return
+
+
+def offered_partitions(data: bytes) -> int:
+    """How many partitions stand in an offer. Raises CorruptData."""
+    return read_document("an offer of a topic in ZooKeeper", data, lambda document: number(document["partitions"]))
+
+
+def _fence(session: Session, held: Mastership | None) -> list[Op]:
+    return [] if held is None else [Check(session.paths.broker_state(held.broker_id), held.version)]
+
+
+async def _still_master(session: Session, held: Mastership | None) -> Mastership | None:
+    """The state as it is now: another in-sync set, or another term of ours. Raises Fenced when we are deposed."""
+    if held is None:
+        return None
+    stored = await read_state(session, held.broker_id)
+    if stored is None:
+        raise Fenced(f"broker {held.broker_id}", "its state in ZooKeeper was deleted")
+    if stored[0].master != held.state.master:
+        what = f"replica {held.state.master} of broker {held.broker_id}"
+        raise Fenced(what, f"replica {stored[0].master} is, since epoch {stored[0].epoch}")
+    return Mastership(held.broker_id, *stored)

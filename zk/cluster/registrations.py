@@ -1,0 +1,226 @@
+"""The ephemeral nodes of replicas, "master" and "slave<n>": what stands in them, and whose they are.
+
+A process that was killed leaves its node behind until its session expires. Who holds the very lock that it held knows
+that it is gone, and may replace its node at once; who has a copy of its data folder does not hold that lock. A node of
+anybody else is waited for as long as its session may still live; after that two live processes claim one place, which
+is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from metamq.errors import ConfigError
+from metamq.zk.cluster.epochs import Claim
+from metamq.zk.documents import number, read_document, text
+from metamq.zk.nodes import Delete, Node, Op
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.zk")
+
+Member = tuple[int, int]
+"""(replica, incarnation): a replica that may have lost what it acknowledged comes back as another incarnation."""
+Role = Literal["master", "slave"]
+
+EXPIRY_MARGIN_MS = 2_000
+"""ZooKeeper expires sessions by ticks, so a little after their time-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerAddress:
+    """Where one replica of a broker id listens. A `learner` is never in sync."""
+
+    broker_id: int
+    replica: int
+    role: Role
+    host: str
+    port: int
+    version: str
+    incarnation: int = 0
+    learner: bool = False
+    data: str = ""
+    """The path of its data folder on its machine; empty when it does not say it."""
+    epoch: int = 0
+    state_version: int = -1
+    generation: int = 0
+
+    @property
+    def claim(self) -> Claim:
+        """What it knew of the state when it registered."""
+        return Claim(self.replica, self.epoch, self.state_version, self.generation)
+
+    @property
+    def address(self) -> str:
+        """ "host:port"."""
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a replica says of itself. `folder` identifies its data folder, and is unchanged by restarts, and in copies.
+
+    `lock` names the lock on it that the process holds: one file, on one machine, at one of its boots. A process that
+    holds it and finds a node that says the same knows that the node's writer is dead.
+    """
+
+    broker_id: int
+    replica: int
+    incarnation: int
+    folder: str
+    lock: str
+    host: str
+    port: int
+    version: str
+    learner: bool = False
+    data: str = ""
+    """The absolute path of the data folder: who reads files on this machine reads none outside of it."""
+    epoch: int = 0
+    state_version: int = -1
+    generation: int = 0
+    """These three: see metamq.zk.cluster.epochs.Claim."""
+    is_replaced: bool = False
+    """Its folder is a new one, or an older copy, in the place of one that had data; nobody has accepted that yet."""
+
+    @property
+    def claim(self) -> Claim:
+        """What its folder knows of the state."""
+        return Claim(self.replica, self.epoch, self.state_version, self.generation)
+
+    @property
+    def member(self) -> Member:
+        """As what it is in the in-sync set."""
+        return self.replica, self.incarnation
+
+    def __str__(self) -> str:
+        return f"replica {self.replica} of broker {self.broker_id}"
+
+
+def replica_json(session: Session, registration: Registration) -> bytes:
+    """The data of a master's node, and of a slave's."""
+    document = {
+        "replica": registration.replica,
+        "incarnation": registration.incarnation,
+        "folder": registration.folder,
+        "lock": registration.lock,
+        "host": registration.host,
+        "port": registration.port,
+        "version": registration.version,
+        "learner": registration.learner,
+        "data": registration.data,
+        "epoch": registration.epoch,
+        "state_version": registration.state_version,
+        "generation": registration.generation,
+        "machine": socket.gethostname(),  # for people
+        "session_timeout_ms": session.negotiated_timeout_ms,
+    }
+    return json.dumps(document).encode()
+
+
+def _document(broker_id: int, node: Node, role: Role = "master") -> dict[str, Any]:
+    hint = "Restart that replica. If the node stays while it is down, delete it: nobody else is to write there."
+    return read_document(f"the {role} node of broker {broker_id} in ZooKeeper", node.data, _checked, hint=hint)
+
+
+def _checked(document: dict[str, Any]) -> dict[str, Any]:
+    missing = {"replica", "incarnation", "folder", "machine", "host", "port", "version"} - document.keys()
+    if missing:
+        raise ValueError(f"it lacks {sorted(missing)}")
+    for name in ("replica", "incarnation", "port", "session_timeout_ms", "epoch", "generation", "state_version"):
+        number(document.get(name, 0), low=-1)
+    for name in ("folder", "lock", "machine", "host", "version", "data"):
+        text(document.get(name, ""))
+    return document
+
+
+def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddress:
+    """What stands in a replica's node. Raises CorruptData."""
+    document = _document(broker_id, node, role)
+    return BrokerAddress(
+        broker_id,
+        document["replica"],
+        role,
+        document["host"],
+        document["port"],
+        document["version"],
+        document["incarnation"],
+        bool(document.get("learner")),
+        str(document.get("data", "")),
+        document.get("epoch", 0),
+        document.get("state_version", -1),
+        document.get("generation", 0),
+    )
+
+
+def is_ours(node: Node, session: Session, registration: Registration, role: Role = "master") -> bool:
+    """Whether this process wrote a replica's node, or a former one that is certainly gone. Raises CorruptData."""
+    if node.ephemeral_owner == session.session_id:
+        return True
+    document = _document(registration.broker_id, node, role)
+    former = (document["replica"], document["folder"], document.get("lock"))
+    return former == (registration.replica, registration.folder, registration.lock)
+
+
+async def without_slave_node(session: Session, registration: Registration) -> list[Op]:
+    """What removes the node that this replica had as a slave, if there is one."""
+    path = session.paths.slave(registration.broker_id, registration.replica)
+    there = await session.get_or_none(path)
+    return [Delete(path, there.version)] if there is not None and is_ours(there, session, registration, "slave") else []
+
+
+class Patience:
+    """Waits for nodes of others, in all as long as the session of the first of them may still live."""
+
+    def __init__(self, session: Session, registration: Registration) -> None:
+        self._session = session
+        self._registration = registration
+        self._deadline: float | None = None
+
+    async def wait(self, path: str, there: Node, role: Role) -> None:
+        """Until the node is gone. Raises ConfigError when it is still there after its session's time-out."""
+        me = self._registration
+        other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
+        if self._deadline is None:
+            timeout_ms = document.get("session_timeout_ms", self._session.negotiated_timeout_ms)
+            self._deadline = time.monotonic() + (timeout_ms + EXPIRY_MARGIN_MS) / 1000
+        gone = asyncio.Event()
+        if await self._session.exists(path, watch=gone.set) is None:
+            return
+        what = (
+            str(me) if other.replica == me.replica else f"replica {other.replica}, the master of broker {me.broker_id}"
+        )
+        left_s = max(self._deadline - time.monotonic(), 0)
+        log.warning("another process is %s, at %s: waiting %.0f s for its session to end", what, other.address, left_s)
+        try:
+            async with asyncio.timeout(left_s):
+                await gone.wait()
+        except TimeoutError:
+            hint = "Give this one another --replica or --id, or stop the other one."
+            if document["folder"] == me.folder:
+                hint = (
+                    "This data folder and the one in use there are copies of one another: start only one of them, ever."
+                    " A further replica has a --replica of its own, and begins with an empty folder."
+                )
+            raise ConfigError(f"{what} runs already, at {other.address}", hint=hint) from None
+
+
+async def until_alone(session: Session, registration: Registration) -> None:
+    """Waits until no other process is this replica. Raises as Patience.wait; ConnectionLost."""
+    paths, patience = session.paths, Patience(session, registration)
+    places: tuple[tuple[str, Role], ...] = (
+        (paths.master(registration.broker_id), "master"),
+        (paths.slave(registration.broker_id, registration.replica), "slave"),
+    )
+    for path, role in places:
+        while (there := await session.get_or_none(path)) is not None:
+            is_other = address_of(registration.broker_id, there, role).replica != registration.replica
+            if is_other or is_ours(there, session, registration, role):
+                break
+            await patience.wait(path, there, role)

@@ -1,0 +1,248 @@
+"""The slaves of a broker id, who of them is in sync, and how one of them becomes its master.
+
+All of it goes through the one `state` node: a master that takes a slave out of the in-sync set, and that slave taking
+over, write the same node by compare-and-set on the same version, so only one of them succeeds. Epoch and set in two
+nodes would let both: the master would go on alone, and the slave begin without what the master acknowledged meanwhile.
+
+No answer is no verdict. Who lost one reads the state before it concludes anything: a change that is asked for again
+with the version of before can succeed once at most, and what then stands there tells whose it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from metamq.errors import Fenced
+from metamq.zk.cluster.brokers import (
+    BrokerAddress,
+    BrokerState,
+    Mastership,
+    Member,
+    Registration,
+    StateAt,
+    Watcher,
+    become_master,
+    known,
+    read_state,
+    state_json,
+)
+from metamq.zk.cluster.epochs import Claim, highest_epoch, next_epoch, taken_back, with_reign
+from metamq.zk.cluster.registrations import Patience, address_of, is_ours, replica_json, without_slave_node
+from metamq.zk.documents import broker_numbers, passing_over
+from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
+from metamq.zk.nodes import Create, Delete, Op, SetData
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+_SLAVE = re.compile(r"slave([0-9]{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The change was made; this is how the term stands now."""
+
+    held: Mastership
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Nothing was done: the state had been changed before, to this."""
+
+    state: BrokerState
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """No answer came: it was done, or not, or still will be. Read before concluding."""
+
+    reason: str
+
+
+async def register_slave(session: Session, registration: Registration) -> None:
+    """Register as a slave, and no longer as the master if we were; call it again after every lost session.
+
+    What stands there already is left: a node made anew would wake all who watch, and we are one of them.
+
+    Waits for the session of another process with the same number that cannot be shown to be dead. Raises ConfigError
+    when that one is still there after its session time-out; ConnectionLost: then call it again.
+    """
+    paths = session.paths
+    path, master_path = paths.slave(registration.broker_id, registration.replica), paths.master(registration.broker_id)
+    patience = Patience(session, registration)
+    while True:
+        there = await session.get_or_none(path)
+        if there is not None and not is_ours(there, session, registration, "slave"):
+            await patience.wait(path, there, "slave")
+            continue
+        master = await session.get_or_none(master_path)
+        operations: list[Op] = []
+        if master is not None and is_ours(master, session, registration):
+            operations.append(Delete(master_path, master.version))
+        elif master is not None and address_of(registration.broker_id, master).replica == registration.replica:
+            await patience.wait(master_path, master, "master")
+            continue
+        data = replica_json(session, registration)
+        if there is None or there.ephemeral_owner != session.session_id or there.data != data:
+            if there is not None:
+                operations.append(Delete(path, there.version))
+            operations.append(Create(path, data, ephemeral=True))
+        if not operations:
+            return
+        await session.ensure(paths.had_slaves(registration.broker_id))  # before anybody can ask to promote this one
+        try:
+            await session.multi(operations)
+        except (BadVersion, NodeExists, NoNode):
+            continue
+        return
+
+
+async def had_slaves(session: Session, broker_id: int) -> bool:
+    """Whether a slave was ever registered: one that is not here now may come back, and be promoted."""
+    return await session.exists(session.paths.had_slaves(broker_id)) is not None
+
+
+async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = None) -> list[BrokerAddress]:
+    """The slaves of a broker id that are registered now, by number. `watch` is called once any of that changes."""
+    folder = session.paths.broker(broker_id)
+    try:
+        names = await session.children(folder, watch=watch)
+    except NoNode:
+        await session.ensure(folder)
+        names = await session.children(folder, watch=watch)
+    numbers = sorted(int(match[1]) for match in map(_SLAVE.fullmatch, names) if match)
+    nodes = await asyncio.gather(*(session.get_or_none(session.paths.slave(broker_id, number)) for number in numbers))
+    found: list[BrokerAddress] = []
+    for node in nodes:
+        with passing_over(f"a slave of broker {broker_id} is passed over"):
+            if node is not None:
+                found.append(address_of(broker_id, node, "slave"))
+    return found
+
+
+async def live_slaves(session: Session, watch: Watcher | None = None) -> dict[int, dict[int, BrokerAddress]]:
+    """The slaves of every broker id that are registered now, by broker id and replica. `watch` as in `slaves_of`."""
+    names = await session.children_or_none(session.paths.broker_ids(), watch) or []  # none before the first broker
+    broker_ids = broker_numbers(names)
+    found = await asyncio.gather(*(slaves_of(session, broker_id, watch) for broker_id in broker_ids))
+    return {
+        broker_id: {slave.replica: slave for slave in slaves}
+        for broker_id, slaves in zip(broker_ids, found, strict=True)
+    }
+
+
+async def change_insync(session: Session, held: Mastership, insync: Iterable[Member]) -> Confirmed | Refused | Unknown:
+    """Make `insync` the in-sync set, if the state is still as the master holds it. Asked once, never repeated.
+
+    Raises Fenced when there is no state any more.
+    """
+    state = replace(held.state, insync=tuple(sorted(insync)))
+    try:
+        node = await session.set(session.paths.broker_state(held.broker_id), state_json(state), held.version)
+    except (BadVersion, NoNode):
+        return await _refused(session, held.broker_id)
+    except ConnectionLost as error:
+        return Unknown(str(error))
+    return Confirmed(Mastership(held.broker_id, state, node.version))
+
+
+async def _refused(session: Session, broker_id: int) -> Refused | Unknown:
+    try:
+        stored = await read_state(session, broker_id)
+    except ConnectionLost as error:
+        return Unknown(str(error))
+    if stored is None:
+        raise Fenced(f"broker {broker_id}", "its state in ZooKeeper was deleted")
+    return Refused(*stored)
+
+
+def promoted(
+    stored: StateAt,
+    registration: Registration,
+    claims: Iterable[Claim] = (),
+    *,
+    accept_loss: bool = False,
+    handed_over: bool = False,
+) -> BrokerState:
+    """The state under which this replica takes over from the master of `state`.
+
+    Members in sync stay in sync, since each of them has what was acknowledged; but not the former master, unless it
+    has handed over and follows: it would be waited for. Raises Fenced when this replica is not in sync, or ZooKeeper
+    was taken back, so that nobody knows who is, and the loss of what it lacks is not accepted; when it is, nobody else
+    stays, and the generation says that messages were given up. `claims`: what other replicas know.
+    """
+    me, claims = registration.member, [registration.claim, *claims]
+    state, is_taken_back = stored[0], taken_back(known(stored), claims)
+    epoch = next_epoch(highest_epoch(state.epoch, claims), registration.replica)
+    if me in state.insync and not is_taken_back:
+        kept = [m for m in state.insync if m[0] not in (state.master, me[0]) or (handed_over and m[0] != me[0])]
+        reigns = with_reign(state.reigns, epoch, me[0])
+        return BrokerState(epoch, me[0], tuple(sorted([*kept, me])), state.generation, reigns)
+    if is_taken_back and not accept_loss:
+        error = Fenced(str(registration), is_taken_back)
+        error.hint = "Start all replicas, the last master first, and promote that one, with --accept-loss."
+        raise error
+    if not accept_loss:
+        others = ", ".join(str(replica) for replica, _ in state.insync)
+        error = Fenced(str(registration), f"it is not in sync, as replica {others} is since epoch {state.epoch}")
+        error.hint = f"Promote replica {others}, or accept the loss of what this one lacks."
+        raise error
+    generation = max([state.generation, *(claim.generation for claim in claims)]) + 1
+    return BrokerState(epoch, me[0], (me,), generation, with_reign((), epoch, me[0]))  # whatever led here is accepted
+
+
+async def take_over(
+    session: Session,
+    registration: Registration,
+    state: BrokerState,
+    version: int,
+    claims: Iterable[Claim] = (),
+    *,
+    accept_loss: bool = False,
+    handed_over: bool = False,
+) -> Mastership | Refused:
+    """Become the master in the place of another, if the state is still the one that this was decided upon.
+
+    One transaction: the state of `promoted`, the former master's node deleted, dead or alive, our own created. Refused
+    when the state has changed: decide anew. Raises Fenced (see `promoted`); ConnectionLost when the outcome is unknown:
+    the same call, repeated, finds out, and does it if it was not done.
+    """
+    paths = session.paths
+    state_path, master_path = paths.broker_state(registration.broker_id), paths.master(registration.broker_id)
+    claims = list(claims)
+    wanted = promoted((state, version), registration, claims, accept_loss=accept_loss, handed_over=handed_over)
+    while True:
+        operations: list[Op] = [SetData(state_path, state_json(wanted), version)]
+        there = await session.get_or_none(master_path)
+        if there is not None:
+            operations.append(Delete(master_path, there.version))
+        operations += await without_slave_node(session, registration)
+        operations.append(Create(master_path, replica_json(session, registration), ephemeral=True))
+        try:
+            await session.multi(operations)
+        except (BadVersion, NodeExists, NoNode):
+            found = await _refused(session, registration.broker_id)
+            if isinstance(found, Unknown):
+                raise ConnectionLost(session.servers, found.reason) from None
+            if found.version == version:  # it was one of the other nodes
+                continue
+            if found == Refused(wanted, version + 1):
+                held = Mastership(registration.broker_id, wanted, version + 1)
+                return await _taken_over(session, registration, held, claims)
+            return found
+        return Mastership(registration.broker_id, wanted, version + 1)
+
+
+async def _taken_over(
+    session: Session, registration: Registration, held: Mastership, claims: Iterable[Claim]
+) -> Mastership:
+    """It was done before, and the answer lost; with the session of then the master's node may be gone."""
+    there = await session.get_or_none(session.paths.master(registration.broker_id))
+    if there is not None and there.ephemeral_owner == session.session_id:
+        return held
+    return await become_master(session, registration, claims)

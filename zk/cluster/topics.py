@@ -1,0 +1,348 @@
+"""Topic configuration: one persistent node per topic, written by administrators, followed by everybody else.
+
+The configuration, not what brokers offer at the moment, says which partitions a topic has: key hashes and plans run
+over it, so that a broker which restarts moves no key and no partition.
+
+Every change is a compare-and-set on the node's version. A topic has a new id each time it is created; folders, fetches
+and committed offsets carry it, so that nothing of a deleted topic is taken for its successor's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from metamq.errors import ConfigError, CorruptData, TopicExists, TopicNotFound
+from metamq.zk.documents import broker_number, fields, read_document, shown
+from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
+from metamq.zk.names import check_node, check_topic
+from metamq.zk.partitions import TopicPartition, configured_partitions
+from metamq.zk.session.presence import missing_cluster
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+log = logging.getLogger("metamq.zk")
+
+FORMAT = 1
+DAY_MS = 24 * 60 * 60 * 1000
+
+PARTITIONS_MAX = 10_000
+"""Of one topic. A plan names each of a group's partitions in one node, and a node holds less than 1 MiB."""
+
+MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+"""The protocol's limit, `metamq.wire.limits.MESSAGE_BYTES_MAX`; `zk` and `wire` do not import each other."""
+
+SEGMENT_BYTES_MIN = 1024
+SEGMENT_BYTES_MAX = 1 << 40
+
+Watcher = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushEvery:
+    """Flush to disk after so many messages or milliseconds, whichever comes first; None: not by this measure."""
+
+    messages: int | None = None
+    ms: int | None = 1000
+
+
+Flush = Literal["ack"] | FlushEvery
+
+
+def new_topic_id() -> str:
+    """16 random hexadecimal digits."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicConfig:
+    """One topic's configuration.
+
+    `partitions`: broker id -> number of partitions there. `flush`: "ack" flushes before a write is acknowledged.
+    `retention_ms`, `retention_bytes` (per partition): None keeps for ever. `cleanup`: what happens to segments past
+    retention. `min_insync`: replicas that must be in sync for a write to be accepted. `replication`: "sync" answers a
+    write when every in-sync replica holds it.
+    """
+
+    topic: str
+    partitions: Mapping[int, int]
+    id: str = field(default_factory=new_topic_id)
+    flush: Flush = FlushEvery()
+    retention_ms: int | None = 7 * DAY_MS
+    retention_bytes: int | None = None
+    cleanup: Literal["delete", "archive"] = "delete"
+    segment_bytes: int = 256 * 1024 * 1024
+    max_message_bytes: int = 1024 * 1024
+    min_insync: int = 1
+    replication: Literal["async", "sync"] = "async"
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a newer metamq found in the node; an alteration writes them back untouched."""
+
+    @property
+    def partition_names(self) -> list[str]:
+        """Every partition's name, in numeric order: 0-0, 0-1, ..., 0-10, 1-0."""
+        return configured_partitions(self.partitions)
+
+    @property
+    def topic_partitions(self) -> list[TopicPartition]:
+        """As `partition_names`, with the topic."""
+        return [TopicPartition(self.topic, name) for name in self.partition_names]
+
+    def validate(self) -> None:
+        """Raise ConfigError, naming the setting and its limits, unless every setting is within them."""
+        check_topic(self.topic)
+        if not isinstance(self.id, str) or not re.fullmatch(r"[0-9a-f]{16}", self.id):
+            raise self._wrong("id", self.id, "16 hexadecimal digits")
+        self._check_partitions()
+        self._check_flush()
+        self._check_range("retention_ms", self.retention_ms, 1, optional=True)
+        self._check_range("retention_bytes", self.retention_bytes, 1, optional=True)
+        self._check_choice("cleanup", self.cleanup, ("delete", "archive"))
+        self._check_range("segment_bytes", self.segment_bytes, SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
+        self._check_range("max_message_bytes", self.max_message_bytes, 1, MESSAGE_BYTES_MAX)
+        self._check_range("min_insync", self.min_insync, 1, 16)
+        self._check_choice("replication", self.replication, ("async", "sync"))
+
+    def _check_partitions(self) -> None:
+        for broker_id, count in self.partitions.items():
+            self._check_range("partitions: broker id", broker_id, 0)
+            self._check_range(f"partitions of broker {broker_id}", count, 1, PARTITIONS_MAX)
+        total = sum(self.partitions.values())
+        if not 1 <= total <= PARTITIONS_MAX:
+            raise self._wrong("partitions", total, f"1 to {PARTITIONS_MAX:,} in all")
+
+    def _check_flush(self) -> None:
+        if isinstance(self.flush, FlushEvery):
+            self._check_range("flush.messages", self.flush.messages, 1, optional=True)
+            self._check_range("flush.ms", self.flush.ms, 1, optional=True)
+        elif self.flush != "ack":
+            raise self._wrong("flush", self.flush, '"ack" or FlushEvery(messages, ms)')
+
+    def _check_range(
+        self, name: str, value: object, low: int, high: int | None = None, *, optional: bool = False
+    ) -> None:
+        if value is None and optional:
+            return
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
+            limits = f"{low:,} or more" if high is None else f"{low:,} to {high:,}"
+            raise self._wrong(name, value, f"a whole number, {limits}" + (", or None" if optional else ""))
+
+    def _check_choice(self, name: str, value: object, choices: tuple[str, ...]) -> None:
+        if value not in choices:
+            raise self._wrong(name, value, " or ".join(repr(choice) for choice in choices))
+
+    def _wrong(self, name: str, value: object, limits: str) -> ConfigError:
+        return ConfigError(f"topic {self.topic!r}: {name} is {value!r}", hint=f"It has to be {limits}.")
+
+
+_PLAIN_SETTINGS = (
+    "id",
+    "retention_ms",
+    "retention_bytes",
+    "cleanup",
+    "segment_bytes",
+    "max_message_bytes",
+    "min_insync",
+    "replication",
+)
+
+
+def to_json(config: TopicConfig) -> bytes:
+    """What the topic's node holds."""
+    flush = config.flush
+    document: dict[str, Any] = dict(config.unknown)
+    document["format"] = FORMAT
+    document.update((name, getattr(config, name)) for name in _PLAIN_SETTINGS)
+    document["partitions"] = {str(broker_id): config.partitions[broker_id] for broker_id in sorted(config.partitions)}
+    document["flush"] = {"messages": flush.messages, "ms": flush.ms} if isinstance(flush, FlushEvery) else flush
+    return json.dumps(document, indent=1).encode()
+
+
+def from_json(topic: str, data: bytes) -> TopicConfig:
+    """Read what a topic's node holds. Settings that this version does not know are kept in `unknown`.
+
+    Raises CorruptData when it is no such document, ConfigError when a setting is out of its limits or the document is
+    of a newer format, whose known settings may mean something else.
+    """
+
+    def read(document: dict[str, Any]) -> TopicConfig:
+        written_format = document.pop("format")
+        if written_format != FORMAT:
+            raise ConfigError(
+                f"the configuration of topic {topic!r} has format {shown(written_format)}, this metamq reads {FORMAT}",
+                hint="Upgrade metamq here.",
+            )
+        settings = {name: document.pop(name) for name in _PLAIN_SETTINGS}
+        partitions = {broker_number(name): count for name, count in fields(document.pop("partitions")).items()}
+        flush = document.pop("flush")
+        if isinstance(flush, dict):
+            flush = FlushEvery(**flush)
+        config = TopicConfig(topic, partitions=partitions, flush=flush, unknown=document, **settings)
+        config.validate()
+        return config
+
+    hint = f"`metamq topic delete {topic}` removes the topic."
+    return read_document(f"the configuration of topic {topic!r} in ZooKeeper", data, read, hint=hint)
+
+
+def spread_partitions(
+    count: int, broker_ids: Iterable[int], present: Mapping[int, int] | None = None
+) -> dict[int, int]:
+    """Spread `count` partitions in all over brokers as evenly as can be without taking any of `present` away.
+
+    Ties go to the lower broker id. Raises ConfigError without brokers, or when `count` is below what is present.
+    """
+    spread = dict(present or {})
+    missing = count - sum(spread.values())
+    load = [(spread.get(broker_id, 0), broker_id) for broker_id in set(broker_ids)]
+    if not load:
+        raise ConfigError("there is no broker to put partitions on", hint="Start one with `metamq broker`.")
+    if missing < 0:
+        raise ConfigError(
+            f"the number of partitions is {count - missing}, and cannot be reduced to {count}",
+            hint="Make a new topic with fewer partitions.",
+        )
+    heapq.heapify(load)
+    for _ in range(missing):
+        held, broker_id = load[0]
+        spread[broker_id] = held + 1
+        heapq.heapreplace(load, (held + 1, broker_id))
+    return dict(sorted(spread.items()))
+
+
+def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
+    """Raise ConfigError unless `after` may follow `before`: valid, the same topic, no partition fewer."""
+    after.validate()
+    if (after.topic, after.id) != (before.topic, before.id):
+        raise ConfigError(f"topic {before.topic!r} keeps its name and its id {before.id}", hint="Make a new topic.")
+    for broker_id, count in before.partitions.items():
+        if after.partitions.get(broker_id, 0) < count:
+            raise ConfigError(
+                f"the number of partitions of topic {before.topic!r} on broker {broker_id} is {count}, and cannot be "
+                f"reduced to {after.partitions.get(broker_id, 0)}",
+                hint="Partitions are only ever added; make a new topic with fewer.",
+            )
+
+
+class TopicStore:
+    """Reads and changes topic configurations. All methods raise ConnectionLost when ZooKeeper is away.
+
+    So they do where another ZooKeeper has come in its place: that a topic is not there is believed of the cluster only
+    in which topics were found before.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._cluster = b""
+
+    async def create(self, config: TopicConfig) -> TopicConfig:
+        """Create a topic. Raises ConfigError for a wrong setting, TopicExists.
+
+        After ConnectionLost the topic may exist: `get` and compare the id.
+        """
+        config.validate()
+        try:
+            await self._session.create(self._path(config.topic), to_json(config), makepath=True)
+        except NodeExists as error:
+            raise TopicExists(config.topic) from error
+        return config
+
+    async def get(self, topic: str, watch: Watcher | None = None) -> TopicConfig:
+        """The topic's configuration; `watch` is called once it changes or goes away. Raises TopicNotFound."""
+        config = await self.get_or_none(topic, watch)
+        if config is None:
+            raise await self._not_found(topic)
+        return config
+
+    async def get_or_none(self, topic: str, watch: Watcher | None = None) -> TopicConfig | None:
+        """As `get`, but None for a topic that does not exist; `watch` is then called once it does."""
+        check_node("topic", topic)
+        node = await self._session.get_or_none(self._path(topic), watch=watch)
+        if node is None or not self._cluster:
+            await self._check_cluster(is_found=node is not None)
+        return None if node is None else from_json(topic, node.data)
+
+    async def _check_cluster(self, *, is_found: bool) -> None:
+        """Remembers the cluster that has a topic; raises ConnectionLost where it is another one now, or none."""
+        node = await self._session.get_or_none(self._session.paths.cluster())
+        present = b"" if node is None else node.data
+        if is_found:
+            self._cluster = present
+        elif self._cluster not in (b"", present):
+            known, found = (data.decode(errors="replace") for data in (self._cluster, present))
+            there = f"cluster {found}" if found else "no cluster"
+            reason = f"another ZooKeeper is there: it has {there}, and this client's is {known}"
+            raise ConnectionLost(self._session.servers, reason, outcome="not_done")
+
+    async def names(self, watch: Watcher | None = None) -> list[str]:
+        """The names of all topics, sorted; `watch` is called once a topic is created or deleted."""
+        names = await self._session.children_or_none(self._session.paths.topic_configs(), watch) or []
+        if not names:
+            await self._check_cluster(is_found=False)
+        return sorted(names)
+
+    async def alter(self, topic: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
+        """Replace the configuration by `change` of it, which is called again when somebody else was faster.
+
+        Raises TopicNotFound, ConfigError (a wrong setting, fewer partitions). After ConnectionLost it may be done;
+        doing it again is harmless as long as `change` depends on nothing but its argument.
+        """
+        check_topic(topic)
+        path = self._path(topic)
+        while True:
+            node = await self._session.get_or_none(path)
+            if node is None:
+                raise await self._not_found(topic)
+            before = from_json(topic, node.data)
+            after = replace(change(before), unknown=before.unknown)
+            check_alteration(before, after)
+            try:
+                await self._session.set(path, to_json(after), node.version)
+            except (BadVersion, NoNode):
+                continue
+            return after
+
+    async def delete(self, topic: str) -> TopicConfig | None:
+        """Delete the topic; brokers remove its data. Gives what was deleted, None when nobody can read that.
+
+        Raises TopicNotFound.
+        """
+        check_node("topic", topic)
+        path = self._path(topic)
+        while True:
+            node = await self._session.get_or_none(path)
+            if node is None:
+                raise await self._not_found(topic)
+            try:
+                config = from_json(topic, node.data)
+            except (ConfigError, CorruptData) as error:
+                log.info("a topic is deleted whose configuration is of no use: %s", error)
+                config = None
+            try:
+                await self._session.delete(path, node.version)
+            except (BadVersion, NoNode):
+                continue
+            return config
+
+    async def _not_found(self, topic: str) -> TopicNotFound:
+        try:
+            names = await self.names()
+            missing = await missing_cluster(self._session) if not names else None
+        except ConnectionLost:
+            names, missing = [], None
+        if missing is not None:
+            return TopicNotFound(topic, hint=f"{missing.problem[0].upper()}{missing.problem[1:]}. {missing.hint}")
+        near = difflib.get_close_matches(topic, names)
+        return TopicNotFound(topic, hint=f"Did you mean {' or '.join(map(repr, near))}?" if near else None)
+
+    def _path(self, topic: str) -> str:
+        return self._session.paths.topic_config(topic)

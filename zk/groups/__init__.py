@@ -1,0 +1,1 @@
+"""What consumer groups keep in ZooKeeper: members, plans, owners and offsets."""

@@ -1,0 +1,178 @@
+"""The members of a consumer group: one ephemeral node each, which also says from outside how the member is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from metamq.errors import ConfigError
+from metamq.zk.documents import number, passing_over, read_document, text, texts
+from metamq.zk.errors import NodeExists, NoNode
+from metamq.zk.groups.ownership import drop_owner
+from metamq.zk.nodes import ANY_VERSION, Create, Delete, Node, Op
+from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+Watcher = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member as its node tells. Times are in milliseconds since 1970.
+
+    `progress_ms` is when it last finished a message, or found none; `assigned` counts the partitions it consumes.
+    `session_timeout_ms` is how long its node outlives it. `joined` orders members by when they joined.
+    """
+
+    consumer_id: str
+    topics: tuple[str, ...]
+    strategy: str
+    host: str
+    pid: int
+    since_ms: int
+    progress_ms: int
+    assigned: int
+    version: str
+    session_timeout_ms: int
+    joined: int = 0
+
+
+async def join(session: Session, group: str, member: Member, *, left: Watcher) -> Member | None:
+    """Register the member in this session. None: done. Else who has the id now; `left` is called once that one is gone.
+
+    Raises ConnectionLost; join again.
+    """
+    path = session.paths.member(group, member.consumer_id)
+    operations: list[Op] = [Create(path, _to_json(member), ephemeral=True)]
+    while True:
+        try:
+            await session.multi(operations)
+        except NoNode:
+            await session.ensure(session.paths.members(group))
+            continue
+        except NodeExists:
+            node = await session.get_or_none(path, watch=left)
+            if node is None:
+                continue
+            if node.ephemeral_owner != session.session_id:
+                return _from_node(group, member.consumer_id, node)
+            # Ours, by a call whose answer was lost, or by a consumer of this id that this session had before.
+            operations = [Delete(path, ANY_VERSION), Create(path, _to_json(member), ephemeral=True)]
+            continue
+        return None
+
+
+async def beat(session: Session, group: str, member: Member) -> None:
+    """Tell how the member is doing. Raises NoNode when it was evicted, ConnectionLost."""
+    await session.set(session.paths.member(group, member.consumer_id), _to_json(member), ANY_VERSION)
+
+
+async def leave(session: Session, group: str, consumer_id: str) -> None:
+    """Unregister our own member; nothing happens when it is gone. Raises ConnectionLost."""
+    path = session.paths.member(group, consumer_id)
+    node = await session.get_or_none(path)
+    if node is not None and node.ephemeral_owner == session.session_id:
+        try:
+            await session.delete(path, ANY_VERSION)
+        except NoNode:
+            return
+
+
+async def read_members(session: Session, group: str, watch: Watcher | None = None) -> dict[str, Member]:
+    """The members now, by consumer id. `watch` is called once one joins or leaves, not when one tells of itself.
+
+    One whose node cannot be read is passed over: it takes no part, and the others go on.
+    """
+    folder = session.paths.members(group)
+    try:
+        names = await session.children(folder, watch=watch)
+    except NoNode:
+        await session.ensure(folder)
+        names = await session.children(folder, watch=watch)
+    names = sorted(names)
+    nodes = await asyncio.gather(*(session.get_or_none(session.paths.member(group, name)) for name in names))
+    found: dict[str, Member] = {}
+    for name, node in zip(names, nodes, strict=True):
+        with passing_over(f"group {group}: a member is passed over"):
+            if node is not None:
+                found[name] = _from_node(group, name, node)
+    return found
+
+
+async def owned_partitions(session: Session, group: str) -> dict[TopicPartition, str]:
+    """Who owns what at this moment: partition -> consumer id."""
+    topics = await _children(session, session.paths.owned_topics(group))
+    names = await asyncio.gather(*(_children(session, session.paths.owners(group, topic)) for topic in topics))
+    items = [TopicPartition(topic, name) for topic, owned in zip(topics, names, strict=True) for name in owned]
+    nodes = await asyncio.gather(*(session.get_or_none(session.paths.owner(group, *item)) for item in items))
+    return {
+        item: node.data.decode(errors="replace") for item, node in zip(items, nodes, strict=True) if node is not None
+    }
+
+
+async def evict(session: Session, group: str, consumer_id: str) -> list[TopicPartition]:
+    """Put a member out of its group although its session lives, and free the partitions it held, which are given back.
+
+    What it did not commit is delivered to the next owners; its own later commits are refused. Raises ConfigError when
+    the group has no such member, ConnectionLost; evict again.
+    """
+    present = await owned_partitions(session, group)
+    held = [item for item, owner in present.items() if owner == consumer_id]
+    try:
+        await session.delete(session.paths.member(group, consumer_id), ANY_VERSION)
+    except NoNode as error:
+        if not held:
+            members = sorted(await read_members(session, group))
+            known = f"Its members are: {', '.join(members)}." if members else "It has no members."
+            raise ConfigError(f"group {group!r} has no member {consumer_id!r}", hint=known) from error
+    # One that is well sees that it was put out, and may let go of them by itself before.
+    await asyncio.gather(*(drop_owner(session, group, item, consumer_id) for item in held))
+    return held
+
+
+async def _children(session: Session, path: str) -> list[str]:
+    try:
+        return sorted(await session.children(path))
+    except NoNode:
+        return []
+
+
+def _to_json(member: Member) -> bytes:
+    document = {
+        "topics": list(member.topics),
+        "strategy": member.strategy,
+        "host": member.host,
+        "pid": member.pid,
+        "since_ms": member.since_ms,
+        "progress_ms": member.progress_ms,
+        "assigned": member.assigned,
+        "version": member.version,
+        "session_timeout_ms": member.session_timeout_ms,
+    }
+    return json.dumps(document).encode()
+
+
+def _from_node(group: str, consumer_id: str, node: Node) -> Member:
+    def read(document: dict[str, Any]) -> Member:
+        return Member(
+            consumer_id,
+            topics=texts(document["topics"]),
+            strategy=text(document["strategy"]),
+            host=text(document["host"]),
+            pid=number(document["pid"]),
+            since_ms=number(document["since_ms"]),
+            progress_ms=number(document["progress_ms"]),
+            assigned=number(document["assigned"]),
+            version=text(document["version"]),
+            session_timeout_ms=number(document["session_timeout_ms"]),
+            joined=node.czxid,
+        )
+
+    what = f"the node of member {consumer_id!r} of group {group!r} in ZooKeeper"
+    hint = f"`metamq group evict {group} {consumer_id}` removes it."
+    return read_document(what, node.data, read, hint=hint)

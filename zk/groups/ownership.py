@@ -1,0 +1,312 @@
+"""Who owns a partition in a group, and the offset committed for it: the fence that every commit passes.
+
+Two nodes per partition. The ephemeral *owner* node says who consumes it; ZooKeeper removes it with the owner's session.
+The persistent *offset* node holds the committed offset and the generation of the last claim.
+
+    claim     one transaction: create the owner node, write the offset node with a new generation
+    commit    write the offset node, if it still has the version that our claim, or our commit since, left behind
+    release   one transaction: the last offset (or a check of the version), delete the owner node
+
+A former owner fails on the version, since the next claim has written the node. To check the owner node instead would
+be no fence: made again by the next owner it has the same version as before.
+
+No answer is no verdict. After a lost connection the write may have been done, and the version is then one higher than
+we know. So a write that meets another version reads the node: only the claim with its generation writes that
+generation, and if it is still ours, the version there is the work of our own lost write, and we go on from it.
+
+Generations grow by at least one and are no lower than the clock's milliseconds. They therefore go on growing when the
+offset nodes are deleted while a database, whose rows are fenced by the same generation, keeps its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from metamq.errors import OwnershipLost
+from metamq.zk.documents import number, passing_over, read_document, text
+from metamq.zk.errors import BadVersion, NodeExists, NoNode
+from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData
+from metamq.zk.partitions import TopicPartition
+
+if TYPE_CHECKING:
+    from metamq.zk.session.session import Session
+
+Watcher = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A committed position: `offset` is the next message to read, `epoch` the master's term that wrote the one before.
+
+    `topic_id` is that of the topic when it was committed; another id now means that the topic was made anew.
+    """
+
+    offset: int
+    epoch: int
+    topic_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRecord:
+    """What an offset node holds. `consumer` made the claim with `generation`, whether or not it still owns.
+
+    `kept_by` names what its group keeps the offset in where that is not this node: "DatabaseOffsets". Then `published`
+    is how far its owner said to be, for others to look at: nobody begins there.
+    """
+
+    generation: int
+    consumer: str
+    committed: Committed | None
+    kept_by: str = ""
+    published: Committed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Ownership of one partition. `version` is that of the offset node after our last write to it.
+
+    `committed` is what is committed; on a claim it may carry another topic id than `topic_id`, the present one.
+    """
+
+    group: str
+    tp: TopicPartition
+    topic_id: str
+    consumer_id: str
+    generation: int
+    version: int
+    committed: Committed | None
+    kept_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """Another session holds the partition; `owner` is its consumer id."""
+
+    tp: TopicPartition
+    owner: str
+
+
+def next_generation(previous: int, now_ms: int) -> int:
+    """The generation of the claim after `previous`."""
+    return max(previous + 1, now_ms)
+
+
+async def claim(
+    session: Session,
+    group: str,
+    tp: TopicPartition,
+    topic_id: str,
+    consumer_id: str,
+    *,
+    freed: Watcher,
+    kept_by: str = "",
+) -> Claim | NotYet:
+    """Take the partition if nobody has it. On NotYet, `freed` is called once it may be free.
+
+    A node of our own session is taken over: it is what is left of a claim whose answer was lost. Raises ConnectionLost,
+    after which the claim may stand: claim again.
+    """
+    owner_path = session.paths.owner(group, *tp)
+    offset_path = session.paths.offset(group, *tp)
+    left_behind: Node | None = None
+    while True:
+        stored = await read_offset(session, group, tp)
+        record = replace(_next_record(stored[0] if stored else None, consumer_id), kept_by=kept_by)
+        operations: list[Op] = []
+        if left_behind is not None:
+            operations.append(Delete(owner_path, left_behind.version))
+        operations.append(Create(owner_path, consumer_id.encode(), ephemeral=True))
+        if stored:
+            operations.append(SetData(offset_path, _to_json(record), stored[1]))
+        else:
+            operations.append(Create(offset_path, _to_json(record)))
+        try:
+            await session.multi(operations)
+        except (BadVersion, NodeExists, NoNode):
+            left_behind = await session.get_or_none(owner_path)
+            if left_behind is None:
+                await prepare(session, group, tp.topic)
+            elif left_behind.ephemeral_owner != session.session_id:
+                if await session.exists(owner_path, watch=freed):
+                    return NotYet(tp, left_behind.data.decode(errors="replace"))
+                left_behind = None
+            continue
+        version = stored[1] + 1 if stored else 0
+        return Claim(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
+
+
+async def prepare(session: Session, group: str, topic: str) -> None:
+    """Make the folders that claims of the topic's partitions need. `claim` does so too, once for each partition."""
+    await session.ensure(session.paths.owners(group, topic))
+    await session.ensure(session.paths.offsets(group, topic))
+
+
+def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
+    generation = next_generation(before.generation if before else 0, time.time_ns() // 1_000_000)
+    if before is None:
+        return OffsetRecord(generation, consumer_id, None)
+    return replace(before, generation=generation, consumer=consumer_id)
+
+
+async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Claim:
+    """Commit `offset`, the next message to read, and give the claim as it stands then.
+
+    Raises OwnershipLost when the partition has been claimed since, ConnectionLost when it is not known whether it is
+    committed: commit again, the same or a later offset, with the claim of before. One at a time per partition.
+    """
+    committed = Committed(offset, epoch, held.topic_id)
+    while True:
+        data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by))
+        try:
+            await session.set(session.paths.offset(held.group, *held.tp), data, held.version)
+        except (BadVersion, NoNode):
+            held = await _still_ours(session, held)
+            continue
+        return replace(held, version=held.version + 1, committed=committed)
+
+
+async def publish(session: Session, held: Claim, offset: int) -> None:
+    """Say how far the owner is, where the offset is kept elsewhere. Nothing is done when the claim is not the last one.
+
+    The claim's next write finds another version, and that the claim is still its own. Raises ConnectionLost.
+    """
+    stored = await read_offset(session, held.group, held.tp)
+    if stored is None or (stored[0].generation, stored[0].consumer) != (held.generation, held.consumer_id):
+        return
+    record = replace(stored[0], published=Committed(offset, -1, held.topic_id))
+    with contextlib.suppress(BadVersion, NoNode):  # whoever wrote since knows better
+        await session.set(session.paths.offset(held.group, *held.tp), _to_json(record), stored[1])
+
+
+async def release(session: Session, held: Claim, final: tuple[int, int] | None = None) -> None:
+    """Give the partition up, committing `final` (offset, epoch) in the same transaction.
+
+    Raises OwnershipLost when it has been claimed since, ConnectionLost when the outcome is not known: release again.
+    """
+    owner_path = session.paths.owner(held.group, *held.tp)
+    while True:
+        try:
+            await session.multi([_last_write(session, held, final), Delete(owner_path, ANY_VERSION)])
+        except BadVersion:
+            held = await _still_ours(session, held)
+        except NoNode:
+            # The offset node is gone, which _still_ours tells, or the owner node is: released before, or evicted.
+            held = await _still_ours(session, held)
+            if await session.exists(owner_path) is None:
+                if final is not None:
+                    await commit(session, held, *final)
+                return
+        else:
+            return
+
+
+def _last_write(session: Session, held: Claim, final: tuple[int, int] | None) -> Op:
+    offset_path = session.paths.offset(held.group, *held.tp)
+    if final is None:
+        return Check(offset_path, held.version)
+    committed = Committed(final[0], final[1], held.topic_id)
+    record = OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by)
+    return SetData(offset_path, _to_json(record), held.version)
+
+
+async def _still_ours(session: Session, held: Claim) -> Claim:
+    """The claim with the version that its offset node has now, if the last claim is still this one."""
+    stored = await read_offset(session, held.group, held.tp)
+    if stored is None:
+        raise OwnershipLost(*held.tp, reason=f"the offsets of group {held.group!r} were deleted")
+    record, version = stored
+    if (record.generation, record.consumer) != (held.generation, held.consumer_id):
+        who = f"{record.consumer} claimed it" if record.consumer else "its offset was set from outside,"
+        reason = f"{who} with generation {record.generation}, ours is {held.generation}"
+        raise OwnershipLost(*held.tp, reason=reason)
+    return replace(held, version=version, committed=record.committed)
+
+
+async def read_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
+    """What the offset node holds, and its version; None when the group never claimed the partition."""
+    node = await session.get_or_none(session.paths.offset(group, *tp))
+    return None if node is None else (_from_json(group, tp, node.data), node.version)
+
+
+async def reset_offset(session: Session, group: str, tp: TopicPartition, committed: Committed | None) -> None:
+    """Set the committed position from outside (None: as if never committed). An owner's next commit is refused.
+
+    Raises ConnectionLost; doing it again is harmless.
+    """
+    path = session.paths.offset(group, *tp)
+    while True:
+        node = await session.get_or_none(path)
+        before = None
+        with passing_over("it is written anew"):
+            before = None if node is None else _from_json(group, tp, node.data)
+        record = replace(_next_record(before, consumer_id=""), committed=committed)
+        try:
+            if node is not None:
+                await session.set(path, _to_json(record), node.version)
+            else:
+                await session.create(path, _to_json(record), makepath=True)
+        except (BadVersion, NodeExists, NoNode):
+            continue
+        return
+
+
+async def drop_owner(session: Session, group: str, tp: TopicPartition, consumer_id: str) -> bool:
+    """Take the partition away from a member that does not release it; True when it had it.
+
+    The check of the offset node, read first, keeps this from deleting the node of an owner that came in between.
+    """
+    owner_path = session.paths.owner(group, *tp)
+    offset_path = session.paths.offset(group, *tp)
+    while True:
+        offset = await session.get_or_none(offset_path)
+        owner = await session.get_or_none(owner_path)
+        if owner is None or owner.data.decode(errors="replace") != consumer_id:
+            return False
+        unchanged: Op
+        if offset is not None:
+            unchanged = Check(offset_path, offset.version)
+        else:
+            await prepare(session, group, tp.topic)
+            unchanged = Create(offset_path, _to_json(_next_record(None, consumer_id="")))
+        try:
+            await session.multi([unchanged, Delete(owner_path, owner.version)])
+        except (BadVersion, NodeExists, NoNode):
+            continue
+        return True
+
+
+def _to_json(record: OffsetRecord) -> bytes:
+    committed = record.committed
+    document: dict[str, object] = {
+        "next": committed.offset if committed else None,
+        "epoch": committed.epoch if committed else None,
+        "topic_id": committed.topic_id if committed else None,
+        "generation": record.generation,
+        "consumer": record.consumer,
+    }
+    if record.kept_by:
+        document["kept_by"] = record.kept_by
+        if record.published is not None:
+            document["published"] = [record.published.offset, record.published.topic_id]
+    return json.dumps(document).encode()
+
+
+def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
+    def read(document: dict[str, Any]) -> OffsetRecord:
+        committed = None
+        if document["next"] is not None:
+            epoch = number(document["epoch"], low=-1)  # -1: set from outside, and not known
+            committed = Committed(number(document["next"]), epoch, text(document["topic_id"]))
+        kept_by = text(document.get("kept_by", ""))
+        published = document.get("published")
+        if published is not None:
+            published = Committed(number(published[0]), -1, text(published[1]))
+        return OffsetRecord(number(document["generation"]), text(document["consumer"]), committed, kept_by, published)
+
+    hint = "`metamq group reset` writes it anew."
+    return read_document(f"the offset of group {group!r} for {tp} in ZooKeeper", data, read, hint=hint)

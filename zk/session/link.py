@@ -1,0 +1,268 @@
+"""kazoo, tamed: one client whose threads only hand events over, and which never does what nobody asked for.
+
+What is changed, and why:
+
+- Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client is
+  dead for good without a word.
+- Reconnecting backs off to a tenth of the session time-out, at most a second. kazoo's own limit is an hour.
+- To connect and to shake hands are given a fraction of the session time-out each, and connecting can be interrupted.
+  kazoo gives either the whole time-out: one host in the dark, or a server that lost the request while it was starting
+  (ZooKeeper does that), and the session is over before anything else is tried.
+- The negotiated time-out is kept; kazoo only logs it. So is the reason why an attempt to connect failed.
+- `drop` cuts the connection. kazoo finds out that a server hangs by an idle time without an answer to its ping, and
+  every request postpones that ping; a client that asks often enough waits for ever.
+- A request is handed over under a lock, and only while the connection of the session that was asked for is up.
+  kazoo would keep it for the next connection. The link counts as down, under the same lock, before kazoo fails what it
+  holds: so each request is either refused, or sent on the connection for which it was meant, or failed with it. None
+  is carried out on a later connection, let alone in a later session.
+
+kazoo is told to log to "metamq.zk.kazoo", which is silent unless its level is set.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kazoo.client import KazooClient
+from kazoo.exceptions import SessionExpiredError
+from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.connection import ConnectionHandler
+from kazoo.protocol.serialization import Connect
+from kazoo.protocol.states import KazooState, KeeperState
+from kazoo.retry import KazooRetry
+
+from metamq.errors import TooManyThreads
+from metamq.threads import start
+from metamq.zk.session.attempts import Attempts
+
+log = logging.getLogger("metamq.zk")
+
+kazoo_log = logging.getLogger("metamq.zk.kazoo")
+if kazoo_log.level == logging.NOTSET:
+    kazoo_log.setLevel(logging.CRITICAL + 1)
+
+_INTERRUPT_CHECK_S = 0.05
+_JOIN_LIMIT_S = 0.1
+
+StateListener = Callable[[str, int, int], None]
+"""Called in kazoo's thread with (KazooState, session id, negotiated time-out in ms)."""
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
+    """kazoo's threads, with a TCP connect that ends soon after `interrupted` is set."""
+
+    def __init__(self, connect_timeout_s: float) -> None:
+        super().__init__()
+        self._connect_timeout_s = connect_timeout_s
+        self.interrupted = threading.Event()
+
+    def create_connection(self, address: tuple[str, int], **_: Any) -> socket.socket:
+        """A connected TCP socket to `address`. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            connection.setblocking(False)
+            self._connect(connection, address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        code = connection.connect_ex(address)
+        deadline = time.monotonic() + self._connect_timeout_s
+        while code == errno.EINPROGRESS:
+            if self.interrupted.is_set():
+                raise ConnectionAbortedError(errno.ECONNABORTED, "closed meanwhile")
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "no answer to a TCP connect")
+            if self.select([], [connection], [], _INTERRUPT_CHECK_S)[1]:
+                code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, str(code)))
+
+
+class _Connection(ConnectionHandler):  # type: ignore[misc]
+    """kazoo's connection thread: survives every exception, keeps what was negotiated, can be cut."""
+
+    negotiated_timeout_ms = 0
+    is_over = False
+    """Whether the session is to be given up at the next attempt to connect."""
+
+    def __init__(self, client: KazooClient, patience_s: float, attempts: Attempts) -> None:
+        super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
+        self._first_patience_s = self._patience_s = patience_s
+        self._attempts = attempts
+
+    def _expand_client_hosts(self) -> Any:
+        addresses = super()._expand_client_hosts()
+        self._attempts.begin(addresses)
+        return addresses
+
+    def _connect(self, host: str, hostip: str, port: int) -> Any:
+        if self.is_over:
+            self.is_over = False
+            raise SessionExpiredError
+        try:
+            return super()._connect(host, hostip, port)
+        except SessionExpiredError:
+            raise
+        except Exception as error:
+            self._attempts.failed(host, hostip, port, error)
+            raise
+
+    def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
+        if not isinstance(request, Connect):
+            return super()._invoke(timeout, request, xid)
+        try:
+            result = super()._invoke(min(timeout, self._patience_s), request, xid)
+        except self.handler.timeout_exception:
+            # An overloaded ensemble may need longer to begin a session: up to what kazoo would wait.
+            self._patience_s = min(self._patience_s * 2, timeout)
+            raise
+        self._patience_s = self._first_patience_s
+        self.negotiated_timeout_ms = result[0].time_out
+        return result
+
+    def _connect_attempt(self, host: str, hostip: str, port: int, retry: Any) -> Any:
+        try:
+            return super()._connect_attempt(host, hostip, port, retry)
+        except OSError as error:
+            log.debug("ZooKeeper at %s:%d: %s", host, port, error)
+        except Exception as error:
+            log.error("ZooKeeper at %s:%d sent what makes no sense, reconnecting: %r", host, port, error)
+        self.client._session_callback(KeeperState.CONNECTING)
+        return None
+
+    def drop(self) -> None:
+        """Cut the connection, if there is one; the connection thread notices at once."""
+        connection = self._socket
+        if connection is not None:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                log.debug("the connection to ZooKeeper was closed already: %s", error)
+
+
+class _Client(KazooClient):  # type: ignore[misc]
+    """kazoo's client; calls `before_break` before it fails the requests of a connection that is lost."""
+
+    def __init__(self, before_break: Callable[[], None], **settings: Any) -> None:
+        self._before_break = before_break
+        super().__init__(**settings)
+
+    def _session_callback(self, state: str) -> None:
+        if state != KeeperState.CONNECTED:
+            self._before_break()
+        super()._session_callback(state)
+
+
+class Link:
+    """One kazoo client. All methods may be called from any thread; none waits for the network."""
+
+    def __init__(self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener) -> None:
+        timeout_s = timeout_ms / 1000
+        patience_s = max(timeout_s / 6 / len(hosts), min(timeout_s / 3, 1.0))
+        self._handler = _Handler(patience_s)
+        self._on_state = on_state
+        self._lock = threading.Lock()
+        self._live_session_id: int | None = None
+        self._stopper: threading.Thread | None = None
+        names = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts)
+        client = _Client(
+            self._down,
+            hosts=names,
+            timeout=timeout_s,
+            handler=self._handler,
+            connection_retry=KazooRetry(
+                max_tries=-1, delay=0.02, backoff=2, max_jitter=0.4, max_delay=min(timeout_s / 10, 1.0)
+            ),
+            logger=kazoo_log,
+        )
+        self.attempts = Attempts(client.hosts)  # as kazoo spells them
+        self._connection = _Connection(client, patience_s, self.attempts)
+        client._connection = self._connection
+        client.add_listener(self._state_changed)
+        self._client = client
+
+    def start(self) -> None:
+        """Begin to connect, in kazoo's thread. Raises TooManyThreads."""
+        try:
+            self._client.start_async()
+        except RuntimeError as error:
+            raise TooManyThreads("kazoo") from error
+
+    @property
+    def live_session_id(self) -> int | None:
+        """The session whose connection is up at this moment; None when none is."""
+        return self._live_session_id
+
+    def submit(self, session_id: int, call: Callable[[KazooClient], Any]) -> Any | None:
+        """The result of `call`, which is to be one of kazoo's `*_async` methods; None: refused, nothing is sent.
+
+        It is refused unless the connection is up and belongs to session `session_id`.
+        """
+        with self._lock:
+            if self._live_session_id != session_id:
+                return None
+            return call(self._client)
+
+    def drop(self) -> None:
+        """Cut the connection: requests under way fail, and kazoo connects anew."""
+        self._down()
+        self._connection.drop()
+
+    def give_up_session(self) -> None:
+        """Begin a new session with the next connection, as if a server had said that this one is over."""
+        self._connection.is_over = True
+
+    def stop(self, done: Callable[[], None]) -> None:
+        """End the session and the threads, in a thread of its own, which calls `done` once all is gone."""
+        if self._live_session_id is None:
+            self._handler.interrupted.set()
+
+        def stop() -> None:
+            try:
+                self._client.stop()
+                self._client.close()
+            except Exception as error:
+                log.warning("a connection to ZooKeeper did not close in order: %r", error)
+            finally:
+                done()
+
+        stopper = threading.Thread(target=stop, name="metamq-zookeeper-close", daemon=True)
+        try:
+            start(stopper)
+            self._stopper = stopper
+        except TooManyThreads:  # in this one: the session ends by its time-out, since an answer is not waited for
+            self.interrupt()
+            stop()
+
+    def join(self) -> None:
+        """After `stop` called `done`: until its thread, which does nothing more then, is gone too."""
+        if self._stopper is not None:
+            self._stopper.join(_JOIN_LIMIT_S)
+
+    def interrupt(self) -> None:
+        """After `stop`: wait for no server any longer."""
+        self._handler.interrupted.set()
+        self._connection.drop()
+
+    def _down(self) -> None:
+        with self._lock:
+            self._live_session_id = None
+
+    def _state_changed(self, state: str) -> None:
+        session_id = 0
+        if state == KazooState.CONNECTED and self._client.client_id is not None:
+            session_id = self._client.client_id[0]
+            with self._lock:
+                self._live_session_id = session_id
+        self._on_state(state, session_id, self._connection.negotiated_timeout_ms)

@@ -1,0 +1,70 @@
+"""Whether servers refuse one session for ever: a ZooKeeper that was replaced by another, or restored from a copy.
+
+A server that is behind what a session has seen closes its connections, without a word, until it has caught up. That is
+right for one that lags behind its leader, and another server takes the session then. Where all of them went back in
+time none ever will. A server that is only starting, or has no leader, closes connections, too; but it gives nobody a
+session. So it is certain enough when between two refusals another session is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Sequence
+
+from metamq.zk.session.attempts import Attempts
+
+REFUSED_WITHIN_S = 3.0
+"""So long it takes at most to try once more after a server has closed the connection."""
+ASK_S = 2.0
+_LOOK_S = 0.05
+_CONNECT = struct.Struct(
+    ">iiqiqi16s?"
+)  # size, version, newest change seen, time-out, session, size, password, read-only
+_CONNECTED = struct.Struct(">iiiq")  # size, version, time-out, session
+_CLOSE = struct.pack(">iii", 8, 0, -11)
+_TIMEOUT_MS = 1000
+
+
+async def is_refused_alone(
+    attempts: Attempts, is_suspended: Callable[[], bool], hosts: Sequence[tuple[str, int]]
+) -> bool:
+    """Looks as long as the session has no connection; True once it is refused for ever."""
+    while is_suspended():
+        is_first = await _is_refused(attempts, is_suspended) and await _gives_session(hosts)
+        if is_first and await _is_refused(attempts, is_suspended):
+            return is_suspended()
+    return False
+
+
+async def _is_refused(attempts: Attempts, is_suspended: Callable[[], bool]) -> bool:
+    """Whether a server closes the connection once more, in the time in which each is tried again."""
+    loop = asyncio.get_running_loop()
+    before, deadline = attempts.closed, loop.time() + REFUSED_WITHIN_S
+    while is_suspended() and loop.time() < deadline:
+        if attempts.closed > before:
+            return True
+        await asyncio.sleep(_LOOK_S)
+    return False
+
+
+async def _gives_session(hosts: Sequence[tuple[str, int]]) -> bool:
+    """Whether one of the servers begins a session with somebody who has seen nothing yet; it is ended at once."""
+    asked = await asyncio.gather(*(_begins_session(host, port) for host, port in hosts))
+    return any(asked)
+
+
+async def _begins_session(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(ASK_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(_CONNECT.pack(_CONNECT.size - 4, 0, 0, _TIMEOUT_MS, 0, 16, b"", False))
+                session_id = _CONNECTED.unpack(await reader.readexactly(_CONNECTED.size))[3]
+                writer.write(_CLOSE)
+                await writer.drain()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+    return bool(session_id)

@@ -1,0 +1,548 @@
+"""The session with ZooKeeper: every operation a coroutine, every answer a plain value, every wait bounded.
+
+Theory of operation. kazoo runs three threads (`metamq.zk.session.link`); this class lives in one event loop and never
+blocks it. A request is handed to kazoo at once, and its answer comes back by `call_soon_threadsafe`. Nothing is ever
+retried here: kazoo's retry repeats a write in a later session, where it may undo what another client did meanwhile. A
+caller that gets ConnectionLost with the outcome "unknown" reads before it concludes.
+
+Three states, as the loop has seen them:
+
+    CONNECTED   the session lives and the server answers
+    SUSPENDED   the connection broke; the session may live, or be over already: nobody can know until a server answers
+    LOST        a server said that the session is over; its ephemeral nodes are gone. A new one follows by itself:
+                CONNECTED with another `session_id` and a `generation` one higher
+
+A request belongs to the session in which its method was called. It is refused at once, with ConnectionLost and the
+outcome "not_done", unless the connection of that very session is up. One that is lost with its connection has the
+outcome "unknown"; the server may still be about to carry it out, but nothing ever sends it again.
+
+Time. A request that has no answer two thirds of the negotiated time-out after it was handed over fails with
+ConnectionLost, and the connection is cut: a server that answers nothing (SIGSTOP, a cut cable) holds nobody up, and
+the next server is tried while the session can still be saved. Beyond a hundred requests under way, others wait for
+their turn; they wait as long as answers come, and are refused when the connection is cut.
+
+Watches. A watch is called once: when its node changes, or when the connection is lost, since ZooKeeper does not keep
+the watches of a lost connection here. Whoever is called reads again, after `connected()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kazoo.protocol.states import KazooState
+
+from metamq.errors import ClosedError, ConfigError, ConnectError, MessageTooLarge
+from metamq.zk.errors import (
+    BadVersion,
+    ConnectionLost,
+    NodeExists,
+    NoNode,
+    NotEmpty,
+    SessionExpired,
+    ZooKeeperError,
+)
+from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData, Stat
+from metamq.zk.paths import DEFAULT_ROOT, Paths
+from metamq.zk.servers import parse_servers
+from metamq.zk.session.answers import commit, error_of, failure_of, node_of, stat_of, version_after
+from metamq.zk.session.link import Link
+from metamq.zk.session.refused import is_refused_alone
+from metamq.zk.session.watches import Watches
+
+__all__ = [
+    "ANY_VERSION",
+    "BadVersion",
+    "Check",
+    "ConnectionLost",
+    "Create",
+    "Delete",
+    "NoNode",
+    "Node",
+    "NodeExists",
+    "NotEmpty",
+    "Op",
+    "Session",
+    "SessionExpired",
+    "SetData",
+    "Stat",
+    "State",
+    "ZooKeeperError",
+]
+
+log = logging.getLogger("metamq.zk")
+
+MAX_DATA_BYTES = 1_000_000
+"""ZooKeeper cuts the connection on anything beyond 1 MB, the rest of the request included."""
+
+# kazoo wakes its thread by a byte in a socket pair, which holds some 270 of them: with more, the loop would block.
+_MAX_IN_FLIGHT = 100
+_CLOSE_GRACE_S = 0.4
+_CLOSE_LIMIT_S = 0.5
+NO_SERVER_HINT = "Start one with `metamq up`, or set METAMQ_ZOOKEEPER to yours."
+TELL_AFTER_S = 1.0
+TELL_AGAIN_S = 10.0
+_LOOK_S = 0.05
+"""How often the reasons are looked at while there is no connection."""
+
+
+class State(enum.Enum):
+    """What is known of the session; see the module."""
+
+    CONNECTED = "connected"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+
+
+_STATES = {
+    KazooState.CONNECTED: State.CONNECTED,
+    KazooState.SUSPENDED: State.SUSPENDED,
+    KazooState.LOST: State.LOST,
+}
+
+
+class Session:
+    """One session with ZooKeeper after another, for one event loop; made by `Session.open`.
+
+    All methods are to be called in the loop it was opened in. Cancelling one leaves the outcome of its request unknown.
+    Apart from what each method names, all raise ConnectionLost, SessionExpired, ClosedError after `close`, and
+    ConfigError for a path that is none. Paths are absolute, below the chroot.
+    """
+
+    def __init__(self, servers: str, *, timeout_ms: int, root: str, make_chroot: bool) -> None:
+        """Not for use from outside: `await Session.open(...)`."""
+        self.servers = servers
+        self.paths = Paths(root)
+        self.state = State.LOST
+        self.session_id = 0
+        self.negotiated_timeout_ms = timeout_ms
+        self.generation = 0
+        self._hosts, self.chroot = parse_servers(servers)
+        self._make_chroot = make_chroot
+        self._loop = asyncio.get_running_loop()
+        self._link = Link(self._hosts, timeout_ms, self._state_changed_in_thread)
+        self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._answers: set[asyncio.Future[Any]] = set()
+        self._watches = Watches(self._loop, self._in_loop)
+        self._listeners: list[Callable[[State], None]] = []
+        self._state_waiters: set[asyncio.Future[None]] = set()
+        self._closed: asyncio.Future[None] | None = None
+        self._refused: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        servers: str,
+        *,
+        timeout_ms: int = 10_000,
+        connect_timeout_s: float | None = 10.0,
+        patient: bool = True,
+        root: str = DEFAULT_ROOT,
+        make_chroot: bool = False,
+        on_state: Callable[[State], None] | None = None,
+    ) -> Session:
+        """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made only on `make_chroot`.
+
+        Without it nothing can be written where the chroot is missing: what makes parents raises ConfigError then.
+        `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is called with
+        each later state, see the method of that name.
+        Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`
+        (None: tries for ever), or, unless it is to be `patient`, once every server has refused.
+        """
+        if timeout_ms <= 0:
+            raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
+        session = cls(servers, timeout_ms=timeout_ms, root=root, make_chroot=make_chroot)
+        session._link.start()
+        try:
+            await session._come_up(connect_timeout_s, patient)
+        except BaseException:
+            await session.close()
+            raise
+        if on_state is not None:
+            session.on_state(on_state)
+        return session
+
+    async def _come_up(self, timeout_s: float | None, patient: bool) -> None:
+        """Waits for the first connection, and says for what it waits."""
+        began_s = self._loop.time()
+        tell_s = began_s + TELL_AFTER_S
+        attempts = self._link.attempts
+        coming = asyncio.ensure_future(self._first_connection())
+        try:
+            while not (await asyncio.wait({coming}, timeout=_LOOK_S))[0]:
+                now_s = self._loop.time()
+                if timeout_s is not None and now_s > began_s + timeout_s:
+                    raise self._unreachable(f"{attempts.reason()}, tried for {timeout_s:g} s")
+                if not patient and attempts.all_refused():
+                    raise self._unreachable(attempts.reason())
+                if now_s > tell_s:
+                    tell_s = now_s + TELL_AGAIN_S
+                    log.warning("waiting for ZooKeeper at %s: %s. %s", self.servers, attempts.reason(), NO_SERVER_HINT)
+            await coming
+        finally:
+            coming.cancel()
+
+    def _unreachable(self, reason: str) -> ConnectError:
+        return ConnectError(f"ZooKeeper at {self.servers}", reason, hint=NO_SERVER_HINT)
+
+    async def _first_connection(self) -> None:
+        while True:
+            await self.connected()
+            try:
+                if self._make_chroot:
+                    await self.ensure("/")
+                else:
+                    await self.exists("/")
+                return
+            except ConnectionLost:
+                continue
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Reading
+
+    async def get(self, path: str, watch: Callable[[], None] | None = None) -> Node:
+        """The node. `watch` is called once it changes or is deleted. Raises NoNode, and then leaves no watch."""
+        asked_in, full = self._open_session_id(), self._full(path)
+        with self._watches.leaving(watch) as watching:
+            data, stat = await self._ask(asked_in, path, lambda client: client.get_async(full, watching.watch))
+        return node_of(data, stat)
+
+    async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Node | None:
+        """The node, or None without one. `watch` is called once it changes, is deleted or is created."""
+        asked_in, full = self._open_session_id(), self._full(path)
+        with self._watches.leaving(watch) as watching:
+            while True:
+                try:
+                    data, stat = await self._ask(asked_in, path, lambda client: client.get_async(full, watching.watch))
+                    return node_of(data, stat)
+                except NoNode:
+                    if watch is None:
+                        return None
+                # Only `exists` leaves a watch for a node that is not there yet.
+                if not await self._ask(asked_in, path, lambda client: client.exists_async(full, watching.watch)):
+                    return None
+
+    async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
+        """The node's stat, or None without a node. `watch` is called once it changes, is deleted or is created."""
+        asked_in, full = self._open_session_id(), self._full(path)
+        with self._watches.leaving(watch) as watching:
+            stat = await self._ask(asked_in, path, lambda client: client.exists_async(full, watching.watch))
+        return stat_of(stat) if stat is not None else None
+
+    async def children(self, path: str, watch: Callable[[], None] | None = None) -> list[str]:
+        """The names of the children, in no order. `watch` is called once one comes or goes, or the node is deleted.
+
+        Raises NoNode, and then leaves no watch.
+        """
+        asked_in, full = self._open_session_id(), self._full(path)
+        with self._watches.leaving(watch) as watching:
+            names: list[str] = await self._ask(
+                asked_in, path, lambda client: client.get_children_async(full, watching.watch)
+            )
+        return names
+
+    async def children_or_none(self, path: str, watch: Callable[[], None] | None = None) -> list[str] | None:
+        """As `children`, but None without a node; `watch` is then called once it is created."""
+        while True:
+            try:
+                return await self.children(path, watch)
+            except NoNode:
+                if await self.exists(path, watch) is None:
+                    return None
+
+    async def names_at(self, full: str) -> list[str] | None:
+        """The names of the children of a node outside of the chroot as well, None without a node."""
+        try:
+            names: list[str] = await self._ask(
+                self._open_session_id(), full, lambda client: client.get_children_async(full)
+            )
+        except NoNode:
+            return None
+        return names
+
+    async def sync(self) -> None:
+        """A round trip to ZooKeeper's leader, which saw the session alive; what is read next is no older than that."""
+        await self._ask(self._open_session_id(), "/", lambda client: client.sync_async("/"))
+
+    # Writing
+
+    async def create(self, path: str, data: bytes = b"", *, ephemeral: bool = False, makepath: bool = False) -> Node:
+        """Create a node; `makepath` creates missing parents, as persistent nodes. The node as it was created.
+
+        Raises NodeExists, NoNode when the parent is missing, MessageTooLarge.
+        """
+        asked_in, full = self._open_session_id(), self._full(path)
+        _check_data(path, data)
+        while True:
+            try:
+                _, stat = await self._ask(
+                    asked_in,
+                    path,
+                    lambda client: client.create_async(full, data, ephemeral=ephemeral, include_data=True),
+                )
+                return node_of(data, stat)
+            except NoNode:
+                parent = _parent(full)
+                if not makepath or parent is None:
+                    raise
+                await self._ensure(asked_in, parent)
+
+    async def set(self, path: str, data: bytes, version: int) -> Node:
+        """Write a node that has `version` (ANY_VERSION: any). The node as it is now, with its new version.
+
+        Raises BadVersion, NoNode, MessageTooLarge.
+        """
+        asked_in, full = self._open_session_id(), self._full(path)
+        _check_data(path, data)
+        stat = await self._ask(asked_in, path, lambda client: client.set_async(full, data, version))
+        return node_of(data, stat)
+
+    async def delete(self, path: str, version: int) -> None:
+        """Delete a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
+        asked_in, full = self._open_session_id(), self._full(path)
+        await self._ask(asked_in, path, lambda client: client.delete_async(full, version))
+
+    async def ensure(self, path: str) -> None:
+        """Create the node and its parents, as persistent nodes without data, as far as they are missing."""
+        await self._ensure(self._open_session_id(), self._full(path))
+
+    async def multi(self, operations: Sequence[Op]) -> list[int | None]:
+        """All operations, or none. For each Create and SetData the node's version after it, else None.
+
+        Raises the error of the first operation that could not be done (NodeExists, NoNode, BadVersion, NotEmpty), with
+        its place in `.index`; MessageTooLarge.
+        """
+        if not operations:
+            return []
+        asked_in = self._open_session_id()
+        full = [self._full(operation.path) for operation in operations]
+        for operation in operations:
+            if isinstance(operation, Create | SetData):
+                _check_data(operation.path, operation.data)
+        results: list[Any] = await self._ask(
+            asked_in, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
+        )
+        failure = failure_of(results)
+        if failure is not None:
+            index, error = failure
+            raise error_of(error, self.servers, operations[index].path, index)
+        return [version_after(operation, result) for operation, result in zip(operations, results, strict=True)]
+
+    # State
+
+    async def connected(self) -> None:
+        """Wait until the session is CONNECTED. Bounded by the caller only. Raises ClosedError."""
+        while True:
+            self._check_open()
+            # The link knows first. When it has lost what the loop still believes in, the event is on its way.
+            if self.state is State.CONNECTED and self._link.live_session_id == self.session_id:
+                return
+            waiter = self._loop.create_future()
+            self._state_waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._state_waiters.discard(waiter)
+
+    def on_state(self, callback: Callable[[State], None]) -> Callable[[], None]:
+        """Call `callback` with each state from now on, in the loop; the answer ends that. `close` is no new state."""
+        self._listeners.append(callback)
+
+        def remove() -> None:
+            if callback in self._listeners:
+                self._listeners.remove(callback)
+
+        return remove
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed is not None
+
+    async def close(self) -> None:
+        """End the session: its ephemeral nodes are removed, at once when the server is there, else when it times out.
+
+        Takes less than a second whatever the server does. Requests under way fail, watches are called. May be repeated.
+        """
+        if self._closed is not None:
+            await asyncio.wait({self._closed})
+            return
+        self._closed = stopped = self._loop.create_future()
+        self.state = State.LOST
+        if self._refused is not None:
+            self._refused.cancel()
+        for answer in list(self._answers):
+            if not answer.done():
+                answer.set_exception(self._lost("the session was closed before an answer came"))
+        self._wake()
+        # Whoever waits for a turn gets it, is refused, and passes it on.
+        self._slots.release()
+        self._link.stop(lambda: self._in_loop(_settle, stopped, None))
+        try:
+            await asyncio.wait({stopped}, timeout=_CLOSE_GRACE_S)
+            if not stopped.done():
+                self._link.interrupt()
+                await asyncio.wait({stopped}, timeout=_CLOSE_LIMIT_S)
+        except asyncio.CancelledError:
+            self._link.interrupt()
+            raise
+        if stopped.done():
+            self._link.join()
+        else:
+            log.warning("the connection to ZooKeeper at %s is still closing; left to itself", self.servers)
+            stopped.set_result(None)
+
+    # Inside
+
+    async def _ensure(self, asked_in: int, full: str) -> None:
+        # An `exists` is answered by any server at once, a `create` that fails goes through the leader's log.
+        if await self._ask(asked_in, full, lambda client: client.exists_async(full)) is not None:
+            return
+        if not self._make_chroot and f"{self.chroot}/".startswith(f"{full}/"):
+            raise ConfigError(
+                f"there is no {self.chroot} in ZooKeeper at {self.servers}",
+                hint="The first broker makes it. Give the chroot that the brokers have in their address.",
+            )
+        try:
+            await self._ask(asked_in, full, lambda client: client.create_async(full, b""))
+        except NodeExists:
+            return
+        except NoNode:
+            parent = _parent(full)
+            if parent is None:
+                raise
+            await self._ensure(asked_in, parent)
+            await self._ensure(asked_in, full)
+
+    async def _ask(self, asked_in: int, path: str, call: Callable[[Any], Any]) -> Any:
+        """Hand one request of session `asked_in` to kazoo, and wait for its answer."""
+        await self._slots.acquire()
+        answer = self._loop.create_future()
+        try:
+            result = self._link.submit(asked_in, call) if self._closed is None else None
+        except BaseException:
+            self._slots.release()
+            raise
+        if result is None:
+            self._slots.release()
+            # The event that says so is on its way: without this, a caller that tries again would keep it out.
+            await asyncio.sleep(0)
+            raise self._lost("it was lost, nothing was sent", outcome="not_done")
+        self._answers.add(answer)
+        result.rawlink(lambda finished: self._in_loop(self._finish, answer, finished, path))
+        timer = self._loop.call_later(self._limit_s(), self._expire, answer, result)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            self._answers.discard(answer)
+
+    def _finish(self, answer: asyncio.Future[Any], result: Any, path: str) -> None:
+        # Only here, not when the caller leaves: until now the request took a place in kazoo's queue.
+        self._slots.release()
+        if answer.done():
+            return
+        if result.exception is not None:
+            answer.set_exception(error_of(result.exception, self.servers, path))
+        else:
+            answer.set_result(result.value)
+
+    def _expire(self, answer: asyncio.Future[Any], result: Any) -> None:
+        # A loop that hung for long finds the timer due and the answer in its queue: the answer counts.
+        if answer.done() or result.ready():
+            return
+        answer.set_exception(self._lost(f"no answer within {self._limit_s():.1f} s"))
+        self._link.drop()
+
+    def _open_session_id(self) -> int:
+        self._check_open()
+        return self.session_id
+
+    def _limit_s(self) -> float:
+        return self.negotiated_timeout_ms / 1000 * 2 / 3
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ClosedError("ZooKeeper session")
+
+    def _full(self, path: str) -> str:
+        if path == "/":
+            return self.chroot or "/"
+        if not path.startswith("/") or path.endswith("/") or "//" in path:
+            raise ConfigError(f"{path!r} is not a znode path", hint='Write it like "/meta/brokers".')
+        return self.chroot + path
+
+    def _lost(self, reason: str, *, outcome: Any = "unknown") -> ConnectionLost:
+        return ConnectionLost(self.servers, reason, outcome=outcome)
+
+    def _in_loop(self, callback: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:
+            log.debug("an answer of ZooKeeper came after the event loop was closed")
+
+    def _state_changed_in_thread(self, state: str, session_id: int, timeout_ms: int) -> None:
+        self._in_loop(self._state_changed, _STATES[state], session_id, timeout_ms)
+
+    def _state_changed(self, state: State, session_id: int, timeout_ms: int) -> None:
+        if self._closed is not None:
+            return
+        self.state = state
+        if state is State.CONNECTED:
+            self.negotiated_timeout_ms = timeout_ms
+            if session_id != self.session_id:
+                self.session_id = session_id
+                self.generation += 1
+            log.info("ZooKeeper at %s: connected, session 0x%x", self.servers, session_id)
+        elif state is State.SUSPENDED:
+            log.warning("ZooKeeper at %s: connection lost, trying again", self.servers)
+        else:
+            log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
+        self._wake()
+        if state is State.SUSPENDED and (self._refused is None or self._refused.done()):
+            self._refused = asyncio.ensure_future(self._leave_what_refuses())
+        for listener in list(self._listeners):
+            self._loop.call_soon(listener, state)
+
+    async def _leave_what_refuses(self) -> None:
+        if await is_refused_alone(self._link.attempts, lambda: self.state is State.SUSPENDED, self._hosts):
+            log.warning(
+                "ZooKeeper at %s gives sessions, and refuses this one for ever: it was replaced, or restored from a "
+                "copy. Beginning a new session", self.servers,
+            )  # fmt: skip
+            self._link.give_up_session()
+
+    def _wake(self) -> None:
+        for waiter in list(self._state_waiters):
+            _settle(waiter, None)
+        if self.state is not State.CONNECTED:
+            self._watches.fire_all()
+
+
+def _parent(full: str) -> str | None:
+    parent = full.rpartition("/")[0]
+    return parent or None
+
+
+def _check_data(path: str, data: bytes) -> None:
+    if len(data) > MAX_DATA_BYTES:
+        raise MessageTooLarge(
+            f"the data of znode {path}", len(data), MAX_DATA_BYTES, hint="ZooKeeper holds small records only."
+        )
+
+
+def _settle(future: asyncio.Future[None], value: None) -> None:
+    if not future.done():
+        future.set_result(value)
