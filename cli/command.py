@@ -66,7 +66,7 @@ class _WithGlobals(click.Command):
             formatter.write_dl(shared)
 
 
-class Command(_WithGlobals):
+class CliCommand(_WithGlobals):
     """A command. Where something is missing or too much, the error shows how it is written."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -87,7 +87,7 @@ class Command(_WithGlobals):
 class Group(_WithGlobals, click.Group):
     """A command with commands below it."""
 
-    command_class = Command
+    command_class = CliCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """As click does, but with whole sentences: it cuts them at the width of the terminal."""

@@ -46,7 +46,7 @@ class PartitionFolder:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LogFinding:
     """Bytes that are not batches: from `position` to `end_position`, in the file `path`, which begins at `base`."""
 
     kind: Literal["damage", "torn tail"]
@@ -78,7 +78,7 @@ class PartitionReport:
     path: str
     flushed_position: int | None = None
     segments: list[SegmentReport] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[LogFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -197,19 +197,19 @@ def _check_chain(inventory: Inventory, point: FlushPoint | None, report: Partiti
     if point is not None and (not segments or segments[0].base_position != start):
         found = segments[0].base_position if segments else None
         reason = f"the log should begin at byte {start:,}" + ("" if found is None else f", not {found:,}")
-        report.findings.append(Finding("damage", report.path, 0, start, start if found is None else found, reason))
+        report.findings.append(LogFinding("damage", report.path, 0, start, start if found is None else found, reason))
     for before, after in pairwise(segments):
         if before.end_position != after.base_position:
             reason = f"the segment ends at byte {before.end_position:,}, the next begins at {after.base_position:,}"
             kind = _kind(before.end_position, point)
             report.findings.append(
-                Finding(kind, before.path, before.base_position, before.end_position, after.base_position, reason)
+                LogFinding(kind, before.path, before.base_position, before.end_position, after.base_position, reason)
             )
     if point is not None and segments and segments[-1].end_position < point.position:
         last = segments[-1]
         reason = f"the log was flushed up to byte {point.position:,} and ends before"
         report.findings.append(
-            Finding("damage", last.path, last.base_position, last.end_position, point.position, reason)
+            LogFinding("damage", last.path, last.base_position, last.end_position, point.position, reason)
         )
     return segments
 
@@ -235,7 +235,9 @@ def _verify_segment(
     if expected is not None and expected != segment.base_offset:
         reason = f"the segment begins with offset {segment.base_offset:,}, {expected:,} is due"
         report.findings.append(
-            Finding("damage", segment.path, segment.base_position, segment.base_position, segment.base_position, reason)
+            LogFinding(
+                "damage", segment.path, segment.base_position, segment.base_position, segment.base_position, reason
+            )
         )
     due: int | None = segment.base_offset
     position: int | None = segment.base_position
@@ -247,7 +249,7 @@ def _verify_segment(
                 break
             if due is not None and header.base_offset != due:
                 reason = f"offset {header.base_offset:,} where {due:,} is due"
-                report.findings.append(Finding("damage", segment.path, segment.base_position, at, at, reason))
+                report.findings.append(LogFinding("damage", segment.path, segment.base_position, at, at, reason))
             due = header.end_offset
             found.batches += 1
             found.messages += header.count
@@ -258,7 +260,7 @@ def _verify_segment(
         position = next((at for at, _header in find_intact(files, segment, bad[0] + ALIGNMENT)), None)
         end = segment.end_position if position is None else position
         kind = _kind_of_bad_bytes(files, segment, segments, bad[0], point)
-        report.findings.append(Finding(kind, segment.path, segment.base_position, bad[0], end, bad[1]))
+        report.findings.append(LogFinding(kind, segment.path, segment.base_position, bad[0], end, bad[1]))
         advance(end - bad[0])
         due = None  # how many messages were there, nobody knows
     return due

@@ -67,6 +67,19 @@ def test_folders_of_the_product_have_few_files() -> None:
     assert {folder: files for folder, files in packages.items() if files > FOLDER_FILES_MAX} == {}
 
 
+def test_a_class_name_means_one_thing() -> None:
+    """The blocking and the asyncio API have the same names, in files of which one begins with `aio_`."""
+    names = Counter(
+        node.name
+        for name, module in MODULES.items()
+        if name.split("/")[0] in PACKAGES and not Path(name).name.startswith("aio_")
+        for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef)
+    )
+    assert names["Partition"] == 1
+    assert {name: count for name, count in names.items() if count > 1} == {}
+
+
 def test_files_are_short() -> None:
     lengths = {name: FILES[name].count("\n") for name in MODULES}
     assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX} == {}

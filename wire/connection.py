@@ -44,7 +44,7 @@ INITIAL_BYTES = 2 * BATCH_TARGET_BYTES
 that is a whole frame, as it is of our producers' largest PUTs."""
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     """Where a connection is in its life."""
 
     GREETING = "greeting"
@@ -82,7 +82,7 @@ class Request(NamedTuple):
         return self._replace(header=self.header.unpacked()) if isinstance(self.header, Packed) else self
 
 
-AT_WORK = (State.OPEN, State.STREAMING)
+AT_WORK = (ConnectionState.OPEN, ConnectionState.STREAMING)
 """Requests are taken."""
 
 
@@ -98,7 +98,7 @@ class ClientConnection:
 
     def __init__(self, address: str, client: str, make_room: Callable[[int], bytearray] = bytearray) -> None:
         """`make_room` gives memory for a large frame: see FrameReader."""
-        self.state = State.GREETING
+        self.state = ConnectionState.GREETING
         self.address = address
         self.greeting: HelloReply | None = None
         self._client = client
@@ -119,13 +119,13 @@ class ClientConnection:
 
     def hello(self) -> list[Buffer]:
         """The first bytes to send."""
-        assert self.state is State.GREETING
+        assert self.state is ConnectionState.GREETING
         greeting = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX, self._client)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, 0, 0, greeting)
 
     def close(self) -> None:
         """The connection is gone: frees what was received of it."""
-        self.state = State.CLOSED
+        self.state = ConnectionState.CLOSED
         self._reader.close()
 
     def request(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> tuple[int, list[Buffer]]:
@@ -139,7 +139,7 @@ class ClientConnection:
 
     def push(self, header: Any, bodies: list[Buffer] | None = None) -> list[Buffer]:
         """The buffers of a SYNC frame that is not answered. Raises ClosedError unless streaming, MessageTooLarge."""
-        if self.state is not State.STREAMING:
+        if self.state is not ConnectionState.STREAMING:
             raise ClosedError(f"stream to {self.address}")
         return self._encode(Command.SYNC, PUSHED, header, bodies)
 
@@ -157,13 +157,13 @@ class ClientConnection:
         what else the broker refuses a HELLO with, after the responses before it; the connection is closed then, as it
         is when the caller ends the iteration early.
         """
-        if self.state is State.CLOSED:
+        if self.state is ConnectionState.CLOSED:
             return
         try:
             for frame in self._reader.received(count):
                 if self.state in AT_WORK:
                     yield self._response(frame)
-                elif self.state is State.GREETING:
+                elif self.state is ConnectionState.GREETING:
                     self._greeted(frame)
         except (MetamqError, GeneratorExit):
             self.close()
@@ -175,13 +175,13 @@ class ClientConnection:
             raise ProtocolError(f"{self.address} closes: {status.decode_error(frame.status, frame.header)}")
         if frame.version != self.greeting.version:
             raise ProtocolError(f"{self.address} sent a frame of version {frame.version}, not {self.greeting.version}")
-        is_pushed = frame.command == Command.SYNC and frame.opaque == PUSHED and self.state is State.STREAMING
+        is_pushed = frame.command == Command.SYNC and frame.opaque == PUSHED and self.state is ConnectionState.STREAMING
         if not is_pushed and self._waiting.pop(frame.opaque, None) != frame.command:
             raise ProtocolError(
                 f"{self.address} answered request {frame.opaque}, command {frame.command}, which was not made"
             )
         if frame.command == Command.SYNC and frame.status == status.OK:
-            self.state = State.STREAMING
+            self.state = ConnectionState.STREAMING
         return Response(frame.command, frame.opaque, frame.status, frame.header, frame.body)
 
     def _greeted(self, frame: Frame) -> None:
@@ -200,7 +200,7 @@ class ClientConnection:
         self.greeting = greeting
         self._reader.frame_bytes_max = FRAME_BYTES_MAX
         self._reader.trust()
-        self.state = State.OPEN
+        self.state = ConnectionState.OPEN
 
 
 def _version(fields: dict[str, Any], name: str) -> int:
@@ -216,7 +216,7 @@ class ServerConnection:
 
         `make_room` gives memory for a large frame: see FrameReader.
         """
-        self.state = State.GREETING
+        self.state = ConnectionState.GREETING
         self.peer = peer
         self.client = ""
         self._greeting = greeting
@@ -236,13 +236,13 @@ class ServerConnection:
         closes. What is received after that is ignored, also when the caller itself refuses a frame and ends the
         iteration there.
         """
-        if self.state is State.CLOSED:
+        if self.state is ConnectionState.CLOSED:
             return
         try:
             for frame in self._reader.received(count):
                 if self.state in AT_WORK:
                     yield self._request(frame)
-                elif self.state is State.GREETING:
+                elif self.state is ConnectionState.GREETING:
                     yield self._greet(frame)
         except (ProtocolError, GeneratorExit):
             self.close()
@@ -260,7 +260,7 @@ class ServerConnection:
 
     def close(self) -> None:
         """The connection is gone: frees what was received of it."""
-        self.state = State.CLOSED
+        self.state = ConnectionState.CLOSED
         self._reader.close()
 
     def _request(self, frame: Frame) -> Request:
@@ -278,12 +278,12 @@ class ServerConnection:
             return self._refuse_version(frame, hello)
         self._greeting = self._greeting._replace(version=version)
         self._reader.frame_bytes_max = self._greeting.frame_bytes_max
-        self.state = State.OPEN
+        self.state = ConnectionState.OPEN
         answer = encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, status.OK, frame.opaque, self._greeting)
         return Greeted(answer, accepted=True)
 
     def _refuse_version(self, frame: Frame, hello: Hello) -> Greeted:
-        self.state = State.CLOSED
+        self.state = ConnectionState.CLOSED
         ours = PROTOCOL_VERSION_MIN, self._greeting.version
         error = UnsupportedVersion(self.peer, ours, (hello.version_min, hello.version_max))
         number, fields = status.encode_error(error)
@@ -307,12 +307,12 @@ class ServerConnection:
         """The bytes that answer a SYNC request with OK; from now on both ends may push."""
         assert request.command == Command.SYNC
         buffers = self.respond(request, header)
-        self.state = State.STREAMING
+        self.state = ConnectionState.STREAMING
         return buffers
 
     def push(self, header: Any, bodies: list[Buffer] | None = None, number: int = status.OK) -> list[Buffer]:
         """The buffers of a SYNC frame that is not answered. Raises ClosedError unless streaming, MessageTooLarge."""
-        if self.state is not State.STREAMING:
+        if self.state is not ConnectionState.STREAMING:
             raise ClosedError(f"stream to {self.peer}")
         version, limit = self._greeting.version, ANSWER_HEADER_BYTES_MAX
         return encode_frame(version, Command.SYNC, number, PUSHED, header, bodies, header_bytes_max=limit)

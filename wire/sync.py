@@ -51,7 +51,7 @@ PRODUCERS = 12
 LEAVE = 13
 
 
-class Decision(enum.IntEnum):
+class SyncDecision(enum.IntEnum):
     """What becomes of one partition of a slave."""
 
     FROM = 1
@@ -241,7 +241,7 @@ FROM_MASTER: dict[int, type[FromMaster]] = {
     PRODUCERS: Producers,
 }
 
-_DECISIONS = frozenset(Decision)
+_DECISIONS = frozenset(SyncDecision)
 
 F = TypeVar("F", FromSlave, FromMaster)
 
@@ -374,6 +374,6 @@ def attach_frames(epoch: int, partitions: Iterable[AttachPartition]) -> Iterator
         yield Attach(ATTACH, epoch, part)
 
 
-def attach_result(handle: int, decision: Decision, offset: int, position: int, reason: str) -> AttachResult:
+def attach_result(handle: int, decision: SyncDecision, offset: int, position: int, reason: str) -> AttachResult:
     """One entry of ATTACHED, its text cut to what errors are cut to."""
     return AttachResult(handle, decision, offset, position, reason[:ERROR_TEXT_CHARS_MAX])

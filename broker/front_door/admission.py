@@ -23,7 +23,7 @@ LINGERING_MAX = 16
 """Connections that are told why they are not served, at a time: each holds a descriptor for a moment."""
 
 
-class Place(Enum):
+class ConnectionFate(Enum):
     """What becomes of a connection."""
 
     SERVED = "served"
@@ -42,16 +42,16 @@ class Admission:
         self._count = 0
         self._by_address: Counter[str] = Counter()
 
-    def enter(self, address: str) -> Place:
+    def enter(self, address: str) -> ConnectionFate:
         """One more connection, to be followed by one leave()."""
         self._count += 1
         self._by_address[address] += 1
         over = self._count - self.connections_max
         if over > SLOTS_KEPT:
-            return Place.TOLD if over <= SLOTS_KEPT + LINGERING_MAX else Place.CLOSED
+            return ConnectionFate.TOLD if over <= SLOTS_KEPT + LINGERING_MAX else ConnectionFate.CLOSED
         if self.per_address_max and self._by_address[address] > self.per_address_max:
-            return Place.TOLD
-        return Place.KEPT if over > 0 else Place.SERVED
+            return ConnectionFate.TOLD
+        return ConnectionFate.KEPT if over > 0 else ConnectionFate.SERVED
 
     def leave(self, address: str) -> None:
         """A connection is gone."""

@@ -44,7 +44,7 @@ Find = Callable[[str, str, int], Partition]
 Answer = Callable[[Request, list[GetResult], list[Buffer]], None]
 
 
-class Role(Protocol):
+class ServingRole(Protocol):
     """What this replica is at present."""
 
     @property
@@ -146,7 +146,7 @@ class FetchSession:
     def __init__(
         self,
         find: Find,
-        role: Role,
+        role: ServingRole,
         answer: Answer,
         writable: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
@@ -374,7 +374,7 @@ class FetchSession:
         self._places.clear()
 
 
-def parted(partition: Partition, offset: int, epoch: int, role: Role) -> tuple[bool, MetamqError | None]:
+def parted(partition: Partition, offset: int, epoch: int, role: ServingRole) -> tuple[bool, MetamqError | None]:
     """Whether it is known if a reader's log, up to a message of an epoch, and this one have parted, and where.
 
     Only a master knows in any case, and only one that is none of the past. A slave may get what the reader has, and may

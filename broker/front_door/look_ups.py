@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Protocol
 
 from metamq.broker.data.partition import Partition
-from metamq.broker.front_door.fetch_session import Role, parted
-from metamq.broker.front_door.slices import Slices, Work
+from metamq.broker.front_door.fetch_session import ServingRole, parted
+from metamq.broker.front_door.slices import SlicedWork, Slices
 from metamq.broker.log import Search
 from metamq.errors import Fenced, MetamqError, Timeout
 from metamq.wire import status
@@ -31,7 +31,7 @@ EPOCHS_TOLD_MAX = 16
 SEARCH_S_MAX = 2.0
 
 
-class Replica(Role, Protocol):
+class ReplicaStatus(ServingRole, Protocol):
     """What this replica is at present, and what it says while it is not the master."""
 
     not_master: Fenced
@@ -43,7 +43,7 @@ class Replica(Role, Protocol):
 class LookUps:
     """Answers OFFSETS. Used by the broker's loop only."""
 
-    def __init__(self, find: Callable[[str, str, int], Partition], replica: Replica, slices: Slices) -> None:
+    def __init__(self, find: Callable[[str, str, int], Partition], replica: ReplicaStatus, slices: Slices) -> None:
         self._find = find
         self._replica = replica
         self._slices = slices
@@ -51,12 +51,12 @@ class LookUps:
     def offsets(self, request: Request, connection: BrokerProtocol) -> None:
         """Answers, now or in a while. Raises ProtocolError."""
         entries = unpack_list(OffsetsEntry, request.header)
-        work = Work()
+        work = SlicedWork()
         work.steps = self._answer(request, connection, entries, work)
         self._slices.add(connection, work)
 
     def _answer(
-        self, request: Request, connection: BrokerProtocol, entries: list[OffsetsEntry], work: Work
+        self, request: Request, connection: BrokerProtocol, entries: list[OffsetsEntry], work: SlicedWork
     ) -> Generator[None, None, None]:
         try:
             results = []
@@ -68,7 +68,7 @@ class LookUps:
             log.exception("request %d of %s, OFFSETS, failed", request.opaque, connection.peer)
             connection.answer_error(request, MetamqError(f"internal error of the broker: {error!r}"))
 
-    def _look_up(self, entry: OffsetsEntry, work: Work) -> Generator[None, None, OffsetsResult]:
+    def _look_up(self, entry: OffsetsEntry, work: SlicedWork) -> Generator[None, None, OffsetsResult]:
         replica = self._replica
         try:
             if entry.damaged >= 0:
@@ -92,7 +92,7 @@ class LookUps:
             return OffsetsResult(number, -1, -1, -1, -1, 0, fields, [])
 
 
-def _within_limit(search: Search, work: Work) -> Search:
+def _within_limit(search: Search, work: SlicedWork) -> Search:
     """The search, as long as the request has time left. Raises Timeout, and what the search raises."""
     while True:
         try:

@@ -34,7 +34,7 @@ from metamq.errors import (
     StorageError,
     TopicNotFound,
 )
-from metamq.tx.store.records import Place
+from metamq.tx.store.records import BodyPlace
 from metamq.wire import status, sync
 from metamq.wire.batch import BatchHeader, check_from_producer
 from metamq.wire.commands import (
@@ -246,11 +246,11 @@ class Processors:
             raise (self.stopping or self.fenced or self.not_master).with_traceback(None)
         self.transactions.tx(request, connection)
 
-    def _check_entry(self, entry: PutEntry, batch: memoryview) -> Place:
+    def _check_entry(self, entry: PutEntry, batch: memoryview) -> BodyPlace:
         partition, _config, header = self._admitted(entry, batch)
         if header.producer_id:
             raise ProtocolError("a batch of a transaction has no producer id: its session counts it")
-        return Place(partition.topic, partition.topic_id, partition.index, header.count)
+        return BodyPlace(partition.topic, partition.topic_id, partition.index, header.count)
 
     def admit(self, partition: Partition, promised_bytes: int) -> None:
         """Before an append of the broker's own that is to be durable. Raises NotEnoughReplicas, DiskFull, Fenced."""

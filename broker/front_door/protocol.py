@@ -24,12 +24,12 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any, NamedTuple, cast
 
-from metamq.broker.front_door.admission import Admission, Place
+from metamq.broker.front_door.admission import Admission, ConnectionFate
 from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.front_door.fetch_session import FetchSession
 from metamq.broker.front_door.processors import Processors
 from metamq.broker.front_door.request_memory import RequestMemory
-from metamq.broker.front_door.slices import Work
+from metamq.broker.front_door.slices import SlicedWork
 from metamq.broker.ha.connection import HAConnection
 from metamq.broker.ha.service import HAService
 from metamq.broker.log.disk.files import descriptors_max
@@ -37,7 +37,7 @@ from metamq.errors import MetamqError, ProtocolError
 from metamq.wire import status, sync
 from metamq.wire.addresses import are_near
 from metamq.wire.commands import Command, GetResult
-from metamq.wire.connection import AT_WORK, PUSHED, Greeted, Request, ServerConnection, State
+from metamq.wire.connection import AT_WORK, PUSHED, ConnectionState, Greeted, Request, ServerConnection
 from metamq.wire.frames import Buffer, Packed
 
 log = logging.getLogger("metamq.broker")
@@ -107,7 +107,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         """How much had been written when all was last seen to be read."""
         self._greeted_at = math.inf
         """When it was greeted; endless once it has asked for something."""
-        self._place = Place.SERVED
+        self._place = ConnectionFate.SERVED
         self._address = ""
         self._suspect = False
         self._waiting: deque[Request] = deque()
@@ -136,9 +136,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._deadline = self._loop.call_later(HELLO_TIMEOUT_S, self._hello_missing)
         self._address = str(peer[0]) if isinstance(peer, tuple) else ""
         self._place = self._admission.enter(self._address)
-        if self._place is Place.CLOSED:
+        if self._place is ConnectionFate.CLOSED:
             self.abort()
-        elif self._place is Place.TOLD:
+        elif self._place is ConnectionFate.TOLD:
             self._turn_away()
 
     def _turn_away(self) -> None:
@@ -150,9 +150,9 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._say_goodbye()
 
     def _hello_missing(self) -> None:
-        if self._place is Place.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
+        if self._place is ConnectionFate.KEPT and self._greeted_at == math.inf and self._connection.state in AT_WORK:
             return  # it has asked for what its place is kept for
-        wanted = "HELLO" if self._place is not Place.KEPT else "request that the last places are kept for"
+        wanted = "HELLO" if self._place is not ConnectionFate.KEPT else "request that the last places are kept for"
         log.info("%s sent no %s within %g s: closed", self.peer, wanted, HELLO_TIMEOUT_S)
         self.abort()
 
@@ -166,7 +166,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
                 if isinstance(event, Request):
                     self._suspect = False
                     self._greeted_at = math.inf
-                    if self._place is Place.KEPT and event.command not in FOR_OPERATORS:
+                    if self._place is ConnectionFate.KEPT and event.command not in FOR_OPERATORS:
                         raise self._admission.refusal(self._address)
                     if self._link is not None and event.opaque == PUSHED:
                         self._link_received(event.unpacked())
@@ -198,7 +198,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
         self._regulate()
 
     def _greeted(self, greeted: Greeted) -> None:
-        if self._place is not Place.KEPT:
+        if self._place is not ConnectionFate.KEPT:
             self._deadline.cancel()
         self._greeted_at = self._loop.time()
         self._write(greeted.buffers)
@@ -229,7 +229,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
     def _unpack_later(self, request: Request) -> None:
         """Unpacks a large header when it is this connection's turn; its next requests wait behind it."""
         self._unpacking = request
-        work = Work()
+        work = SlicedWork()
         work.steps = self._unpack(request)
         self._processors.slices.add(self, work)
 
@@ -400,7 +400,7 @@ class BrokerProtocol(asyncio.BufferedProtocol):
 
     def sweep(self) -> None:
         """Closes a connection that holds memory, or a place, and makes no progress. Called every now and then."""
-        if self._transport is None or self._ended or self._connection.state is not State.OPEN:
+        if self._transport is None or self._ended or self._connection.state is not ConnectionState.OPEN:
             return
         now = self._loop.time()
         unsent_bytes = self.count_unread()

@@ -19,14 +19,14 @@ from typing import Protocol
 SLICE_S = 0.005
 
 
-class Owner(Protocol):
+class SliceOwner(Protocol):
     """A connection."""
 
     def has_less_to_do(self) -> None:
         """One of its requests is done."""
 
 
-class Work:
+class SlicedWork:
     """One request's. `used_s` is the loop's time that it has taken so far."""
 
     __slots__ = ("steps", "used_s")
@@ -40,7 +40,7 @@ class Slices:
     """Does the work of all connections. Used by the broker's loop only."""
 
     def __init__(self) -> None:
-        self._queues: dict[Owner, deque[Work]] = {}
+        self._queues: dict[SliceOwner, deque[SlicedWork]] = {}
         """By connection; the first one's turn is next."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_slicing = False
@@ -50,17 +50,17 @@ class Slices:
         """How many requests are under way."""
         return sum(map(len, self._queues.values()))
 
-    def of(self, owner: Owner) -> int:
+    def of(self, owner: SliceOwner) -> int:
         """How many requests of one connection are under way."""
         return len(self._queues.get(owner, ()))
 
-    def add(self, owner: Owner, work: Work) -> None:
+    def add(self, owner: SliceOwner, work: SlicedWork) -> None:
         """Does it, now or later, until its steps are at an end: they raise nothing."""
         self._queues.setdefault(owner, deque()).append(work)
         if self._timer is None and not self._is_slicing:
             self._slice()
 
-    def drop(self, owner: Owner) -> None:
+    def drop(self, owner: SliceOwner) -> None:
         """Gives up what a connection asked for: it is gone."""
         for work in self._queues.pop(owner, ()):
             work.steps.close()
@@ -98,7 +98,7 @@ class Slices:
                 self._timer = asyncio.get_running_loop().call_later(worked_s, self._slice)
 
 
-def _is_done(work: Work, until: float) -> bool:
+def _is_done(work: SlicedWork, until: float) -> bool:
     now = time.perf_counter()
     while now < until:
         began = now

@@ -21,7 +21,7 @@ class HAState(enum.Enum):
     SHUTDOWN = "shutdown"
 
 
-class Attempts:
+class LinkAttempts:
     """The attempts of one slave. Used by the broker's loop only."""
 
     def __init__(self) -> None:

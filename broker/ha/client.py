@@ -27,7 +27,7 @@ from typing import Any
 from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import Topics
-from metamq.broker.ha.attempts import Attempts, HAState
+from metamq.broker.ha.attempts import HAState, LinkAttempts
 from metamq.broker.ha.handshake import level_at_slave
 from metamq.broker.ha.to_acknowledge import ToAcknowledge
 from metamq.broker.log.replicated import CopyDamaged
@@ -94,7 +94,7 @@ class HAClient:
         self.readable: set[Partition] = set()
         """Partitions that hold all that is stable, or did once while this replica was linked: they may be offered."""
         self._changed = asyncio.Event()
-        self.attempts = Attempts()
+        self.attempts = LinkAttempts()
         self._link: _Link | None = None
         self._trouble = Trouble()
         self._damaged: OffsetsEntry | None = None
@@ -393,17 +393,17 @@ class _Link:
         partition = self._handles.get(result.handle)
         if partition is None:
             return
-        decision = sync.Decision(result.decision)
+        decision = sync.SyncDecision(result.decision)
         level = level_at_slave(result, partition.log.start_position, partition.log.end_position)
         log.log(level, "%s: %s", partition.name, result.reason)
-        if decision is sync.Decision.WAIT:
+        if decision is sync.SyncDecision.WAIT:
             self._forget(partition)
             self._waiting.add(partition)
             self.loop.call_later(ATTACH_AGAIN_S, self._attach_again, partition)
-        elif decision is sync.Decision.REFUSE:
+        elif decision is sync.SyncDecision.REFUSE:
             self._forget(partition)
         else:
-            if decision is sync.Decision.RESET:
+            if decision is sync.SyncDecision.RESET:
                 self._client.readable.discard(partition)
                 self._topics.remove_leftovers(partition.reset_to(result.offset, result.position))
             elif result.position < partition.log.end_position:

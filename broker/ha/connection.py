@@ -62,22 +62,22 @@ class Wire(Protocol):
         """Closes after what is written has been sent."""
 
 
-class Mark(NamedTuple):
+class ReplicaEnd(NamedTuple):
     """An end that a replica has reached."""
 
     offset: int
     position: int
 
 
-class Place:
+class LinkedPartition:
     """One partition on one link."""
 
     __slots__ = ("copies", "flushed", "handle", "held", "live", "partition", "sent_position", "since", "told_position")
 
-    def __init__(self, handle: int, partition: Partition, mark: Mark, now: float) -> None:
+    def __init__(self, handle: int, partition: Partition, mark: ReplicaEnd, now: float) -> None:
         self.handle = handle
         self.partition = partition
-        start = Mark(partition.log.start_offset, partition.log.start_position)
+        start = ReplicaEnd(partition.log.start_offset, partition.log.start_position)
         self.held = mark
         self.flushed = min(start, mark)
         """Not `mark`: an attaching slave says what it has written, and its next acknowledgement what it has flushed."""
@@ -85,14 +85,14 @@ class Place:
         self.told_position = 0
         """The stable mark that the slave was told of last."""
         self.live = False
-        self.copies: deque[tuple[Mark, float]] = deque()
+        self.copies: deque[tuple[ReplicaEnd, float]] = deque()
         """Ends of what was copied and is not acknowledged as it is to be, and since when they are so."""
         if mark.position > start.position:
             self.copies.append((mark, now))
         self.since = now
         """Since when it is not live."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> ReplicaEnd:
         """What counts for the stable mark."""
         return self.flushed if self.partition.flushes_before_ack else self.held
 
@@ -110,11 +110,11 @@ class Place:
         while self.copies and self.copies[0][0].position <= self.mark().position:
             self.copies.popleft()
 
-    def holds(self, end: Mark) -> None:
+    def holds(self, end: ReplicaEnd) -> None:
         """The slave has written it up to there, if not further."""
         self.held = max(self.held, end)
 
-    def has_flushed(self, end: Mark) -> None:
+    def has_flushed(self, end: ReplicaEnd) -> None:
         """The slave has fsynced it up to there, if not further."""
         self.flushed = max(self.flushed, end)
 
@@ -127,9 +127,9 @@ class Place:
 class _Entry(NamedTuple):
     """Queued for sending, then for its acknowledgement."""
 
-    place: Place
+    place: LinkedPartition
     position: int
-    end: Mark
+    end: ReplicaEnd
     batch: memoryview
     flush: bool
     at: float
@@ -156,7 +156,7 @@ class HAConnection:
         self.flow = flow
         self.heard_at = self.spoke_at = loop.time()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.places: dict[Partition, Place] = {}
+        self.places: dict[Partition, LinkedPartition] = {}
         self.sent_bytes = 0
         """Of logs."""
         self.sent_seq = 0
@@ -168,26 +168,26 @@ class HAConnection:
         self._wire = wire
         self._loop = loop
         self._now = loop.time
-        self._handles: dict[int, Place] = {}
+        self._handles: dict[int, LinkedPartition] = {}
         self._queue: deque[_Entry] = deque()
         self._queued_bytes = 0
-        self._unheld: deque[tuple[int, Place, Mark, float]] = deque()
-        self._unflushed: deque[tuple[int, Place, Mark, float]] = deque()
-        self._copying: dict[Place, None] = {}
+        self._unheld: deque[tuple[int, LinkedPartition, ReplicaEnd, float]] = deque()
+        self._unflushed: deque[tuple[int, LinkedPartition, ReplicaEnd, float]] = deque()
+        self._copying: dict[LinkedPartition, None] = {}
         self._copies_next = False
         """Frames of the two kinds take turns."""
-        self._stable_news: dict[Place, None] = {}
+        self._stable_news: dict[LinkedPartition, None] = {}
         self._pump_soon = False
         self._later: asyncio.TimerHandle | None = None
 
     # -- places -----------------------------------------------------------------------------------------------------
 
-    def attach(self, handle: int, partition: Partition, mark: Mark) -> None:
+    def attach(self, handle: int, partition: Partition, mark: ReplicaEnd) -> None:
         """From here on the partition is sent, from `mark` on, which is where the slave's log ends now."""
         old = self.places.get(partition)
         if old is not None:
             self.detach(old.handle)
-        place = Place(handle, partition, mark, self._now())
+        place = LinkedPartition(handle, partition, mark, self._now())
         self.places[partition] = self._handles[handle] = place
         self._stable_news[place] = None
         if mark.position == partition.log.end_position:
@@ -226,7 +226,7 @@ class HAConnection:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def appended(self, partition: Partition, batch: memoryview, position: int, end: Mark, flush: bool) -> None:
+    def appended(self, partition: Partition, batch: memoryview, position: int, end: ReplicaEnd, flush: bool) -> None:
         """A batch was appended at the master: the next in the sequence, unless its place is still being copied."""
         place = self.places.get(partition)
         if place is None or not place.live:
@@ -342,7 +342,7 @@ class HAConnection:
                 self._service.leave(self, str(error))
             return
         place.sent_position = position + len(chunk.data)
-        end = Mark(chunk.end_offset, place.sent_position)
+        end = ReplicaEnd(chunk.end_offset, place.sent_position)
         place.copies.append((end, self._now()))
         entry = (place.handle, position, len(chunk.data), int(partition.flushes_before_ack))
         self._push(sync.Copy(sync.COPY, self._service.epoch, [entry], self._news()), [chunk.data])

@@ -19,7 +19,7 @@ from metamq.errors import Fenced, MetamqError, NotEnoughReplicas
 from metamq.zk.cluster.topics import TopicConfig
 
 
-class Term(Protocol):
+class MasterTerm(Protocol):
     """The master's term, as far as it matters here: HAService."""
 
     @property
@@ -34,7 +34,7 @@ class Term(Protocol):
 class GroupTransferService:
     """Used by the broker's loop only. `may_believe` tells whether this process may believe to be the master."""
 
-    def __init__(self, broker_id: int, term: Term, may_believe: Callable[[], bool]) -> None:
+    def __init__(self, broker_id: int, term: MasterTerm, may_believe: Callable[[], bool]) -> None:
         self._what = f"broker {broker_id}"
         self._term = term
         self._may_believe = may_believe

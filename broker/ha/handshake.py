@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from metamq.errors import CorruptData
-from metamq.wire.sync import AttachResult, Decision
+from metamq.wire.sync import AttachResult, SyncDecision
 
-__all__ = ["Decision", "Place", "Side", "Verdict", "decide"]
+__all__ = ["LogPosition", "Side", "SyncDecision", "SyncVerdict", "decide"]
 
 
-class Place(NamedTuple):
+class LogPosition(NamedTuple):
     """A batch boundary in a log."""
 
     offset: int
@@ -47,8 +47,8 @@ class Side:
     """One replica's log of a partition. `generation` is the master's present one, the slave's last."""
 
     topic_id: str
-    start: Place
-    end: Place
+    start: LogPosition
+    end: LogPosition
     stable_offset: int
     epochs: Sequence[tuple[int, int, int]]
     """(epoch, offset, position), oldest first."""
@@ -59,22 +59,22 @@ class Side:
         """There is no batch in it, whatever was."""
         return self.start == self.end
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: LogPosition) -> bool:
         """Whether the log reaches there from both sides."""
         return self.start.position <= place.position <= self.end.position
 
 
-class Verdict(NamedTuple):
+class SyncVerdict(NamedTuple):
     """What is to be done, where, and why; `level` is logging's."""
 
-    decision: Decision
+    decision: SyncDecision
     offset: int
     position: int
     reason: str
     level: int
 
 
-def decide(master: Side | None, slave: Side) -> Verdict:
+def decide(master: Side | None, slave: Side) -> SyncVerdict:
     """What becomes of the slave's log. `master` is None when the master has no such partition."""
     if master is None:
         return _wait("the master has no such partition yet, or no longer")
@@ -86,31 +86,31 @@ def decide(master: Side | None, slave: Side) -> Verdict:
     agreed = _agreement(master, slave)
     if agreed is not None and master.has(agreed) and slave.has(agreed):
         kept_offset = agreed.offset
-        decision, begin, reason = Decision.FROM, agreed, _from_reason(master, slave, agreed)
+        decision, begin, reason = SyncDecision.FROM, agreed, _from_reason(master, slave, agreed)
     else:
         kept_offset = _kept_by_reset(master, slave, agreed)
-        decision, begin, reason = Decision.RESET, master.start, _reset_reason(master, slave, agreed)
+        decision, begin, reason = SyncDecision.RESET, master.start, _reset_reason(master, slave, agreed)
     seen = slave.stable_offset - kept_offset
     if seen <= 0:
-        cut = slave.end.offset - begin.offset if decision is Decision.FROM else 0
-        level = logging.WARNING if cut or (decision is Decision.RESET and not slave.is_empty) else logging.DEBUG
-        return Verdict(decision, *begin, reason, level)
+        cut = slave.end.offset - begin.offset if decision is SyncDecision.FROM else 0
+        level = logging.WARNING if cut or (decision is SyncDecision.RESET and not slave.is_empty) else logging.DEBUG
+        return SyncVerdict(decision, *begin, reason, level)
     if master.generation > slave.generation:
         reason += f"; {_messages(seen)} that readers had seen {_are(seen)} given up (generation {master.generation})"
-        return Verdict(decision, *begin, reason, logging.WARNING)
-    return Verdict(Decision.REFUSE, *slave.end, _refuse_reason(slave, kept_offset, seen), logging.ERROR)
+        return SyncVerdict(decision, *begin, reason, logging.WARNING)
+    return SyncVerdict(SyncDecision.REFUSE, *slave.end, _refuse_reason(slave, kept_offset, seen), logging.ERROR)
 
 
-def refuse_between_batches(slave: Side, verdict: Verdict) -> Verdict:
+def refuse_between_batches(slave: Side, verdict: SyncVerdict) -> SyncVerdict:
     """Instead of one to go on where no batch of the master's begins: what is below that is not the master's, either."""
     reason = (
         f"it is not replicated, and left as it is: it would go on at offset {verdict.offset:,}, byte "
         f"{verdict.position:,}, and no batch of the master's begins there. Empty its data folder to copy it anew"
     )
-    return Verdict(Decision.REFUSE, *slave.end, reason, logging.ERROR)
+    return SyncVerdict(SyncDecision.REFUSE, *slave.end, reason, logging.ERROR)
 
 
-def begin_where_needed(needed_offset: int, slave: Side, verdict: Verdict, start: Place) -> Verdict:
+def begin_where_needed(needed_offset: int, slave: Side, verdict: SyncVerdict, start: LogPosition) -> SyncVerdict:
     """The verdict to go on, or to begin anew where the slave lacks what its master's log still needs: the slave has cut
     it off by the word of something that was given up since."""
     if slave.start.offset <= needed_offset:
@@ -119,30 +119,30 @@ def begin_where_needed(needed_offset: int, slave: Side, verdict: Verdict, start:
         f"it begins anew at offset {start.offset:,}: it begins at {slave.start.offset:,}, and what lies from "
         f"{needed_offset:,} on is needed"
     )
-    return Verdict(Decision.RESET, *start, reason, logging.WARNING)
+    return SyncVerdict(SyncDecision.RESET, *start, reason, logging.WARNING)
 
 
-def wait_before_damage(damage: CorruptData, verdict: Verdict) -> Verdict:
+def wait_before_damage(damage: CorruptData, verdict: SyncVerdict) -> SyncVerdict:
     """The verdict to go on, unless the copy would come to what is damaged in the master's log: it would end there, and
     the link with it."""
-    goes_on = verdict.decision in (Decision.FROM, Decision.RESET)
+    goes_on = verdict.decision in (SyncDecision.FROM, SyncDecision.RESET)
     if not goes_on or (damage.position is not None and verdict.position > damage.position):
         return verdict
     return _wait(f"the master's log cannot be copied: {damage.problem}")
 
 
-def _wait(reason: str) -> Verdict:
-    return Verdict(Decision.WAIT, 0, 0, reason, logging.DEBUG)
+def _wait(reason: str) -> SyncVerdict:
+    return SyncVerdict(SyncDecision.WAIT, 0, 0, reason, logging.DEBUG)
 
 
-def _agreement(master: Side, slave: Side) -> Place | None:
+def _agreement(master: Side, slave: Side) -> LogPosition | None:
     """Up to where the two logs are known to be equal; it may lie outside of one, behind what it still has."""
     theirs = {epoch: number for number, (epoch, _offset, _position) in enumerate(master.epochs)}
     for number in reversed(range(len(slave.epochs))):
         epoch, *begins = slave.epochs[number]
         in_master = theirs.get(epoch)
         if in_master is None or not _is_one_epoch(
-            Place(*begins), number == 0, Place(*master.epochs[in_master][1:]), in_master == 0
+            LogPosition(*begins), number == 0, LogPosition(*master.epochs[in_master][1:]), in_master == 0
         ):
             continue
         ends = _end_of(slave, number), _end_of(master, in_master)
@@ -154,23 +154,23 @@ def _agreement(master: Side, slave: Side) -> Place | None:
     return slave.start if is_masters or slave.start == master.start else None
 
 
-def _is_one_epoch(slave: Place, slave_is_first: bool, master: Place, master_is_first: bool) -> bool:
+def _is_one_epoch(slave: LogPosition, slave_is_first: bool, master: LogPosition, master_is_first: bool) -> bool:
     """Whether the places where the two lists have an epoch begin are those of one epoch. See the module."""
     return (slave <= master or slave_is_first) and (master <= slave or master_is_first)
 
 
-def _end_of(side: Side, number: int) -> Place:
-    return Place(*side.epochs[number + 1][1:]) if number + 1 < len(side.epochs) else side.end
+def _end_of(side: Side, number: int) -> LogPosition:
+    return LogPosition(*side.epochs[number + 1][1:]) if number + 1 < len(side.epochs) else side.end
 
 
-def _kept_by_reset(master: Side, slave: Side, agreed: Place | None) -> int:
+def _kept_by_reset(master: Side, slave: Side, agreed: LogPosition | None) -> int:
     """Up to which offset nothing is given up by emptying the slave. Below the master's start, retention was there."""
     if slave.stable_offset <= slave.start.offset:  # it has nothing that readers could have seen: the end has to tell
         return master.end.offset
     return max(master.start.offset, agreed.offset if agreed is not None else 0)
 
 
-def _from_reason(master: Side, slave: Side, agreed: Place) -> str:
+def _from_reason(master: Side, slave: Side, agreed: LogPosition) -> str:
     behind = master.end.offset - agreed.offset
     cut = slave.end.offset - agreed.offset
     tail = f"{_messages(behind)} behind the master" if behind else "where the master ends, too"
@@ -179,7 +179,7 @@ def _from_reason(master: Side, slave: Side, agreed: Place) -> str:
     return f"it is cut from offset {slave.end.offset:,} to {agreed.offset:,}, {tail}: {_messages(cut)} that it has not"
 
 
-def _reset_reason(master: Side, slave: Side, agreed: Place | None) -> str:
+def _reset_reason(master: Side, slave: Side, agreed: LogPosition | None) -> str:
     anew = f"it begins anew at offset {master.start.offset:,}, where the master begins"
     if slave.is_empty:
         return f"{anew}: it is empty"
@@ -216,8 +216,8 @@ def _are(count: int) -> str:
 
 def level_at_slave(result: AttachResult, start_position: int, end_position: int) -> int:
     """Of logging's: what a slave's log loses is worth a line, that thousands of them just go on is not."""
-    decision = Decision(result.decision)
-    if decision is Decision.REFUSE:
+    decision = SyncDecision(result.decision)
+    if decision is SyncDecision.REFUSE:
         return logging.WARNING
-    kept = {Decision.FROM: result.position, Decision.RESET: start_position}
+    kept = {SyncDecision.FROM: result.position, SyncDecision.RESET: start_position}
     return logging.INFO if kept.get(decision, end_position) < end_position else logging.DEBUG

@@ -44,7 +44,7 @@ from metamq.zk.cluster.brokers import (
     master_of,
     read_state,
 )
-from metamq.zk.cluster.epochs import Claim, taken_back
+from metamq.zk.cluster.epochs import KnownState, taken_back
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Refused, Unknown, change_insync, had_slaves, register_slave, slaves_of, take_over
 from metamq.zk.session.lease import Lease
@@ -180,7 +180,7 @@ class RoleKeeper:
                 self._hold(*stored)
                 self.ha.state_read(*stored)
 
-    async def _read_all(self) -> tuple[StateAt | None, list[Claim]]:
+    async def _read_all(self) -> tuple[StateAt | None, list[KnownState]]:
         """The state, and what the slaves that are registered know of it: never more than it says, or it was taken back.
 
         So the slaves are read first; and once more where the server that was asked may only be behind the others.
@@ -208,7 +208,7 @@ class RoleKeeper:
         self._processors.not_master = Fenced(self._what, self.reason)
         self._end_term(self.reason)
 
-    async def _be_master(self, claims: list[Claim]) -> None:
+    async def _be_master(self, claims: list[KnownState]) -> None:
         registered = self._to_register()
         self._folder.check_writable()  # where the term could not be noted, each attempt would use up epochs
         self._folder.incarnation_known()  # from here on, whether or not we hear of it

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from metamq.errors import Fenced
 from metamq.zk.cluster.brokers import Registration, StateAt, known, next_term
-from metamq.zk.cluster.epochs import Claim, taken_back
+from metamq.zk.cluster.epochs import KnownState, taken_back
 
 
 class Role(enum.Enum):
@@ -45,7 +45,7 @@ class Cast(NamedTuple):
 def cast(
     stored: StateAt | None,
     registration: Registration,
-    claims: Sequence[Claim] = (),
+    claims: Sequence[KnownState] = (),
     *,
     learner: bool,
     playing: Role,

@@ -27,12 +27,12 @@ from typing import Any
 
 from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import Topics
-from metamq.broker.ha.connection import HAConnection, Mark, Wire
+from metamq.broker.ha.connection import HAConnection, ReplicaEnd, Wire
 from metamq.broker.ha.flow import FlowMonitor
 from metamq.broker.ha.handshake import (
-    Place,
+    LogPosition,
     Side,
-    Verdict,
+    SyncVerdict,
     begin_where_needed,
     decide,
     refuse_between_batches,
@@ -157,7 +157,7 @@ class HAService:
         """A batch was appended at `position`."""
         if not self.links:
             return
-        end = Mark(end_offset, position + len(batch))
+        end = ReplicaEnd(end_offset, position + len(batch))
         for link in self.links.values():
             link.appended(partition, batch, position, end, partition.flushes_before_ack)
 
@@ -247,31 +247,31 @@ class HAService:
                 partition = None
             slave = Side(
                 asked.topic_id,
-                Place(asked.start_offset, asked.start_position),
-                Place(asked.end_offset, asked.end_position),
+                LogPosition(asked.start_offset, asked.start_position),
+                LogPosition(asked.end_offset, asked.end_position),
                 asked.stable_offset,
                 asked.epochs,
                 link.generation,
             )
             verdict = decide(master, slave)
-            if partition is not None and verdict.decision is sync.Decision.REFUSE:
+            if partition is not None and verdict.decision is sync.SyncDecision.REFUSE:
                 self._lacks(link, partition, verdict.reason)
-            if partition is not None and verdict.decision is sync.Decision.FROM:
+            if partition is not None and verdict.decision is sync.SyncDecision.FROM:
                 verdict = self._checked(partition, slave, verdict)
-            if partition is not None and master is not None and verdict.decision is sync.Decision.FROM:
+            if partition is not None and master is not None and verdict.decision is sync.SyncDecision.FROM:
                 verdict = begin_where_needed(partition.needed_offset, slave, verdict, master.start)
             if partition is not None and partition.damage is not None:
                 verdict = wait_before_damage(partition.damage, verdict)
             name = f"{asked.topic}/{asked.partition}"
             log.log(verdict.level, "replica %d, %s: %s", link.replica, name, verdict.reason)
             self._refused.pop((link.replica, name), None)
-            if verdict.decision is sync.Decision.REFUSE:
+            if verdict.decision is sync.SyncDecision.REFUSE:
                 self._refused[link.replica, name] = verdict.reason
             results.append(
                 sync.attach_result(asked.handle, verdict.decision, verdict.offset, verdict.position, verdict.reason)
             )
-            if partition is not None and verdict.decision in (sync.Decision.FROM, sync.Decision.RESET):
-                link.attach(asked.handle, partition, Mark(verdict.offset, verdict.position))
+            if partition is not None and verdict.decision in (sync.SyncDecision.FROM, sync.SyncDecision.RESET):
+                link.attach(asked.handle, partition, ReplicaEnd(verdict.offset, verdict.position))
                 if verdict.position == partition.log.start_position:
                     begun.append((partition, asked.handle))
         link.push(sync.Attached(sync.ATTACHED, self.epoch, results))
@@ -286,7 +286,7 @@ class HAService:
             reason = f"replica {link.replica} is in sync and has what this log lacks: {reason}"
             self.failed(partition, CorruptData(partition.name, reason, hint=hint))
 
-    def _checked(self, partition: Partition, slave: Side, verdict: Verdict) -> Verdict:
+    def _checked(self, partition: Partition, slave: Side, verdict: SyncVerdict) -> SyncVerdict:
         """The verdict to go on somewhere, if a batch begins there."""
         try:
             begins = partition.log.begins_at(verdict.offset, verdict.position)
@@ -319,8 +319,8 @@ class HAService:
             return None
         return Side(
             partition.topic_id,
-            Place(log_.start_offset, log_.start_position),
-            Place(log_.end_offset, log_.end_position),
+            LogPosition(log_.start_offset, log_.start_position),
+            LogPosition(log_.end_offset, log_.end_position),
             log_.stable_offset,
             epochs,
             self._settings.generation,
@@ -346,11 +346,11 @@ class HAService:
 
     def _bind(self, partition: Partition) -> None:
         """Sets the bound of one partition's stable mark."""
-        lowest: Mark | None = None
+        lowest: ReplicaEnd | None = None
         for replica, incarnation in self._required:
             link = self.links.get(replica)
             place = link.places.get(partition) if link is not None and link.member[1] == incarnation else None
-            mark = place.mark() if place is not None else Mark(0, 0)
+            mark = place.mark() if place is not None else ReplicaEnd(0, 0)
             if lowest is None or mark.position < lowest.position:
                 lowest = mark
         if lowest is None:
@@ -563,7 +563,11 @@ class HAService:
         lag_messages = lag_bytes = copying = 0
         for partition in self._topics.partitions():
             place = link.places.get(partition)
-            held = place.held if place is not None else Mark(partition.log.start_offset, partition.log.start_position)
+            held = (
+                place.held
+                if place is not None
+                else ReplicaEnd(partition.log.start_offset, partition.log.start_position)
+            )
             copying += partition.closed_by is None and (place is None or not place.live)
             lag_messages += max(partition.log.end_offset - held.offset, 0)
             lag_bytes += max(partition.log.end_position - held.position, 0)

@@ -45,7 +45,7 @@ from metamq.broker.log.disk.files import SHORTAGES, FileCache, disk_error, is_fu
 from metamq.broker.log.disk.flushed import NO_EPOCHS, FlushPoint
 from metamq.broker.log.disk.segments import Segment
 from metamq.broker.log.flush import FILES_MAX, FlushTicket
-from metamq.broker.log.recovery import Recovered
+from metamq.broker.log.recovery import RecoveredLog
 from metamq.broker.log.store import SegmentStore
 from metamq.errors import ClosedError, DiskFull, MetamqError, StorageError, TooManyOpenFiles
 
@@ -86,7 +86,7 @@ class DurableLog:
         "start_position",
     )
 
-    def __init__(self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: Recovered) -> None:
+    def __init__(self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: RecoveredLog) -> None:
         self.name = name
         self._folder = folder
         self._config = config

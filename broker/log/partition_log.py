@@ -42,7 +42,7 @@ from metamq.broker.log.disk.producers import NEW, Duplicate, New, ProducerStates
 from metamq.broker.log.disk.segments import Segment, SegmentStats
 from metamq.broker.log.disk.times import Search
 from metamq.broker.log.durable import UNBOUND, DurableLog
-from metamq.broker.log.recovery import Recovered, RecoveryReport, recover
+from metamq.broker.log.recovery import RecoveredLog, RecoveryReport, recover
 from metamq.broker.log.replicated import CopyDamaged, check_replicated, fitting
 from metamq.broker.log.steps import FLUSH, Steps
 from metamq.broker.log.store import BatchRun, FilePart, LogSlice, SegmentStore
@@ -65,7 +65,7 @@ class PartitionLog(DurableLog):
     __slots__ = ("_checkpoint_position", "_epoch", "_epochs", "_expired_us", "_producers", "recovery")
 
     def __init__(
-        self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: Recovered, now_us: int
+        self, folder: str, name: str, config: LogConfig, files: FileCache, recovered: RecoveredLog, now_us: int
     ) -> None:
         """Use open()."""
         super().__init__(folder, name, config, files, recovered)

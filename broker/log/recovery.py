@@ -92,7 +92,7 @@ class RecoveryReport:
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecoveredLog:
     """A log that is fit for use, as recovery hands it over."""
 
     segments: list[Segment]
@@ -106,7 +106,9 @@ class Recovered:
     report: RecoveryReport
 
 
-def recover(folder: str, name: str, config: LogConfig, files: FileCache, losing: Callable[[str], object]) -> Recovered:
+def recover(
+    folder: str, name: str, config: LogConfig, files: FileCache, losing: Callable[[str], object]
+) -> RecoveredLog:
     """Opens what the folder holds, or makes a new log there.
 
     `losing` is told, before anything is modified, that the log lacks what it had, and may be told again by a later
@@ -135,9 +137,9 @@ def recover(folder: str, name: str, config: LogConfig, files: FileCache, losing:
         raise
 
 
-def _without_a_batch(segment: Segment, flush_file: FlushFile, point: FlushPoint) -> Recovered:
+def _without_a_batch(segment: Segment, flush_file: FlushFile, point: FlushPoint) -> RecoveredLog:
     report = RecoveryReport(clean=True, stable_offset_before=point.stable_offset)
-    return Recovered([segment], [], flush_file, point, point.offset, 0, ProducerStates(), report)
+    return RecoveredLog([segment], [], flush_file, point, point.offset, 0, ProducerStates(), report)
 
 
 def _refusal(name: str, path: str, reason: str, position: int) -> CorruptData:
@@ -177,7 +179,7 @@ class _Recovery:
         self.bad: tuple[int, str] | None = None
         """The first bad position, and what is wrong there."""
 
-    def run(self) -> Recovered:
+    def run(self) -> RecoveredLog:
         whole = self._check_chain()
         if self.bad is None and self._is_settled():
             self._announce_loss()
@@ -393,7 +395,7 @@ class _Recovery:
         if index_paths or stale:
             self.files.sync_folder(self.folder)
 
-    def _recovered(self, producers: ProducerStates | None, cut_bytes: int = 0) -> Recovered:
+    def _recovered(self, producers: ProducerStates | None, cut_bytes: int = 0) -> RecoveredLog:
         for segment in reversed(self.retired):
             os.unlink(segment.path)
         for path in self.inventory.leftovers:
@@ -402,7 +404,7 @@ class _Recovery:
         report = RecoveryReport(
             self.point.clean and producers is None, self.scanned_bytes, cut_bytes, reason, self.stable_offset_before
         )
-        return Recovered(
+        return RecoveredLog(
             self.segments, self.inventory.snapshots, self.flush_file, self.point, self.end_offset,
             self.last_append_us, producers, report,
         )  # fmt: skip

@@ -65,7 +65,7 @@ from metamq.zk.cluster.registrations import until_alone
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.paths import DEFAULT_ROOT
-from metamq.zk.session.session import Session, State
+from metamq.zk.session.session import Session, SessionState
 
 log = logging.getLogger("metamq.broker")
 
@@ -383,8 +383,8 @@ class Broker:
                 await asyncio.sleep(RETRY_S)
                 self._topics_changed.set()
 
-    def _session_state(self, state: State) -> None:
-        if state is State.LOST:
+    def _session_state(self, state: SessionState) -> None:
+        if state is SessionState.LOST:
             log.warning("the ZooKeeper session is lost: registering anew when there is a new one")
             self._topics_changed.set()  # the watches were those of the lost session
             if hasattr(self, "_keeper"):

@@ -26,7 +26,7 @@ from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.transactions.journal import Appender, JournalStore
 from metamq.errors import CorruptData, MetamqError, TopicNotFound
 from metamq.tx.store.branch import Body
-from metamq.tx.store.fold import Committed, JournalState
+from metamq.tx.store.fold import CommittedBranch, JournalState
 from metamq.tx.store.records import Key
 from metamq.wire.batch import read_header, walk
 from metamq.words import count
@@ -50,7 +50,7 @@ class Stuck(NamedTuple):
     keys: frozenset[Key]
 
 
-class Commits:
+class CommitApplier:
     """Brings commits into partitions. Used by the broker's loop only, in one term."""
 
     def __init__(self, journal: JournalStore, topics: Topics, appender: Appender) -> None:
@@ -64,7 +64,7 @@ class Commits:
         """The partitions that something waits for."""
         return {key for stuck in self.stuck.values() for key in stuck.keys}
 
-    def bring(self, committed: Committed, present: Mapping[Partition, set[int]] | None = None) -> int:
+    def bring(self, committed: CommittedBranch, present: Mapping[Partition, set[int]] | None = None) -> int:
         """Appends what is not there yet; returns how many batches that was. Raises StorageError, CorruptData, and what
         ended the term: what it has not brought, the next one does.
 
@@ -113,7 +113,7 @@ class Commits:
             return error
         return None
 
-    def _blocked_before(self, committed: Committed) -> set[Key]:
+    def _blocked_before(self, committed: CommittedBranch) -> set[Key]:
         """Partitions that lack what was committed before: nothing of a later commit is to overtake that."""
         return {key for lsn, stuck in self.stuck.items() if lsn < committed.lsn for key in stuck.keys}
 
@@ -148,7 +148,7 @@ class Commits:
                     self._topics.is_damaged(partition, error)
             yield self.bring(committed, present)
 
-    def _wanted(self, committed: Committed) -> Iterable[int]:
+    def _wanted(self, committed: CommittedBranch) -> Iterable[int]:
         """Which of its bodies are not known to be in their partitions."""
         stuck = self.stuck.get(committed.lsn)
         return sorted(stuck.numbers) if stuck is not None else committed.bodies
@@ -164,7 +164,7 @@ class Commits:
             return error
         return partition if partition.closed_by is None else partition.closed_by
 
-    def _note(self, committed: Committed, waiting: dict[int, object]) -> None:
+    def _note(self, committed: CommittedBranch, waiting: dict[int, object]) -> None:
         if not waiting:
             self.stuck.pop(committed.lsn, None)
             return

@@ -26,11 +26,11 @@ import time
 
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
 from metamq.client.net.branches import Branch, TxClient, new_session
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchNotKnown, HeuristicOutcome, MetamqError, OutcomeUnknown, TransactionError
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.records import Branch as BranchKey
-from metamq.tx.store.table import State
+from metamq.tx.store.records import BranchKey
+from metamq.tx.store.table import BranchPhase
 from metamq.wire.xa import Verb, XACode, Xid
 from metamq.zk.session.session import Session
 
@@ -61,7 +61,7 @@ class Followers:
 
     async def run(self) -> None:
         """For ever."""
-        cluster = Cluster(self._session)
+        cluster = ClusterClient(self._session)
         try:
             while True:
                 await asyncio.sleep(self._every_s)
@@ -86,7 +86,7 @@ class Followers:
 
     async def _end(self, client: _Patient, branch: BranchState) -> None:
         try:
-            if branch.state is State.DECIDED:
+            if branch.state is BranchPhase.DECIDED:
                 await self._tell(client, branch)
             else:
                 await self._ask(client, branch)

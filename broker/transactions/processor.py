@@ -22,7 +22,7 @@ from metamq.broker.data.flusher import Flusher
 from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.data.topics import Topics
 from metamq.broker.log.disk.files import SHORTAGES
-from metamq.broker.transactions.commits import Commits, key_of
+from metamq.broker.transactions.commits import CommitApplier, key_of
 from metamq.broker.transactions.journal import (
     TOPIC,
     TOPIC_ID,
@@ -32,7 +32,7 @@ from metamq.broker.transactions.journal import (
     Written,
     read_journal,
 )
-from metamq.broker.transactions.term import Connection, Figures, Term, TxRequest
+from metamq.broker.transactions.term import Figures, SessionConnection, TransactionTerm, TxRequest
 from metamq.broker.transactions.upkeep import Guards, Upkeep
 from metamq.errors import (
     CorruptData,
@@ -50,9 +50,9 @@ from metamq.errors import (
 )
 from metamq.tx.store.branch import BranchState
 from metamq.tx.store.fold import COMMITS, JournalState, Retained
-from metamq.tx.store.records import Add, Heuristic, Place, Record
-from metamq.tx.store.table import LASTING, State
-from metamq.tx.store.verbs import JournalTransactionStore, Limits, Step
+from metamq.tx.store.records import Add, BodyPlace, Heuristic, Record
+from metamq.tx.store.table import LASTING, BranchPhase
+from metamq.tx.store.verbs import JournalTransactionStore, TransactionLimits, VerbStep
 from metamq.wire import status
 from metamq.wire.commands import PutEntry, unpack, unpack_list
 from metamq.wire.connection import Request
@@ -80,7 +80,7 @@ BEGINNING = [Verb.START, Verb.SEND, Verb.END]
 PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
 
-Check = Callable[[PutEntry, memoryview], Place]
+Check = Callable[[PutEntry, memoryview], BodyPlace]
 
 
 def _promise_follows(work: TxRequest) -> bool:
@@ -88,11 +88,11 @@ def _promise_follows(work: TxRequest) -> bool:
     return len(work.verbs) == 3 and work.verbs[1] is Verb.END and work.verbs[2] in PROMISES
 
 
-def _drop_idle_sessions(term: Term) -> None:
+def _drop_idle_sessions(term: TransactionTerm) -> None:
     """Keeps in mind no session that works in nothing. Now and then: another one may have ended what it began."""
     working = {work.header.session for queue in term.queues.values() for work in queue}
     for branch in term.store.branches.values():
-        if branch.state in (State.ACTIVE, State.IDLE):
+        if branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE):
             working.update(branch.sessions, (branch.owner,))
     term.sessions = {session: known for session, known in term.sessions.items() if session in working}
 
@@ -129,7 +129,7 @@ class TransactionalCommandProcessor:
         failed: Callable[[MetamqError], None],
     ) -> None:
         """`check` looks at a batch that came, and says where it is to go. `failed`: the broker has to end."""
-        self.limits = Limits()
+        self.limits = TransactionLimits()
         self.upkeep = Upkeep(topics, flusher)
         self.grace_s = GRACE_S
         self._broker_id = broker_id
@@ -138,7 +138,7 @@ class TransactionalCommandProcessor:
         self._appender = appender
         self._check = check
         self._failed = failed
-        self._term: Term | None = None
+        self._term: TransactionTerm | None = None
         self._follower = Follower()
         self._guards = Guards()
         self.figures = Figures()
@@ -163,14 +163,14 @@ class TransactionalCommandProcessor:
             if isinstance(error, CorruptData) and (damaged := self._topics.get(TOPIC, 0)) is not None:
                 self._topics.is_damaged(damaged, error)
 
-    async def _begun(self, partition: Partition, epoch: int, generation: int) -> Term:
+    async def _begun(self, partition: Partition, epoch: int, generation: int) -> TransactionTerm:
         journal = JournalStore(partition, self._ids, self._appender)
         store = JournalTransactionStore(epoch, self.limits)
         state = store.journal
         await self._in_slices(read_journal(partition), state.apply)
         dropped = state.drop_unprepared()
         partition.needed_offset = state.mark.needed_lsn
-        commits = Commits(journal, self._topics, self._appender)
+        commits = CommitApplier(journal, self._topics, self._appender)
         if state.mark.generation != generation:  # positions may mean something else now
             state.mark = state.mark._replace(ends=[])
         brought: list[int] = []
@@ -180,7 +180,7 @@ class TransactionalCommandProcessor:
                 "transactions: %s of a former master brought to an end, %s not prepared and dropped",
                 count(sum(1 for number in brought if number), "commit"), count(len(dropped), "branch"),
             )  # fmt: skip
-        return Term(store, journal, commits, generation)
+        return TransactionTerm(store, journal, commits, generation)
 
     async def _in_slices(self, steps: Any, take: Callable[[Any], object]) -> None:
         """Goes through an iterator without holding up the loop."""
@@ -205,7 +205,7 @@ class TransactionalCommandProcessor:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def tx(self, request: Request, connection: Connection) -> None:
+    def tx(self, request: Request, connection: SessionConnection) -> None:
         """Takes a TX. Raises ProtocolError, Fenced, and what is wrong with a batch: nothing is done then."""
         term = self._ready()
         header = unpack(Tx, request.header)
@@ -243,21 +243,21 @@ class TransactionalCommandProcessor:
             work.bodies.append(batch)
         work.asked.places = tuple(places)
 
-    def _history(self, term: Term) -> str:
+    def _history(self, term: TransactionTerm) -> str:
         return f"{self._broker_id}:{term.generation}"
 
-    def _ready(self) -> Term:
+    def _ready(self) -> TransactionTerm:
         if self._term is None:
             raise self._not_ready.with_traceback(None)
         return self._term
 
-    def _run(self, term: Term, work: TxRequest) -> None:
+    def _run(self, term: TransactionTerm, work: TxRequest) -> None:
         """Carries out a request, and those that wait behind it, up to the first verb that has to wait."""
         following: TxRequest | None = work
         while following is not None and self._carried_out(term, following):
             following = self._finish(term, following)
 
-    def _carried_out(self, term: Term, work: TxRequest) -> bool:
+    def _carried_out(self, term: TransactionTerm, work: TxRequest) -> bool:
         """Carries out a request's verbs; False when one has to wait, or the term has ended."""
         while work.verbs and term is self._term:
             verb = work.verbs[0]
@@ -281,7 +281,7 @@ class TransactionalCommandProcessor:
             self._write_held(term, work)
         return term is self._term
 
-    def _one(self, term: Term, work: TxRequest, verb: Verb) -> bool:
+    def _one(self, term: TransactionTerm, work: TxRequest, verb: Verb) -> bool:
         """Carries out a verb; True when its record is on its way, and _durable() follows. Raises its error."""
         asked = work.asked
         asked.verb = verb
@@ -309,7 +309,7 @@ class TransactionalCommandProcessor:
         term.journal.when_durable(written, lambda error: self._durable(term, work, step, written, error))
         return True
 
-    def _begin_at_once(self, term: Term, work: TxRequest) -> bool:
+    def _begin_at_once(self, term: TransactionTerm, work: TxRequest) -> bool:
         """START, SEND and END at once where they come together; END is left to be taken off. False, and nothing is
         done, when one of them would be refused."""
         if work.header.verbs[:3] != BEGINNING or (step := term.store.begin(work.asked, time.monotonic())) is None:
@@ -323,7 +323,7 @@ class TransactionalCommandProcessor:
         self._done(work, step)
         return True
 
-    def _write_bodies(self, term: Term, work: TxRequest, record: Add) -> None:
+    def _write_bodies(self, term: TransactionTerm, work: TxRequest, record: Add) -> None:
         """As many entries as it takes. Raises StorageError, CorruptData; the branch is given up then."""
         places, bodies = list(record.places), work.bodies
         first, size = 0, 0
@@ -340,9 +340,9 @@ class TransactionalCommandProcessor:
 
     def _write_some(
         self,
-        term: Term,
+        term: TransactionTerm,
         record: Add,
-        places: list[Place],
+        places: list[BodyPlace],
         bodies: list[memoryview],
         start: int,
         end: int,
@@ -356,7 +356,7 @@ class TransactionalCommandProcessor:
         sent = bodies[start:end]
         term.store.written(term.journal.hold([some], sent) if hold else term.journal.append([some], sent).entry)
 
-    def _write_promise(self, term: Term, work: TxRequest, record: Record) -> Written:
+    def _write_promise(self, term: TransactionTerm, work: TxRequest, record: Record) -> Written:
         """And what was sent just before, where that is held."""
         held = term.journal.holds
         try:
@@ -368,7 +368,7 @@ class TransactionalCommandProcessor:
                 raise TryLater(work.xid, XACode.RETRY, str(error)) from error
             raise
 
-    def _write_held(self, term: Term, work: TxRequest) -> None:
+    def _write_held(self, term: TransactionTerm, work: TxRequest) -> None:
         """Of a request whose promise was refused: what was sent stays in the branch."""
         try:
             term.journal.append_held()
@@ -377,19 +377,19 @@ class TransactionalCommandProcessor:
             if _is_of_the_disk(error):
                 self._failed(error)
 
-    def _fault(self, term: Term, work: TxRequest, error: Exception) -> None:
+    def _fault(self, term: TransactionTerm, work: TxRequest, error: Exception) -> None:
         """Nobody knows how far it came: what is promised stays so, anything else is given up."""
         branch = term.store.branches.get(work.xid)
         if branch is not None and not branch.busy and branch.state not in LASTING:
             self._not_stored(term, work)
         self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, f"internal error of the broker: {error!r}"))
 
-    def _not_stored(self, term: Term, work: TxRequest) -> None:
+    def _not_stored(self, term: TransactionTerm, work: TxRequest) -> None:
         branch = term.store.branches.get(work.xid)
         if branch is not None:
             branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store what was sent in it")
 
-    def _check_durable(self, term: Term, branch: BranchState, verb: Verb) -> None:
+    def _check_durable(self, term: TransactionTerm, branch: BranchState, verb: Verb) -> None:
         """Whether a promise or a decision can be kept at present. Raises TryLater, Fenced: nothing has changed then."""
         promises = verb in PROMISES
         try:
@@ -411,13 +411,15 @@ class TransactionalCommandProcessor:
         if isinstance(damage, CorruptData):
             raise damage.with_traceback(None)
 
-    def _with_ids(self, term: Term, record: Record) -> Record:
+    def _with_ids(self, term: TransactionTerm, record: Record) -> Record:
         if isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
             bodies = len(term.store.branches[record.branch.xid].bodies)
             return record._replace(first_batch_id=self._ids.reserve(bodies))
         return record
 
-    def _durable(self, term: Term, work: TxRequest, step: Step, written: Written, error: MetamqError | None) -> None:
+    def _durable(
+        self, term: TransactionTerm, work: TxRequest, step: VerbStep, written: Written, error: MetamqError | None
+    ) -> None:
         """The record cannot be lost any more; or nobody knows, by an error."""
         term.in_flight.discard(written.entry.lsn)
         if term is not self._term:  # its end has answered
@@ -446,7 +448,7 @@ class TransactionalCommandProcessor:
             work.verbs.popleft()
         self._run(term, work)
 
-    def _done(self, work: TxRequest, step: Step) -> None:
+    def _done(self, work: TxRequest, step: VerbStep) -> None:
         assert step.answer is not None
         work.asked.epoch = step.answer.epoch
         work.results.append(TxResult(status.OK, step.answer.code, step.answer.epoch, None))
@@ -456,11 +458,11 @@ class TransactionalCommandProcessor:
         number, fields = status.encode_error(error)
         work.results.append(TxResult(number, code, 0, fields))
 
-    def _answer(self, term: Term, work: TxRequest) -> None:
+    def _answer(self, term: TransactionTerm, work: TxRequest) -> None:
         work.is_answered = True
         work.connection.answer(work.request, TxReply(self._history(term), work.results))
 
-    def _finish(self, term: Term, work: TxRequest) -> TxRequest | None:
+    def _finish(self, term: TransactionTerm, work: TxRequest) -> TxRequest | None:
         """Answers a request; returns the next of its branch."""
         self._answer(term, work)
         queue = term.queues[work.xid]
@@ -470,11 +472,11 @@ class TransactionalCommandProcessor:
         del term.queues[work.xid]
         return None
 
-    def branches(self, request: Request, connection: Connection) -> None:
+    def branches(self, request: Request, connection: SessionConnection) -> None:
         """Answers a BRANCHES: a page of what is open. Raises Fenced."""
         term = self._ready()
         asked = unpack(Branches, request.header)
-        promised = (State.PREPARED, State.HEURISTIC)
+        promised = (BranchPhase.PREPARED, BranchPhase.HEURISTIC)
         behind = [branch for branch in term.store.branches.values() if branch.epoch > asked.after_epoch]
         wanted = sorted((b for b in behind if asked.all or b.state in promised), key=lambda branch: branch.epoch)
         page = [
@@ -496,7 +498,7 @@ class TransactionalCommandProcessor:
     def waiting(self) -> list[BranchState]:
         """Those that wait for another broker's decision, or whose decision others wait for; none at a slave."""
         known = self._term.store.branches.values() if self._term is not None else ()
-        return [b for b in known if b.state is State.DECIDED or (b.state is State.PREPARED and b.follows)]
+        return [b for b in known if b.state is BranchPhase.DECIDED or (b.state is BranchPhase.PREPARED and b.follows)]
 
     # -- what happens by itself ---------------------------------------------------------------------------------------
 
@@ -554,17 +556,17 @@ class TransactionalCommandProcessor:
         self._figures_due_s = now_s + FIGURES_S
         _drop_idle_sessions(self._term)
         known = self._term.store.branches.values()
-        prepared = [branch for branch in known if branch.state is State.PREPARED]
+        prepared = [branch for branch in known if branch.state is BranchPhase.PREPARED]
         self.figures = Figures(
-            open=sum(branch.state in (State.ACTIVE, State.IDLE) for branch in known),
+            open=sum(branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE) for branch in known),
             prepared=len(prepared),
-            heuristic=sum(branch.state is State.HEURISTIC for branch in known),
+            heuristic=sum(branch.state is BranchPhase.HEURISTIC for branch in known),
             oldest_prepared_us=min((branch.prepared_us for branch in prepared), default=0),
             promised_bytes=sum(branch.bytes for branch in prepared),
             journal_bytes=self._term.journal.size_bytes,
         )
 
-    def connection_lost(self, connection: Connection) -> None:
+    def connection_lost(self, connection: SessionConnection) -> None:
         """Gives its sessions a while to come back."""
         term = self._term
         if term is None or connection not in term.sessions.values():
@@ -573,7 +575,7 @@ class TransactionalCommandProcessor:
         for session in [session for session, known in term.sessions.items() if known is connection]:
             asyncio.get_running_loop().call_later(self.grace_s, self._session_lost, term, session, connection)
 
-    def _session_lost(self, term: Term, session: str, connection: Connection) -> None:
+    def _session_lost(self, term: TransactionTerm, session: str, connection: SessionConnection) -> None:
         if term is self._term and term.sessions.get(session) is connection:
             del term.sessions[session]
             for branch in term.store.session_lost(session):

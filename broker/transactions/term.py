@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple, Protocol
 
-from metamq.broker.transactions.commits import Commits
+from metamq.broker.transactions.commits import CommitApplier
 from metamq.broker.transactions.journal import JournalStore
 from metamq.errors import MetamqError
-from metamq.tx.store.verbs import Asked, JournalTransactionStore
+from metamq.tx.store.verbs import JournalTransactionStore, VerbRequest
 from metamq.wire.connection import Request
 from metamq.wire.tx_commands import Tx, TxResult
 from metamq.wire.xa import Verb, Xid
 
 
-class Connection(Protocol):
+class SessionConnection(Protocol):
     """Where a request came from."""
 
     def answer(self, request: Request, header: Any) -> None:
@@ -47,14 +47,14 @@ class TxRequest:
 
     __slots__ = ("asked", "bodies", "connection", "header", "is_answered", "request", "results", "verbs", "xid")
 
-    def __init__(self, request: Request, connection: Connection, header: Tx, xid: Xid) -> None:
+    def __init__(self, request: Request, connection: SessionConnection, header: Tx, xid: Xid) -> None:
         """Raises KeyError: a verb that is not known."""
         self.request = request
         self.connection = connection
         self.header = header
         self.xid = xid
         self.verbs = deque([_VERBS[number] for number in header.verbs])
-        self.asked = Asked(
+        self.asked = VerbRequest(
             self.verbs[0], xid, header.epoch, header.session, header.timeout_ms / 1000, header.messages, header.first,
             owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),
         )  # fmt: skip
@@ -64,11 +64,11 @@ class TxRequest:
         self.is_answered = False
 
 
-class Term:
+class TransactionTerm:
     """What ends with the term."""
 
     def __init__(
-        self, store: JournalTransactionStore, journal: JournalStore, commits: Commits, generation: int
+        self, store: JournalTransactionStore, journal: JournalStore, commits: CommitApplier, generation: int
     ) -> None:
         self.store = store
         self.journal = journal
@@ -78,7 +78,7 @@ class Term:
         """Requests by branch: the first is under way."""
         self.in_flight: set[int] = set()
         """LSNs of entries that are not durable yet."""
-        self.sessions: dict[str, Connection] = {}
+        self.sessions: dict[str, SessionConnection] = {}
         """Where each session that works in something was heard of last; and some that worked a moment ago."""
         self.needed_lsn = journal.partition.log.start_offset
         """What lies before it may be removed: a MARK of this term says so, and every in-sync replica has that. One of

@@ -27,10 +27,10 @@ from metamq.broker.data.partition import Partition
 from metamq.broker.data.topics import OWN, Topics
 from metamq.broker.transactions.commits import key_of
 from metamq.broker.transactions.journal import SEGMENT_BYTES
-from metamq.broker.transactions.term import Term
+from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import MetamqError, StorageError
 from metamq.tx.store.branch import Body, BranchState
-from metamq.tx.store.fold import NO_MARK, Committed, JournalState, move_of
+from metamq.tx.store.fold import NO_MARK, CommittedBranch, JournalState, move_of
 from metamq.tx.store.records import Add, Key, Mark, Moved, Record, Remembered, Waiting
 
 MARK_S = 5.0
@@ -51,7 +51,7 @@ class Upkeep:
         self._topics = topics
         self._flusher = flusher
 
-    async def mark(self, term: Term) -> None:
+    async def mark(self, term: TransactionTerm) -> None:
         """Writes a MARK for all commits that are in their partitions, unless it says nothing new. Raises StorageError,
         and what ended the term."""
         state = term.store.journal
@@ -81,7 +81,7 @@ class Upkeep:
         assert term.commits.stuck.keys() <= state.unmarked.keys(), "what waits is in the journal still"
         term.needed_lsn = term.journal.partition.needed_offset = needed_lsn
 
-    async def _settle(self, term: Term, key: Key) -> bool:
+    async def _settle(self, term: TransactionTerm, key: Key) -> bool:
         """Until all that a partition has now is flushed here, and held by every in-sync replica: one of them that
         is promoted will not look for it in the journal. False when the partition is not served. Raises StorageError,
         and what ended the term."""
@@ -103,7 +103,7 @@ class Upkeep:
             raise error
         return True
 
-    async def shorten(self, term: Term) -> None:
+    async def shorten(self, term: TransactionTerm) -> None:
         """Writes down once more what is remembered, and what is needed of the older half of a journal that is too long,
         and a MARK behind it. Where no MARK can follow, or the last one let nothing be cut, that is done again only when
         the journal is twice as long. Raises as mark()."""
@@ -123,7 +123,7 @@ class Upkeep:
         if state.first_needed_lsn(lsn, term.memory_lsn, left_out) > needed_lsn:
             await self.mark(term)
 
-    async def _write_down(self, term: Term) -> None:
+    async def _write_down(self, term: TransactionTerm) -> None:
         state, journal = term.store.journal, term.journal
         log = journal.partition.log
         middle = (log.start_offset + log.end_offset) // 2
@@ -142,7 +142,7 @@ class Upkeep:
             self._keep_waiting(term, committed)
             await asyncio.sleep(0)
 
-    def _move(self, term: Term, branch: BranchState) -> None:
+    def _move(self, term: TransactionTerm, branch: BranchState) -> None:
         """In one turn of the loop: nothing else is written about it meanwhile.
 
         MOVED stands with the last of the bodies. So a move that was broken off has fewer than the branch, and what is
@@ -159,7 +159,7 @@ class Upkeep:
             self._append(term, records, data)
             records = []
 
-    def _keep_waiting(self, term: Term, committed: Committed) -> None:
+    def _keep_waiting(self, term: TransactionTerm, committed: CommittedBranch) -> None:
         """In one turn of the loop: nothing of it is brought meanwhile."""
         numbers = list(committed.bodies)
         for start, bodies, data in _in_entries(term, list(committed.bodies.values())):
@@ -170,10 +170,10 @@ class Upkeep:
             )  # fmt: skip
             self._append(term, [record], data)
 
-    def _append(self, term: Term, records: list[Record], bodies: list[memoryview]) -> None:
+    def _append(self, term: TransactionTerm, records: list[Record], bodies: list[memoryview]) -> None:
         term.store.written(term.journal.append(records, bodies).entry)
 
-    async def _write(self, term: Term, record: Record) -> None:
+    async def _write(self, term: TransactionTerm, record: Record) -> None:
         """Writes a record, and waits until it is durable. Raises what it fails with."""
         written = term.journal.append([record], [])
         durable: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
@@ -184,12 +184,14 @@ class Upkeep:
         term.store.written(written.entry)
 
 
-def _waiting(state: JournalState) -> list[Committed]:
+def _waiting(state: JournalState) -> list[CommittedBranch]:
     """Commits of which the last MARK leaves something out: they may wait for long."""
     return [committed for committed in state.unmarked.values() if committed.lsn < state.mark.lsn]
 
 
-def _in_entries(term: Term, bodies: Sequence[Body]) -> Iterator[tuple[int, Sequence[Body], list[memoryview]]]:
+def _in_entries(
+    term: TransactionTerm, bodies: Sequence[Body]
+) -> Iterator[tuple[int, Sequence[Body], list[memoryview]]]:
     """(number of the first of them, bodies, what is stored of each), as much at a time as one entry may have."""
     start = size = 0
     data: list[memoryview] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.show.output import TABLE_OR_JSON, print_json, print_table, say
 from metamq.cli.show.progress import progress_bar
@@ -40,7 +40,7 @@ class Rate:
         return self.bytes / self.seconds / 1e6
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("-n", "--messages", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="How many.")
 @click.option("-s", "--size", type=SIZE, default="100", show_default=True, help="Bytes of a message: 100, 1KiB.")
 @click.option("-p", "--partitions", type=click.IntRange(min=1), default=4, show_default=True, help="Of the topic.")

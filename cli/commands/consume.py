@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 import click
 
 from metamq.cli.app import silence_stdout
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import LETTERS, Render, as_json, as_raw, compile_format
@@ -40,7 +40,7 @@ Place = Literal["earliest", "latest"] | datetime | int
 Ends = dict[TopicPartition, int]
 
 
-@click.command(cls=Command, epilog=f"FORMAT: {LETTERS}.")
+@click.command(cls=CliCommand, epilog=f"FORMAT: {LETTERS}.")
 @click.argument("topics", type=TOPIC, nargs=-1, required=True)
 @click.option("-g", "--group", type=GROUP, help="Read as a member of this group, and commit what has been printed.")
 @click.option(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import click
 
 from metamq.broker.config import BrokerConfig
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.commands.tx import PREPARED, age_ms, next_steps, who_decides
 from metamq.cli.context import Globals, current
 from metamq.cli.reach import look_for_cluster
@@ -31,11 +31,11 @@ from metamq.client.admin.admin_topics import describe_topic
 from metamq.client.admin.admin_transactions import open_branches
 from metamq.client.fetch.consumer_options import ConsumerOptions
 from metamq.client.group.rebalance_decisions import has_no_topic, why_idle
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.producer_core import ProducerOptions
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, CorruptData, MetamqError
-from metamq.wire.commands import Command as WireCommand
+from metamq.wire.commands import Command
 from metamq.zk.documents import noting
 from metamq.zk.groups.members import owned_partitions, read_members
 from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
@@ -80,7 +80,7 @@ class Finding:
     hint: str = ""
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @TABLE_OR_JSON
 def doctor(output: str) -> int:
     """Look at every part, from settings, Java and disk to topics, groups and transactions, and say what is wrong.
@@ -217,7 +217,7 @@ async def _look_inside(servers: str, root: str, tell: Callable[[Finding], None])
         tell(Finding("root", "problem", error.problem, error.hint))
         return
     session = await Session.open(servers, root=root)
-    cluster = Cluster(session)
+    cluster = ClusterClient(session)
     try:
         began = time.monotonic()
         await session.sync()
@@ -250,7 +250,7 @@ def _tell_unreadable(what: str, errors: list[CorruptData], tell: Callable[[Findi
 # Brokers
 
 
-async def _look_at_brokers(cluster: Cluster, tell: Callable[[Finding], None]) -> set[int]:
+async def _look_at_brokers(cluster: ClusterClient, tell: Callable[[Finding], None]) -> set[int]:
     """Returns the broker ids without a master that answers."""
     session = cluster.session
     names = await children(session, session.paths.broker_ids())
@@ -263,7 +263,7 @@ async def _look_at_brokers(cluster: Cluster, tell: Callable[[Finding], None]) ->
     return {broker_id for broker_id in broker_ids if not await _look_at_broker(cluster, broker_id, tell)}
 
 
-async def _look_at_broker(cluster: Cluster, broker_id: int, tell: Callable[[Finding], None]) -> bool:
+async def _look_at_broker(cluster: ClusterClient, broker_id: int, tell: Callable[[Finding], None]) -> bool:
     """Tells of its master and the other replicas; False when it has no master that answers."""
     what = f"broker {broker_id}"
     try:
@@ -284,13 +284,13 @@ async def _look_at_broker(cluster: Cluster, broker_id: int, tell: Callable[[Find
     return not any(fault.status == "problem" for fault in faults)
 
 
-async def _master(cluster: Cluster, broker_id: int) -> Finding:
+async def _master(cluster: ClusterClient, broker_id: int) -> Finding:
     """Answering, of a release we know, with our time, accepting writes."""
     what = f"broker {broker_id}"
     connection = await cluster.connection(broker_id)
     master = cluster.brokers[broker_id]
     began_ms = time.time_ns() / 1e6
-    header = await connection.request(WireCommand.STATS, None, timeout_s=TIMEOUT_S)
+    header = await connection.request(Command.STATS, None, timeout_s=TIMEOUT_S)
     ended_ms = time.time_ns() / 1e6
     # Its clock was read some time between; the skew is at least what remains outside of that.
     skew_ms = max(header["time_ms"] - ended_ms, began_ms - header["time_ms"] - 1, 0.0)
@@ -320,7 +320,7 @@ def _verified(scrub: dict[str, Any]) -> str:
 # Topics and groups
 
 
-async def _look_at_topics(cluster: Cluster, without_master: set[int], tell: Callable[[Finding], None]) -> None:
+async def _look_at_topics(cluster: ClusterClient, without_master: set[int], tell: Callable[[Finding], None]) -> None:
     """Of those whose brokers have no master it says no more than that: the brokers' findings say what to do."""
     in_the_dark: dict[str, set[int]] = {}
 
@@ -345,7 +345,7 @@ async def _look_at_topics(cluster: Cluster, without_master: set[int], tell: Call
         tell(Finding("topics", "problem", detail))
 
 
-async def _topic(cluster: Cluster, name: str, without_master: set[int]) -> Finding:
+async def _topic(cluster: ClusterClient, name: str, without_master: set[int]) -> Finding:
     what, found = f"topic {name}", await describe_topic(cluster, name)
     dark = not_served(found, besides=without_master)
     if dark:
@@ -394,7 +394,9 @@ async def _look_at_groups(session: Session, tell: Callable[[Finding], None]) -> 
         await _checked(f"group {name}", look(name), tell)
 
 
-async def _look_at_transactions(cluster: Cluster, without_master: set[int], tell: Callable[[Finding], None]) -> None:
+async def _look_at_transactions(
+    cluster: ClusterClient, without_master: set[int], tell: Callable[[Finding], None]
+) -> None:
     """That none is prepared for longer than it takes to decide. Of brokers without a master their findings tell."""
     found = await open_branches(cluster)
     for broker_id, problem in found.problems.items():

@@ -15,7 +15,7 @@ from metamq.cli.command import Group
 from metamq.cli.commands.log_forget import accept, forget, lost_partitions, told_folder
 from metamq.cli.context import current
 from metamq.cli.log_reader import (
-    Finding,
+    LogFinding,
     PartitionFolder,
     PartitionReport,
     find_partitions,
@@ -91,7 +91,7 @@ def _with_missing(reports: list[PartitionReport], folder: Path) -> list[Partitio
     for place, problem in lost_partitions(folder):
         reason = f"{problem}: {place.path}"
         report = by_path.setdefault(place.path.resolve(), PartitionReport(place.name, str(place.path)))
-        report.findings.append(Finding("damage", report.path, 0, 0, 0, reason))
+        report.findings.append(LogFinding("damage", report.path, 0, 0, 0, reason))
     return list(by_path.values())
 
 

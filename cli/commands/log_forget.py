@@ -21,7 +21,7 @@ from metamq.broker.data.data_folder import GONE, REPLACED, DataFolder
 from metamq.broker.data.folder_report import data_folder, is_copy, is_replaced, lock_mark_of, locked, read_meta
 from metamq.broker.data.topics import OWN
 from metamq.broker.log.disk import flushed
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.log_reader import PartitionFolder, verify_partition
 from metamq.cli.show.output import TEXT_OR_JSON, YES, confirm, count, listed, print_json, say
@@ -37,7 +37,7 @@ OLDER_JOURNAL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KnownPartition:
     """One partition that a data folder has, or had."""
 
     topic: str
@@ -72,7 +72,7 @@ class ForgetPlan:
     damaged_places: int
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("partition", metavar="TOPIC/PARTITION")
 @YES
@@ -107,7 +107,7 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     say(f"{place.name} is given up." + ("" if moved_to is None else f" Its log is in {moved_to}."))
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("partition", metavar="TOPIC/PARTITION")
 @YES
@@ -160,7 +160,7 @@ def told_folder(folder: Path) -> Path:
     return chosen
 
 
-def places(folder: Path, broker_id: int) -> list[Place]:
+def places(folder: Path, broker_id: int) -> list[KnownPartition]:
     """The partitions that a data folder has, and those that it had by its record. Raises OSError."""
     folders = (folder / "topics").glob("[!.]*@*/*")
     found = {f"{path.parent.name}/{path.name}" for path in folders if path.name.isdecimal()}
@@ -169,11 +169,11 @@ def places(folder: Path, broker_id: int) -> list[Place]:
         topic_folder, _slash, index = one.rpartition("/")
         topic, _at, topic_id = topic_folder.rpartition("@")
         name = f"{topic}/{partition_name(broker_id, int(index))}"
-        described.append(Place(topic, topic_id, int(index), name, folder / "topics" / one))
+        described.append(KnownPartition(topic, topic_id, int(index), name, folder / "topics" / one))
     return sorted(described, key=lambda place: (place.topic, place.index))
 
 
-def lost_partitions(folder: Path) -> list[tuple[Place, str]]:
+def lost_partitions(folder: Path) -> list[tuple[KnownPartition, str]]:
     """The partitions whose files are gone, or are not those that the replica used last, of a broker's data folder; and
     what to say of each. None of any other folder. Raises OSError."""
     recorded = made_partitions.recorded(folder)
@@ -191,7 +191,7 @@ def lost_partitions(folder: Path) -> list[tuple[Place, str]]:
     return lost
 
 
-def _find(known: list[Place], partition: str, folder: Path) -> Place:
+def _find(known: list[KnownPartition], partition: str, folder: Path) -> KnownPartition:
     found = [place for place in known if place.name == partition]
     if not found:
         users = [place.name for place in known if not place.topic.startswith(OWN)]
@@ -205,7 +205,7 @@ def _find(known: list[Place], partition: str, folder: Path) -> Place:
     return found[0]
 
 
-def _check_is_of_users(place: Place, partition: str) -> None:
+def _check_is_of_users(place: KnownPartition, partition: str) -> None:
     """Raises ConfigError for the journal of transactions."""
     if place.topic.startswith(OWN):
         raise ConfigError(
@@ -217,7 +217,7 @@ def _check_is_of_users(place: Place, partition: str) -> None:
         )
 
 
-def _check_is_replaced(place: Place, folder: Path, *, is_whole_copy: bool) -> None:
+def _check_is_replaced(place: KnownPartition, folder: Path, *, is_whole_copy: bool) -> None:
     """Raises ConfigError when the broker takes the partition's files anyway, OSError."""
     mark = made_partitions.recorded(folder).get(place.key)
     if is_whole_copy:
@@ -234,7 +234,7 @@ def _check_is_replaced(place: Place, folder: Path, *, is_whole_copy: bool) -> No
     )
 
 
-def _plan(place: Place, meta: dict[str, Any]) -> ForgetPlan:
+def _plan(place: KnownPartition, meta: dict[str, Any]) -> ForgetPlan:
     messages = size_bytes = damaged_places = 0
     if place.path.is_dir():
         size_bytes = sum(path.stat().st_size for path in place.path.glob("*.log"))
@@ -255,7 +255,7 @@ def _plan(place: Place, meta: dict[str, Any]) -> ForgetPlan:
     )
 
 
-def _plan_lines(plan: ForgetPlan, place: Place) -> list[str]:
+def _plan_lines(plan: ForgetPlan, place: KnownPartition) -> list[str]:
     readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
     if not plan.has_folder:
         lines = [f"The folder of {plan.partition} is missing: {place.path}. The broker is to miss it no more."]

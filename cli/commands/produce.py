@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.show.output import count, output_option, print_json, say
 from metamq.cli.show.progress import progress_bar
@@ -43,7 +43,7 @@ def parse_header(text: str) -> tuple[str, bytes]:
     return name, os.fsencode(value)
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.argument("topic", type=TOPIC)
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
 @click.option("-f", "--file", type=click.File("rb"), help="Read lines from here instead of standard input.")

@@ -12,7 +12,7 @@ import click
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
@@ -32,7 +32,7 @@ IN_SECONDS = {
 """Options that are settings in another unit."""
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--id", type=int, help="Broker id, unique in a cluster.  [0]")
 @click.option("--replica", type=int, help="Number of this replica of the broker id; 0 is the first master.  [0]")
 @click.option("--learner", is_flag=True, default=None, help="A slave that never counts as in sync.")
@@ -170,7 +170,7 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     return error
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--data", metavar="FOLDER", default="./metamq-data/zookeeper", show_default=True, help="Data folder.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=2181, show_default=True, help="Port to listen on.")

@@ -22,8 +22,8 @@ from pathlib import Path
 import click
 
 from metamq.broker.config import BrokerConfig
-from metamq.cli.command import Command
-from metamq.cli.commands.up_replicas import BROKER_ID, Place, Replicas
+from metamq.cli.command import CliCommand
+from metamq.cli.commands.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.cli.context import current
 from metamq.cli.ports import Ports
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
@@ -40,7 +40,7 @@ POLL_S = 0.1
 ORPHANS_S = 15.0
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--data", metavar="FOLDER", help="Keep the data here.  [./metamq-data]")
 @click.option("--ephemeral", is_flag=True, help="Keep nothing: the data is gone at the end.")
 @click.option(
@@ -233,14 +233,14 @@ def _replicas(
         replicas.stop()
 
 
-def _places(folder: Path, slaves: int, port: int | None, http_port: int | None) -> list[Place]:
+def _places(folder: Path, slaves: int, port: int | None, http_port: int | None) -> list[ReplicaPlace]:
     """For each replica. Raises ConfigError when a wanted port is taken."""
     free = Ports(HOST)
     first_port = free.take("the broker", port, BROKER_PORT, "--broker-port")
     first_http = -1 if http_port == -1 else free.take("/metrics", http_port, HTTP_PORT, "--http-port")
-    places = [Place(0, HOST, first_port, first_http, folder / "broker")]
+    places = [ReplicaPlace(0, HOST, first_port, first_http, folder / "broker")]
     for number in range(1, slaves + 1):
         own = free.next_free("a slave", first_port + number, "--broker-port") if first_port else 0
         own_http = free.next_free("/metrics", first_http + number, "--http-port") if first_http > 0 else first_http
-        places.append(Place(number, HOST, own, own_http, folder / f"replica-{number}"))
+        places.append(ReplicaPlace(number, HOST, own, own_http, folder / f"replica-{number}"))
     return places

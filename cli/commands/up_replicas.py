@@ -24,7 +24,7 @@ ANSWER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReplicaPlace:
     """Where a replica is to serve, and where its data is. Port 0 lets the system choose."""
 
     number: int
@@ -34,10 +34,10 @@ class Place:
     data: Path
 
 
-class Replica:
+class ReplicaProcess:
     """A replica's process."""
 
-    def __init__(self, place: Place, name: str, settings: list[str], log_path: Path, lock: int) -> None:
+    def __init__(self, place: ReplicaPlace, name: str, settings: list[str], log_path: Path, lock: int) -> None:
         self.number = place.number
         self.ended = False
         self._place = place
@@ -65,19 +65,19 @@ class Replicas:
     """All replicas of the broker, from `start` to `stop`."""
 
     def __init__(self, zookeeper: str, root: str, config: str | None) -> None:
-        self.members: list[Replica] = []
+        self.members: list[ReplicaProcess] = []
         self._zookeeper = zookeeper
         self._root = root
         self._settings = [] if root == DEFAULT_ROOT else [f"--root={root}"]
         if config:
             self._settings.append(f"--config={config}")
 
-    def start(self, places: list[Place], folder: Path, lock: int) -> None:
+    def start(self, places: list[ReplicaPlace], folder: Path, lock: int) -> None:
         """Starts a process for each; they come up side by side."""
         for place in places:
             name = "the broker" if len(places) == 1 else f"replica {place.number}"
             settings = [f"--zookeeper={self._zookeeper}", *self._settings]
-            self.members.append(Replica(place, name, settings, folder / f"{place.data.name}.log", lock))
+            self.members.append(ReplicaProcess(place, name, settings, folder / f"{place.data.name}.log", lock))
         import metamq.client.admin.admin  # noqa: F401 - takes its time, while the processes take theirs
 
     def wait_ready(self, check: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class Replicas:
                     raise error
                 self._tell(member, error)
 
-    def _tell(self, ended: Replica, error: MetamqError) -> None:
+    def _tell(self, ended: ReplicaProcess, error: MetamqError) -> None:
         try:
             known = self.described()
         except MetamqError:

@@ -6,11 +6,11 @@ import logging
 
 import click
 
-from metamq.cli.command import Command
+from metamq.cli.command import CliCommand
 from metamq.cli.context import current
 
 
-@click.command(cls=Command)
+@click.command(cls=CliCommand)
 @click.option("--spark", is_flag=True, help="The part with Spark, and only that. Needs pyspark.")
 def demo(spark: bool) -> int:
     """Watch real data go through a real cluster: 336,776 flights; a consumer is killed, and the master too.

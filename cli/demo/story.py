@@ -29,7 +29,7 @@ from metamq import DatabaseOffsets
 from metamq.cli.demo import worker as demo_worker
 from metamq.cli.demo.failover import FailOver
 from metamq.cli.demo.flights import Tally, encode, flights, tally
-from metamq.cli.demo.transactions import Transactions
+from metamq.cli.demo.transactions import TransactionStory
 from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
 from metamq.errors import MetamqError
 from metamq.testing import Cluster, cluster
@@ -84,7 +84,7 @@ class Demo:
                 self._send_and_count(running, database, rows, fail_over)
             finally:
                 self._stop_workers()
-            transactions = Transactions(running, Path(folder), self.say, self._signals.check)
+            transactions = TransactionStory(running, Path(folder), self.say, self._signals.check)
             return self._report(database, expected, len(rows)) and transactions.run(rows)
 
     def _prepare(self, running: Cluster, database: str, fail_over: FailOver) -> None:

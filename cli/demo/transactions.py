@@ -43,7 +43,7 @@ POLL_S = 0.01
 Say = Callable[[str], None]
 
 
-class Transactions:
+class TransactionStory:
     """One run of it. `check` is called while it waits; what it raises ends that."""
 
     def __init__(self, running: Cluster, folder: Path, say: Say, check: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from metamq.client.admin.admin_model import BrokerDescription, BrokerStatistics, PartitionStatistics
 from metamq.client.net import in_pieces
-from metamq.client.net.cluster import MASTER, Cluster
+from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire import status
 from metamq.wire.commands import OffsetsEntry, OffsetsResult
@@ -47,7 +47,7 @@ async def describe_brokers(session: Session) -> dict[int, BrokerDescription]:
 
 
 async def ask_offsets(
-    cluster: Cluster,
+    cluster: ClusterClient,
     asked: Mapping[TopicPartition, tuple[str, int]],
     come_to: Mapping[TopicPartition, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[TopicPartition, Found]:
@@ -65,7 +65,7 @@ async def ask_offsets(
 
 
 async def ask_slaves(
-    cluster: Cluster, asked: Mapping[TopicPartition, tuple[str, int]]
+    cluster: ClusterClient, asked: Mapping[TopicPartition, tuple[str, int]]
 ) -> dict[TopicPartition, OffsetsResult]:
     """As ask_offsets(), of brokers that have no master: by the slave that shows the most of each partition.
 
@@ -91,7 +91,7 @@ async def ask_slaves(
 
 
 async def _ask_one(
-    cluster: Cluster,
+    cluster: ClusterClient,
     broker_id: int,
     asked: Mapping[TopicPartition, tuple[str, int]],
     come_to: Mapping[TopicPartition, tuple[int, int]],
@@ -111,7 +111,7 @@ async def _ask_one(
     }
 
 
-async def broker_statistics(cluster: Cluster, broker_id: int) -> BrokerStatistics:
+async def broker_statistics(cluster: ClusterClient, broker_id: int) -> BrokerStatistics:
     """What a broker counts. Raises ConfigError when there is no such broker, ConnectError, Timeout."""
     described = await describe_brokers(cluster.session)
     if broker_id not in described:
@@ -155,7 +155,7 @@ def _statistics(address: str, header: Any) -> BrokerStatistics:
 _COUNTERS = ("messages_in", "bytes_in", "batches_in", "bytes_out", "fetches", "repeats")
 
 
-async def sizes_on_disk(cluster: Cluster, broker_ids: list[int]) -> dict[TopicPartition, int]:
+async def sizes_on_disk(cluster: ClusterClient, broker_ids: list[int]) -> dict[TopicPartition, int]:
     """Bytes of every partition of these brokers; those of brokers that do not answer are left out."""
 
     async def ask(broker_id: int) -> tuple[PartitionStatistics, ...]:

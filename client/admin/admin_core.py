@@ -32,7 +32,7 @@ from metamq.client.admin.admin_model import (
     TopicSettings,
 )
 from metamq.client.forks import tell_of_forks
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
 from metamq.wire.xa import Xid
@@ -50,13 +50,13 @@ class AdminCore:
         self.closed_by: MetamqError | None = ClosedError(
             "admin", "it was never opened", hint="Use `async with Admin()`."
         )
-        self._open_cluster: Cluster | None = None
+        self._open_cluster: ClusterClient | None = None
         tell_of_forks(self)
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
         session = await open_client_session(servers, root, SESSION_TIMEOUT_MS)
-        self._open_cluster = Cluster(session)
+        self._open_cluster = ClusterClient(session)
         self.closed_by = None
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class AdminCore:
         """In a fork's child: nothing works any more."""
         self.closed_by = ForkedError("admin")
 
-    async def _cluster(self) -> Cluster:
+    async def _cluster(self) -> ClusterClient:
         """The cluster, once its session is connected. Raises ClosedError, ConnectError."""
         if self._open_cluster is None or self.closed_by is not None:
             raise self.closed_by or closed_client("admin")

@@ -27,7 +27,7 @@ from metamq.client.admin.admin_topics import read_configs
 from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.producer_face import asked_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
@@ -37,7 +37,7 @@ from metamq.zk.documents import passing_over
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
 from metamq.zk.groups.members import Member
-from metamq.zk.groups.ownership import Committed, OffsetRecord, read_offset, reset_offset
+from metamq.zk.groups.ownership import CommittedOffset, OffsetRecord, read_offset, reset_offset
 from metamq.zk.groups.plans import Plan, read_plan
 from metamq.zk.names import check_consumer, check_node
 from metamq.zk.nodes import ANY_VERSION
@@ -71,7 +71,7 @@ async def _members(session: Session, group: str) -> dict[str, Member]:
     return await members.read_members(session, group)
 
 
-async def all_groups(cluster: Cluster) -> dict[str, GroupSummary]:
+async def all_groups(cluster: ClusterClient) -> dict[str, GroupSummary]:
     """Every group by name, in alphabetical order."""
     names = await children(cluster.session, cluster.session.paths.groups())
     found = await asyncio.gather(*(_summary(cluster.session, name) for name in names))
@@ -94,7 +94,7 @@ def _strategy(present: Mapping[str, Member], plan: Plan | None) -> str | None:
     return min((member.strategy for member in present.values()), default=None)
 
 
-async def describe_group(cluster: Cluster, group: str) -> GroupDescription:
+async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription:
     """Members and partitions of a group. Raises ConfigError for an unknown one, ConnectionLost."""
     session = cluster.session
     await check_exists(session, group)
@@ -205,7 +205,7 @@ def _member(member: Member, owners: Mapping[TopicPartition, str], plan: Plan | N
     )
 
 
-async def explain_group(cluster: Cluster, group: str) -> GroupExplanation:
+async def explain_group(cluster: ClusterClient, group: str) -> GroupExplanation:
     """The plan that stands, in words. Raises ConfigError for an unknown group or one without a plan."""
     session = cluster.session
     await check_exists(session, group)
@@ -245,7 +245,7 @@ def _differences(plan: Plan, owners: Mapping[TopicPartition, str], present: Mapp
 
 
 async def reset_offsets(
-    cluster: Cluster, group: str, topic: str, to: ResetTo, *, dry_run: bool
+    cluster: ClusterClient, group: str, topic: str, to: ResetTo, *, dry_run: bool
 ) -> tuple[OffsetReset, ...]:
     """Sets committed offsets. See Admin.reset_offsets."""
     session = cluster.session
@@ -262,7 +262,7 @@ async def reset_offsets(
         is_current = before is not None and before.topic_id == config.id
         resets.append(OffsetReset(topic, tp.partition, before.offset if before and is_current else None, offset))
         if not dry_run:
-            await reset_offset(session, group, tp, Committed(offset, epoch, config.id))
+            await reset_offset(session, group, tp, CommittedOffset(offset, epoch, config.id))
     return tuple(resets)
 
 
@@ -290,7 +290,7 @@ async def check_empty(session: Session, group: str, consequence: str) -> None:
         )
 
 
-async def _targets(cluster: Cluster, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
+async def _targets(cluster: ClusterClient, config: TopicConfig, to: ResetTo) -> dict[TopicPartition, tuple[int, int]]:
     """Partition -> (offset, the master's present term). Raises OffsetOutOfRange, PartitionNotFound, ConnectError."""
     wanted = _wanted(config, to)
     found = await ask_offsets(cluster, {tp: (config.id, _question(to)) for tp in wanted})
@@ -338,7 +338,7 @@ def _question(to: ResetTo) -> int:
     return EARLIEST if to == "earliest" else LATEST
 
 
-async def evict(cluster: Cluster, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
+async def evict(cluster: ClusterClient, group: str, consumer_id: str) -> tuple[TopicPartition, ...]:
     """Puts a member out. See Admin.evict."""
     await check_exists(cluster.session, group)
     check_consumer(consumer_id)
@@ -346,7 +346,7 @@ async def evict(cluster: Cluster, group: str, consumer_id: str) -> tuple[TopicPa
     return tuple(sorted(freed, key=partition_order))
 
 
-async def delete_group(cluster: Cluster, group: str) -> None:
+async def delete_group(cluster: ClusterClient, group: str) -> None:
     """Removes a group's plan and offsets. See Admin.delete_group."""
     session = cluster.session
     await check_exists(session, group)

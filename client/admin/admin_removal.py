@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import RemovalPlan
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.words import count
 from metamq.zk.cluster.brokers import BrokerState, master_of, read_state, state_json
@@ -34,14 +34,14 @@ LOOK_AGAIN_S = 0.05
 ACCEPT_HINT = "`--accept-loss`, in Python `accept_loss=True`, removes it all the same."
 
 
-async def plan_removal(cluster: Cluster, broker_id: int, replica: int | None) -> RemovalPlan:
+async def plan_removal(cluster: ClusterClient, broker_id: int, replica: int | None) -> RemovalPlan:
     """What a removal would do. See Admin.plan_removal."""
     if replica is None:
         return await _plan_broker(cluster, broker_id)
     return (await _plan_replica(cluster.session, broker_id, replica))[0]
 
 
-async def remove(cluster: Cluster, broker_id: int, replica: int | None, accept_loss: bool) -> RemovalPlan:
+async def remove(cluster: ClusterClient, broker_id: int, replica: int | None, accept_loss: bool) -> RemovalPlan:
     """Removes it. See Admin.remove_broker and Admin.remove_replica."""
     if replica is None:
         return await _remove_broker(cluster, broker_id, accept_loss)
@@ -142,7 +142,7 @@ async def _remove_replica(session: Session, broker_id: int, replica: int, accept
 # -- a broker id ------------------------------------------------------------------------------------------------------
 
 
-async def _plan_broker(cluster: Cluster, broker_id: int) -> RemovalPlan:
+async def _plan_broker(cluster: ClusterClient, broker_id: int) -> RemovalPlan:
     session = cluster.session
     for _replica, address in sorted((await _registered(session, broker_id)).items()):
         raise _runs(address)
@@ -162,7 +162,7 @@ async def _plan_broker(cluster: Cluster, broker_id: int) -> RemovalPlan:
     return RemovalPlan(broker_id, None, False, False, partitions, tuple(emptied), offsets, loss)
 
 
-async def _remove_broker(cluster: Cluster, broker_id: int, accept_loss: bool) -> RemovalPlan:
+async def _remove_broker(cluster: ClusterClient, broker_id: int, accept_loss: bool) -> RemovalPlan:
     session = cluster.session
     plan = await _plan_broker(cluster, broker_id)
     _check_loss(plan, accept_loss)

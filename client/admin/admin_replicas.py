@@ -11,7 +11,7 @@ from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
 from metamq.client.net import in_pieces
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, MetamqError
 from metamq.wire.commands import Command, Promote, Promoted, Stats, unpack
@@ -24,7 +24,7 @@ PROMOTE_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 3.0
 
 
-async def describe_replicas(cluster: Cluster) -> dict[int, BrokerReplicas]:
+async def describe_replicas(cluster: ClusterClient) -> dict[int, BrokerReplicas]:
     """Every broker id's replicas, in order. Raises ConnectionLost; a broker that does not answer is described so."""
     names = await children(cluster.session, cluster.session.paths.broker_ids())
     numbers = sorted(int(name) for name in names if name.isdecimal())
@@ -32,7 +32,7 @@ async def describe_replicas(cluster: Cluster) -> dict[int, BrokerReplicas]:
     return {one.broker_id: one for one in described if one is not None}
 
 
-async def describe_broker(cluster: Cluster, broker_id: int) -> BrokerReplicas | None:
+async def describe_broker(cluster: ClusterClient, broker_id: int) -> BrokerReplicas | None:
     """The replicas of one broker id; None before its first master. Raises as describe_replicas() does."""
     stored = await read_state(cluster.session, broker_id)
     if stored is None:
@@ -113,7 +113,7 @@ def _replica(
     )
 
 
-async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
+async def _ask_briefly(cluster: ClusterClient, address: BrokerAddress) -> dict[str, Any]:
     """The first page of the statistics. A replica that hangs is not waited for as long as one that has much to do."""
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -124,14 +124,14 @@ async def _ask_briefly(cluster: Cluster, address: BrokerAddress) -> dict[str, An
         raise ConnectError(address.address, f"no answer within {ASK_TIMEOUT_S:g} s") from None
 
 
-async def _ask_twice(cluster: Cluster, master: BrokerAddress) -> dict[str, Any]:
+async def _ask_twice(cluster: ClusterClient, master: BrokerAddress) -> dict[str, Any]:
     """A master that is slow for a moment is not to be taken for one that hangs: somebody might promote another."""
     with contextlib.suppress(MetamqError):
         return await _ask_briefly(cluster, master)
     return await _ask_briefly(cluster, master)
 
 
-async def _why_apart(cluster: Cluster, slave: BrokerAddress) -> tuple[str, dict[str, Any]]:
+async def _why_apart(cluster: ClusterClient, slave: BrokerAddress) -> tuple[str, dict[str, Any]]:
     """Why a replica has no link to its master, or waits, as far as it says; and what it says of its replication."""
     try:
         answer = await _ask_briefly(cluster, slave)
@@ -151,7 +151,7 @@ def _in_sync(state: BrokerState, replica: int, address: BrokerAddress | None) ->
     return (replica, address.incarnation) in state.insync
 
 
-async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> PromotionPlan:
+async def plan_promotion(cluster: ClusterClient, broker_id: int, replica: int) -> PromotionPlan:
     """What a promotion would do. Raises ConfigError when there is no such slave."""
     stored, slave, master = await _find(cluster.session, broker_id, replica)
     state, _reason = await _state_to_go_by(cluster.session, broker_id, stored)
@@ -174,7 +174,7 @@ async def plan_promotion(cluster: Cluster, broker_id: int, replica: int) -> Prom
     )  # fmt: skip
 
 
-async def _has(cluster: Cluster, state: BrokerState, replica: BrokerAddress) -> Has:
+async def _has(cluster: ClusterClient, state: BrokerState, replica: BrokerAddress) -> Has:
     """Raises MetamqError when it does not answer, or makes no sense. `state`: as _state_to_go_by() gives it."""
     answer = await _ask(cluster, replica)
     try:
@@ -186,7 +186,7 @@ async def _has(cluster: Cluster, state: BrokerState, replica: BrokerAddress) -> 
     return Has(replica.replica, epoch, ends, _in_sync(state, replica.replica, replica))
 
 
-async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
+async def _lives(cluster: ClusterClient, master: BrokerAddress | None) -> bool:
     """Whether a master answers: one that was killed stays registered until its session ends."""
     if master is None:
         return False
@@ -197,7 +197,7 @@ async def _lives(cluster: Cluster, master: BrokerAddress | None) -> bool:
     return True
 
 
-async def promote(cluster: Cluster, broker_id: int, replica: int, accept_loss: bool) -> int:
+async def promote(cluster: ClusterClient, broker_id: int, replica: int, accept_loss: bool) -> int:
     """Makes a slave the master; returns the new epoch. Raises ConfigError, Fenced, ConnectError, Timeout."""
     _stored, slave, _master = await _find(cluster.session, broker_id, replica)
     connection = await _connected(cluster, slave)
@@ -225,7 +225,7 @@ async def _find(session: Session, broker_id: int, replica: int) -> tuple[StateAt
     return stored, slaves[replica], master
 
 
-async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnection:
+async def _connected(cluster: ClusterClient, replica: BrokerAddress) -> BrokerConnection:
     try:
         return await cluster.connections.get(replica)
     except ConnectError as error:
@@ -233,5 +233,5 @@ async def _connected(cluster: Cluster, replica: BrokerAddress) -> BrokerConnecti
         raise
 
 
-async def _ask(cluster: Cluster, address: BrokerAddress) -> dict[str, Any]:
+async def _ask(cluster: ClusterClient, address: BrokerAddress) -> dict[str, Any]:
     return await in_pieces.ask_statistics(await _connected(cluster, address))

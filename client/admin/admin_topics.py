@@ -15,7 +15,7 @@ from dataclasses import replace
 from metamq.client.admin.admin_brokers import ask_offsets, sizes_on_disk
 from metamq.client.admin.admin_model import PartitionDescription, TopicDescription, TopicSettings
 from metamq.client.checks import check_seconds, is_whole, wrong_type
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.settings import unknown
 from metamq.errors import ConfigError, ConnectError, CorruptData, MetamqError, Timeout, TopicExists
 from metamq.wire.commands import LATEST
@@ -39,7 +39,7 @@ OFFER_KINDS = ("topics-pub", "topics-sub")
 
 
 async def create_topic(
-    cluster: Cluster,
+    cluster: ClusterClient,
     topic: str,
     partitions: int,
     brokers: Collection[int] | None,
@@ -65,7 +65,7 @@ async def create_topic(
     return config
 
 
-async def _served_already(cluster: Cluster, config: TopicConfig, exist_ok: bool, timeout_s: float) -> TopicConfig:
+async def _served_already(cluster: ClusterClient, config: TopicConfig, exist_ok: bool, timeout_s: float) -> TopicConfig:
     if not exist_ok:
         raise TopicExists(config.topic)
     await _wait_served(cluster, config, timeout_s, reachable_only=True)
@@ -85,7 +85,7 @@ async def until_connected(session: Session) -> None:
         ) from None
 
 
-async def _create(cluster: Cluster, config: TopicConfig) -> None:
+async def _create(cluster: ClusterClient, config: TopicConfig) -> None:
     """Creates the node once, whatever answers are lost."""
     while True:
         try:
@@ -101,7 +101,7 @@ async def _create(cluster: Cluster, config: TopicConfig) -> None:
 
 
 async def alter_topic(
-    cluster: Cluster,
+    cluster: ClusterClient,
     topic: str,
     partitions: int | None,
     brokers: Collection[int] | None,
@@ -130,7 +130,7 @@ async def alter_topic(
     return config
 
 
-async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicConfig | None:
+async def delete_topic(cluster: ClusterClient, topic: str, timeout_s: float) -> TopicConfig | None:
     """Deletes a topic and waits until no broker offers it. See Admin.delete."""
     check_seconds("timeout_s", timeout_s)
     config = await cluster.topics.delete(topic)
@@ -149,7 +149,7 @@ async def delete_topic(cluster: Cluster, topic: str, timeout_s: float) -> TopicC
     return config
 
 
-async def all_topics(cluster: Cluster) -> dict[str, TopicConfig]:
+async def all_topics(cluster: ClusterClient) -> dict[str, TopicConfig]:
     """Every topic's configuration, by name in alphabetical order; warns of those that cannot be read."""
     configs, problems = await read_configs(cluster, await cluster.topics.names())
     for topic, problem in problems.items():
@@ -157,7 +157,9 @@ async def all_topics(cluster: Cluster) -> dict[str, TopicConfig]:
     return configs
 
 
-async def read_configs(cluster: Cluster, topics: Collection[str]) -> tuple[dict[str, TopicConfig], dict[str, str]]:
+async def read_configs(
+    cluster: ClusterClient, topics: Collection[str]
+) -> tuple[dict[str, TopicConfig], dict[str, str]]:
     """The topics' configurations, and what is wrong with those that have none of use. Raises ConnectionLost."""
     found = await asyncio.gather(*map(cluster.topics.get_or_none, sorted(topics)), return_exceptions=True)
     configs, problems = {}, {}
@@ -173,7 +175,7 @@ async def read_configs(cluster: Cluster, topics: Collection[str]) -> tuple[dict[
     return configs, problems
 
 
-async def describe_topic(cluster: Cluster, topic: str) -> TopicDescription:
+async def describe_topic(cluster: ClusterClient, topic: str) -> TopicDescription:
     """Configuration and state of a topic. Raises TopicNotFound, ConnectionLost."""
     config = await cluster.topics.get(topic)
     masters = await live_brokers(cluster.session)
@@ -241,7 +243,7 @@ def _check_settings(settings: Mapping[str, object], where: str) -> None:
 
 
 async def _wait_served(
-    cluster: Cluster, config: TopicConfig, timeout_s: float, *, reachable_only: bool = False
+    cluster: ClusterClient, config: TopicConfig, timeout_s: float, *, reachable_only: bool = False
 ) -> None:
     """Until every broker of the topic offers its partitions, and serves them under the topic's id.
 

@@ -7,14 +7,14 @@ import asyncio
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import OpenBranches
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchMisuse, BranchNotKnown, ConfigError, MetamqError
 from metamq.wire.xa import Verb, XACode, Xid
 
 LASTING = ("prepared", "heuristically completed", "decided")
 
 
-async def open_branches(cluster: Cluster) -> OpenBranches:
+async def open_branches(cluster: ClusterClient) -> OpenBranches:
     """The branches of every broker, and why some could not be asked. Raises ConnectionLost."""
     names = await children(cluster.session, cluster.session.paths.broker_ids())
     numbers = sorted(int(name) for name in names if name.isdecimal())
@@ -34,7 +34,7 @@ async def open_branches(cluster: Cluster) -> OpenBranches:
     return OpenBranches(tuple(found), problems)
 
 
-async def commit_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
+async def commit_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> None:
     """An operator's commit. Raises what the broker answers."""
     branch = await _find(cluster, xid, broker_id)
     if branch.state != "prepared":
@@ -45,7 +45,7 @@ async def commit_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
     await _ask(cluster, branch, Verb.HEURISTIC_COMMIT)
 
 
-async def rollback_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
+async def rollback_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> None:
     """An operator's roll back. Raises what the broker answers."""
     branch = await _find(cluster, xid, broker_id)
     if branch.state in LASTING:
@@ -58,12 +58,12 @@ async def rollback_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
     raise BranchMisuse(xid, XACode.PROTO, f"it was committed at broker {broker_id} meanwhile")
 
 
-async def forget_branch(cluster: Cluster, xid: Xid, broker_id: int) -> None:
+async def forget_branch(cluster: ClusterClient, xid: Xid, broker_id: int) -> None:
     """Drops a decision. Raises what the broker answers."""
     await _ask(cluster, await _find(cluster, xid, broker_id), Verb.FORGET)
 
 
-async def _find(cluster: Cluster, xid: Xid, broker_id: int) -> BranchDescription:
+async def _find(cluster: ClusterClient, xid: Xid, broker_id: int) -> BranchDescription:
     names = await children(cluster.session, cluster.session.paths.broker_ids())
     if str(broker_id) not in names:
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
@@ -74,7 +74,7 @@ async def _find(cluster: Cluster, xid: Xid, broker_id: int) -> BranchDescription
     raise BranchNotKnown(xid, XACode.NOTA, reason, hint="`metamq tx list` shows what is open.")
 
 
-async def _ask(cluster: Cluster, description: BranchDescription, verb: Verb) -> None:
+async def _ask(cluster: ClusterClient, description: BranchDescription, verb: Verb) -> None:
     branch = Branch(description.xid, description.broker_id, new_session())
     branch.epoch = description.epoch
     await TxClient(cluster).ask(branch, [verb], timeout_s=ANSWER_S)

@@ -15,7 +15,7 @@ from metamq.client.consumer.hands import TaskHands
 from metamq.client.fetch.inbox import Hand
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
-from metamq.client.producer.aio_producer import Producer
+from metamq.client.producer.aio_producer import BaseProducer
 from metamq.errors import DecodeError, TopicExists
 from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
@@ -36,7 +36,7 @@ class DeadLetters:
         self.topic = dead_letter_topic(group)
         self._zookeeper = zookeeper
         self._root = root
-        self._producer: Producer[bytes] | None = None
+        self._producer: BaseProducer[bytes] | None = None
         self._opening = asyncio.Lock()
 
     async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
@@ -46,13 +46,13 @@ class DeadLetters:
         producer = await self._open()
         await producer.send(self.topic, value, message.key, dead_letter_headers(message, error, attempts))
 
-    async def _open(self) -> Producer[bytes]:
+    async def _open(self) -> BaseProducer[bytes]:
         async with self._opening:
             if self._producer is None:
                 async with Admin(self._zookeeper, root=self._root) as admin:
                     with contextlib.suppress(TopicExists):
                         await admin.create_topic(self.topic, partitions=1, max_message_bytes=MESSAGE_BYTES_MAX)
-                self._producer = await Producer[bytes](self._zookeeper, root=self._root).open()
+                self._producer = await BaseProducer[bytes](self._zookeeper, root=self._root).open()
             return self._producer
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from metamq.client.fetch.inbox import Hand
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy
-from metamq.client.offsets.dbapi import NOT_GIVEN, Connection, at_once, blocking_database_of
+from metamq.client.offsets.dbapi import NOT_GIVEN, DatabaseConnection, at_once, blocking_database_of
 from metamq.client.offsets.offsets import OffsetStorage
 from metamq.client.one_loop import OneLoop
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
@@ -193,7 +193,7 @@ class Consumer(ConsumerFace[T]):
             self._hands.release(self._hand, in_hand=is_handled or not self._hand.is_rejected)
             self._hand = None  # afterwards: a Ctrl-C in release() leaves it to the next call
 
-    def commit(self, position: Position = None, *, connection: Connection | None = NOT_GIVEN) -> None:
+    def commit(self, position: Position = None, *, connection: DatabaseConnection | None = NOT_GIVEN) -> None:
         """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
 
         connection: with offsets=DatabaseOffsets(...), writes the offsets into the transaction that this DB-API

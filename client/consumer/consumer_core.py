@@ -16,7 +16,7 @@ from metamq.client.consumer.health import ConsumerHealth, health_of
 from metamq.client.consumer.loop_end import LoopEnd
 from metamq.client.consumer.progress import PUBLISH_LIMIT_S, done_offsets, watch_progress
 from metamq.client.consumer.unshared import UnsharedAssignment
-from metamq.client.fetch.commits import Commits
+from metamq.client.fetch.commits import OffsetCommits
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerPlan, check_place
 from metamq.client.fetch.damage import report_damage, report_of
 from metamq.client.fetch.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
@@ -29,7 +29,7 @@ from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import tell_of_forks
 from metamq.client.group.assignment import AssignedPartition, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
-from metamq.client.net.cluster import MASTER, Cluster, Source
+from metamq.client.net.cluster import MASTER, ClusterClient, Source
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.net.outages import Outages
 from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, ZooKeeperOffsets
@@ -95,7 +95,7 @@ class ConsumerCore:
         self._session = await open_client_session(servers, root, options.session_timeout_ms)
         self._lease = Lease(self._session)
         reads_slaves = options.read_from == "any"
-        self.cluster = Cluster(self._session, self._cluster_changed, with_slaves=reads_slaves)
+        self.cluster = ClusterClient(self._session, self._cluster_changed, with_slaves=reads_slaves)
         self._sources = Sources(
             self.cluster,
             reads_slaves=reads_slaves,
@@ -110,7 +110,7 @@ class ConsumerCore:
             self._storage: OffsetStorage = self.plan.offsets or ZooKeeperOffsets(self._session)
             await self._storage.check()
             self._assignment = self._make_assignment(self._session)
-            self.commits = Commits(self.plan, self.inbox, self._assignment, self.outages.errors)
+            self.commits = OffsetCommits(self.plan, self.inbox, self._assignment, self.outages.errors)
             parts = self._lease, self.inbox, self._assignment, self.outages, self._finder
             self.end = LoopEnd(servers, *parts, pauses=self._needs_lease)
             await self._assignment.start()

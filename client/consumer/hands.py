@@ -9,7 +9,7 @@ import time
 
 from metamq.client.background import BackgroundLoop
 from metamq.client.consumer.consumer_core import ConsumerCore
-from metamq.client.consumer.loop_end import LoopEnd, Step
+from metamq.client.consumer.loop_end import LoopEnd, LoopStep
 from metamq.client.fetch.inbox import Hand
 
 
@@ -34,7 +34,7 @@ class _Wait:
             return wait_s
         decision = self._end.look(idle_timeout_s, self._idle_since)
         self._idle_since = decision.idle_since
-        return 0.0 if decision.step is Step.ASK else decision.wait_s
+        return 0.0 if decision.step is LoopStep.ASK else decision.wait_s
 
 
 class ThreadHands:

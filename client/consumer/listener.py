@@ -24,7 +24,7 @@ from metamq.wire.limits import MESSAGE_BYTES_MAX
 from metamq.words import count
 
 if TYPE_CHECKING:
-    from metamq.client.producer.producer import Producer
+    from metamq.client.producer.producer import BaseProducer
 
 log = logging.getLogger("metamq.client")
 
@@ -44,7 +44,7 @@ class DeadLetters:
         self.topic = dead_letter_topic(group)
         self._zookeeper = zookeeper
         self._root = root
-        self._producer: Producer[bytes] | None = None
+        self._producer: BaseProducer[bytes] | None = None
         self._lock = threading.Lock()
 
     def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
@@ -54,15 +54,15 @@ class DeadLetters:
         headers = dead_letter_headers(message, error, attempts)
         self._open().send(self.topic, value, message.key, headers).result()
 
-    def _open(self) -> Producer[bytes]:
+    def _open(self) -> BaseProducer[bytes]:
         from metamq.client.admin.admin import Admin
-        from metamq.client.producer.producer import Producer
+        from metamq.client.producer.producer import BaseProducer
 
         with self._lock:
             if self._producer is None:
                 with Admin(self._zookeeper, root=self._root) as admin, contextlib.suppress(TopicExists):
                     admin.create_topic(self.topic, partitions=1, max_message_bytes=MESSAGE_BYTES_MAX)
-                self._producer = Producer(self._zookeeper, root=self._root)
+                self._producer = BaseProducer(self._zookeeper, root=self._root)
             return self._producer
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ HANDLED = Timeout("another thread's message", inf)
 """Takes as long as it likes; never raised."""
 
 
-class Step(enum.Enum):
+class LoopStep(enum.Enum):
     """What a loop that got nothing does."""
 
     WAIT = "wait, then look again"
@@ -53,10 +53,10 @@ class Step(enum.Enum):
     RAISE = "end with the obstacle's error"
 
 
-class Decision(NamedTuple):
+class LoopDecision(NamedTuple):
     """The step; how long to wait; since when the loop is idle, as the next look is to be told."""
 
-    step: Step
+    step: LoopStep
     wait_s: float
     idle_since: float
 
@@ -73,7 +73,7 @@ def decide(
     obstacle: Obstacle | None,
     doubt: Obstacle | None,
     ask_from: float,
-) -> Decision:
+) -> LoopDecision:
     """What a loop does. `doubt`: what the last question for the end left open; the next is asked from `ask_from` on.
 
     obstacle   doubt   patience over   idle time over   step
@@ -83,11 +83,11 @@ def decide(
     no         -       no              yes              ASK, after a pause where a doubt was left
     """
     if any(each is not None and is_over(each, now) for each in (obstacle, doubt)):
-        return Decision(Step.RAISE, 0.0, idle_since)
+        return LoopDecision(LoopStep.RAISE, 0.0, idle_since)
     if obstacle is not None:
-        return Decision(Step.WAIT, LOOK_S, now)
+        return LoopDecision(LoopStep.WAIT, LOOK_S, now)
     wait_s = max(idle_since + idle_timeout_s, ask_from) - now
-    return Decision(Step.WAIT if wait_s > 0 else Step.ASK, wait_s, idle_since)
+    return LoopDecision(LoopStep.WAIT if wait_s > 0 else LoopStep.ASK, wait_s, idle_since)
 
 
 class LoopEnd:
@@ -191,12 +191,12 @@ class LoopEnd:
 
     # Asking for the end
 
-    def look(self, idle_timeout_s: float, idle_since: float) -> Decision:
+    def look(self, idle_timeout_s: float, idle_since: float) -> LoopDecision:
         """What a loop does that got nothing. Raises the obstacle's error when its patience is over."""
         now, obstacle = time.monotonic(), self.obstacle()
         doubt = self._doubt if self._asked_at >= idle_since else None  # else something has come since
         decision = decide(now, idle_timeout_s, idle_since, obstacle, doubt, self._ask_from)
-        if decision.step is Step.RAISE:
+        if decision.step is LoopStep.RAISE:
             raise next(each.error for each in (obstacle, doubt) if each and is_over(each, now))
         return decision
 

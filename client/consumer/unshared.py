@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from metamq.client.group.assignment import AssignedPartition, AssignmentHandler, Obstacle
 from metamq.client.net import outages
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.missing_topics import MissingTopics
-from metamq.client.offsets.offsets import Claim, CommitRequest, Committed, OffsetStorage
+from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, OffsetStorage, Ownership
 from metamq.errors import ConnectError, MetamqError, Timeout, TopicNotFound
 from metamq.zk.partitions import TopicPartition
 
@@ -31,7 +31,7 @@ class UnsharedAssignment:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         group: str,
         consumer_id: str,
         topics: Sequence[str],
@@ -44,7 +44,7 @@ class UnsharedAssignment:
         self._topics = topics
         self._storage = storage
         self._handler = handler
-        self._claims: dict[TopicPartition, Claim] = {}
+        self._claims: dict[TopicPartition, Ownership] = {}
         self._missing = MissingTopics(consumer_id, topics)
         self._task: asyncio.Task[None] | None = None
         self._unsettled: Obstacle | None = None
@@ -91,10 +91,10 @@ class UnsharedAssignment:
         if news:
             await self._assign(news)
 
-    def _claim(self, tp: TopicPartition, topic_id: str) -> Claim:
-        return Claim(self._group, tp, topic_id, self._consumer_id, generation=0, version=0, committed=None)
+    def _claim(self, tp: TopicPartition, topic_id: str) -> Ownership:
+        return Ownership(self._group, tp, topic_id, self._consumer_id, generation=0, version=0, committed=None)
 
-    async def _assign(self, claims: list[Claim]) -> None:
+    async def _assign(self, claims: list[Ownership]) -> None:
         if self._storage is not None:
             found = await self._storage.claimed(claims)
             claims = [replace(claim, committed=_committed(found.get(claim.tp))) for claim in claims]
@@ -129,7 +129,7 @@ class UnsharedAssignment:
         if self._storage is None:
             return {}
         outcomes = await self._storage.commit(requests)
-        self._claims |= {tp: outcome for tp, outcome in outcomes.items() if isinstance(outcome, Claim)}
+        self._claims |= {tp: outcome for tp, outcome in outcomes.items() if isinstance(outcome, Ownership)}
         return {tp: outcome for tp, outcome in outcomes.items() if isinstance(outcome, MetamqError)}
 
     async def publish(self, done: Mapping[TopicPartition, int]) -> None:
@@ -149,12 +149,12 @@ class UnsharedAssignment:
 
 
 def _requests(
-    claims: Mapping[TopicPartition, Claim], finals: Mapping[TopicPartition, tuple[int, int] | None]
+    claims: Mapping[TopicPartition, Ownership], finals: Mapping[TopicPartition, tuple[int, int] | None]
 ) -> list[CommitRequest]:
     return [CommitRequest(claims[tp], *final) for tp, final in finals.items() if final is not None]
 
 
-def _committed(outcome: Committed | MetamqError | None) -> Committed | None:
+def _committed(outcome: CommittedOffset | MetamqError | None) -> CommittedOffset | None:
     if isinstance(outcome, MetamqError):
         raise outcome
     return outcome

@@ -12,7 +12,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.sender import Sender
 from metamq.errors import MetamqError, closed_client
@@ -95,7 +95,7 @@ class ColumnarSender:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         codec: Codec,
         *,
         delivery_timeout_s: float,

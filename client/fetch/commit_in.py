@@ -30,7 +30,7 @@ from metamq.client.fetch.inbox import PartitionState
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets.dbapi import Database
-from metamq.client.offsets.offsets import Claim, CommitRequest, Committed
+from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, Ownership
 from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import OwnershipLost
 from metamq.zk.partitions import TopicPartition
@@ -49,14 +49,14 @@ def counted_limit(state: PartitionState, position: Position, offset: int) -> flo
     return limit if sought is None else min(limit, sought)
 
 
-class Asked(NamedTuple):
+class OffsetWrite(NamedTuple):
     """One offset that is to be written, and what held when that was asked for."""
 
     state: PartitionState
     request: CommitRequest
     limit: float
     """The highest offset that the row may hold."""
-    guess: Committed | None
+    guess: CommittedOffset | None
     """What the row holds if the last transaction went well: so that one statement is enough, as a rule."""
     seeks: int
 
@@ -66,12 +66,14 @@ class Asked(NamedTuple):
         return self.state.seeks != self.seeks
 
 
-def asked(state: PartitionState, request: CommitRequest, position: Position) -> Asked:
+def asked(state: PartitionState, request: CommitRequest, position: Position) -> OffsetWrite:
     """To be called before anything is waited for."""
-    return Asked(state, request, counted_limit(state, position, request.offset), _guess(state, request), state.seeks)
+    return OffsetWrite(
+        state, request, counted_limit(state, position, request.offset), _guess(state, request), state.seeks
+    )
 
 
-async def commit_in(storage: DatabaseOffsets, database: Database, one: Asked) -> int | None:
+async def commit_in(storage: DatabaseOffsets, database: Database, one: OffsetWrite) -> int | None:
     """Writes one offset; or not, and returns up to where messages are counted already, and these with them.
 
     Raises OwnershipLost when the row is another owner's.
@@ -90,13 +92,13 @@ async def commit_in(storage: DatabaseOffsets, database: Database, one: Asked) ->
     return None
 
 
-def _guess(state: PartitionState, request: CommitRequest) -> Committed | None:
+def _guess(state: PartitionState, request: CommitRequest) -> CommittedOffset | None:
     offset = state.assumed_offset if state.assumed_offset is not None else state.committed_offset
     if offset is None:
         return request.claim.committed
-    return Committed(offset, request.epoch, request.claim.topic_id)
+    return CommittedOffset(offset, request.epoch, request.claim.topic_id)
 
 
-def _counted(held: Committed | None, claim: Claim) -> int:
+def _counted(held: CommittedOffset | None, claim: Ownership) -> int:
     """How far the present topic's messages are counted; a row may still be of a topic that was deleted."""
     return held.offset if held is not None and held.topic_id == claim.topic_id else -1

@@ -16,7 +16,7 @@ from metamq.zk.partitions import TopicPartition
 log = logging.getLogger("metamq.client")
 
 
-class Commits:
+class OffsetCommits:
     """The commits of one consumer. `errors` has each partition's last error, for health()."""
 
     def __init__(

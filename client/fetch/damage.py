@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from metamq.client.net import in_pieces
-from metamq.client.net.cluster import Cluster, Source
+from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import MetamqError
 from metamq.wire.commands import LATEST, OffsetsEntry
@@ -37,7 +37,7 @@ async def report_to(replica: BrokerAddress, entry: OffsetsEntry) -> None:
         log.info("%s was not told that its batch at offset %d came damaged: %s", replica.address, entry.damaged, error)
 
 
-async def report_damage(cluster: Cluster, source: Source, entry: OffsetsEntry) -> None:
+async def report_damage(cluster: ClusterClient, source: Source, entry: OffsetsEntry) -> None:
     """Tells the replica. One that cannot be told now is told when the same bytes come again."""
     try:
         await in_pieces.ask_offsets(await cluster.connection(*source), [entry])

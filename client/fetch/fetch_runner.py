@@ -24,7 +24,7 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
-from metamq.client.net.cluster import Cluster, Source
+from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, MetamqError
 from metamq.wire import status
@@ -66,7 +66,7 @@ class FetchRunner:
         self,
         source: Source,
         queue: FetchRequestQueue,
-        cluster: Cluster,
+        cluster: ClusterClient,
         sink: FetchSink,
         limits: Callable[[], FetchLimits],
     ) -> None:

@@ -37,7 +37,7 @@ from typing import Any
 from metamq.client.fetch.joined_batch import JoinedBatch, joinable
 from metamq.client.fetch.message_batch import SLICE_MESSAGES, VALUES_AT, MessageBatch
 from metamq.errors import DecodeError, MetamqError
-from metamq.zk.groups.ownership import Claim
+from metamq.zk.groups.ownership import Ownership
 from metamq.zk.partitions import TopicPartition
 
 
@@ -50,7 +50,7 @@ class PartitionState:
         "seeks", "sought_offset", "stable_offset", "start_offset", "starting", "tp",
     )  # fmt: skip
 
-    def __init__(self, tp: TopicPartition, claim: Claim | None, next_offset: int) -> None:
+    def __init__(self, tp: TopicPartition, claim: Ownership | None, next_offset: int) -> None:
         self.tp = tp
         self.claim = claim
         self.next_offset = next_offset

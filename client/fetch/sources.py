@@ -22,7 +22,7 @@ from typing import Any
 
 from metamq.client.fetch.fetch_queue import FetchRequest
 from metamq.client.fetch.fetch_runner import FetchRunner
-from metamq.client.net.cluster import MASTER, RETRY_S, Cluster, Source
+from metamq.client.net.cluster import MASTER, RETRY_S, ClusterClient, Source
 from metamq.errors import ConnectError, MetamqError
 from metamq.zk.partitions import TopicPartition
 
@@ -37,7 +37,7 @@ class Sources:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         *,
         reads_slaves: bool,
         requests: Callable[[], Iterable[FetchRequest]],

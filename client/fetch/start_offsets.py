@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from metamq.client.fetch.consumer_options import Start
 from metamq.client.group.assignment import AssignedPartition
-from metamq.client.net.cluster import MASTER, Cluster
+from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.client.net.in_pieces import ask_offsets
 from metamq.client.producer.producer_face import asked_time_us
 from metamq.errors import ConnectError, MetamqError, OffsetOutOfRange
@@ -48,7 +48,7 @@ class _Question(NamedTuple):
 class OffsetFinder:
     """Finds offsets; `start` is for partitions without a committed one."""
 
-    def __init__(self, cluster: Cluster, start: Start) -> None:
+    def __init__(self, cluster: ClusterClient, start: Start) -> None:
         self._cluster = cluster
         self._start = start
         self._made_anew: set[tuple[str, str]] = set()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from metamq.client.offsets.offsets import Claim, CommitRequest, Committed
+from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, Ownership
 from metamq.errors import ConfigError, MetamqError, OwnershipLost, PartitionNotFound
 from metamq.zk.partitions import TopicPartition
 
@@ -19,7 +19,7 @@ class AssignedPartition:
     position means anything in the present log. Commit with this claim; only its generation matters there.
     """
 
-    claim: Claim
+    claim: Ownership
 
     @property
     def tp(self) -> TopicPartition:
@@ -27,7 +27,7 @@ class AssignedPartition:
         return self.claim.tp
 
     @property
-    def committed(self) -> Committed | None:
+    def committed(self) -> CommittedOffset | None:
         """What the offset storage holds."""
         return self.claim.committed
 

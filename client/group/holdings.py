@@ -18,8 +18,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metamq.client.group.assignment import AssignedPartition, AssignmentHandler
-from metamq.client.group.rebalance_decisions import HANDLER_HAS_IT, TRANSITIONS, Decision, Held, Phase, decide, mine_in
-from metamq.client.offsets.offsets import Claim, CommitRequest, OffsetStorage
+from metamq.client.group.rebalance_decisions import (
+    HANDLER_HAS_IT,
+    TRANSITIONS,
+    Held,
+    Phase,
+    RebalanceDecision,
+    decide,
+    mine_in,
+)
+from metamq.client.offsets.offsets import CommitRequest, OffsetStorage, Ownership
 from metamq.errors import CorruptData, MetamqError, OwnershipLost
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups import ownership
@@ -36,7 +44,7 @@ log = logging.getLogger("metamq.client")
 class _Holding:
     """A partition of which we own the owner node. `final` is the position to commit with the release."""
 
-    claim: Claim
+    claim: Ownership
     phase: Phase = Phase.CLAIMED
     final: tuple[int, int] | None = None
 
@@ -145,7 +153,7 @@ class Holdings:
         if damage is not None:
             raise damage
 
-    def _decide(self, plan: Plan) -> Decision:
+    def _decide(self, plan: Plan) -> RebalanceDecision:
         held = {tp: Held(holding.phase, holding.claim.topic_id) for tp, holding in self._held.items()}
         return decide(self._id, plan, held, self.waiting)
 
@@ -183,14 +191,14 @@ class Holdings:
         outcomes = await asyncio.gather(
             *(self._claim_one(tp, topic_ids[tp]) for tp in partitions), return_exceptions=True
         )
-        claimed = [outcome for outcome in outcomes if isinstance(outcome, Claim)]
+        claimed = [outcome for outcome in outcomes if isinstance(outcome, Ownership)]
         if self._session.generation != generation:
             self._doubts.update(claim.tp for claim in claimed)
             raise ConnectionLost(self._session.servers, "the session expired while partitions were claimed")
         self._held.update((claim.tp, _Holding(claim)) for claim in claimed)
         _raise_first(outcomes)
 
-    async def _claim_one(self, tp: TopicPartition, topic_id: str) -> Claim | None:
+    async def _claim_one(self, tp: TopicPartition, topic_id: str) -> Ownership | None:
         def freed() -> None:
             self.waiting.pop(tp, None)
             self._changed()
@@ -204,7 +212,7 @@ class Holdings:
             self.waiting.pop(tp, None)
             self._doubts.add(tp)
             raise
-        if isinstance(outcome, Claim):
+        if isinstance(outcome, Ownership):
             self.waiting.pop(tp, None)
             self.moved_at = time.monotonic()
             return outcome

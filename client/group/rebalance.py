@@ -46,7 +46,7 @@ from metamq.zk.groups.members import Member
 from metamq.zk.groups.plans import Plan
 from metamq.zk.names import check_consumer, check_group
 from metamq.zk.partitions import TopicPartition
-from metamq.zk.session.session import State
+from metamq.zk.session.session import SessionState
 
 if TYPE_CHECKING:
     from metamq.zk.session.lease import Lease
@@ -256,7 +256,7 @@ class ZKLoadRebalanceListener:
             return "failed"
         if self._task is None:
             return "stopped"
-        if self._session.state is not State.CONNECTED:
+        if self._session.state is not SessionState.CONNECTED:
             return "cut off from ZooKeeper"
         return "member" if self._joined_in == self._session.generation else "joining"
 
@@ -270,7 +270,7 @@ class ZKLoadRebalanceListener:
                     async with asyncio.timeout(max(beat_due - time.monotonic(), 0)):
                         await self._look.wait()
                 self._look.clear()
-                if not self._stopping and self._session.state is State.CONNECTED:
+                if not self._stopping and self._session.state is SessionState.CONNECTED:
                     self._unsettled_since = self._unsettled_since or time.monotonic()
                     await self._try_round()
                 if time.monotonic() >= beat_due or self._owes_sign():
@@ -312,10 +312,10 @@ class ZKLoadRebalanceListener:
         self._last_error = str(error)
         asyncio.get_running_loop().call_later(_pause_s(self._failures), self._look.set)
 
-    def _on_state(self, state: State) -> None:
-        if state is State.LOST:
+    def _on_state(self, state: SessionState) -> None:
+        if state is SessionState.LOST:
             self._holdings.lose_all()
-        if state is State.CONNECTED:
+        if state is SessionState.CONNECTED:
             self._peers.wait_anew()
         self._look.set()
 

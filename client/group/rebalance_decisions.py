@@ -78,7 +78,7 @@ class Held(NamedTuple):
     topic_id: str
 
 
-class Decision(NamedTuple):
+class RebalanceDecision(NamedTuple):
     """What to do now, each in numeric order. `wait`: ours by the plan, but somebody else still holds it."""
 
     start: list[TopicPartition]
@@ -93,7 +93,7 @@ def decide(
     plan: Plan | None,
     held: Mapping[TopicPartition, Held],
     waiting: Collection[TopicPartition],
-) -> Decision:
+) -> RebalanceDecision:
     """What this member has to do to follow `plan`; `waiting` are partitions that another member was found to own."""
     mine = mine_in(consumer_id, plan)
     actions: dict[Action, list[TopicPartition]] = {action: [] for action in Action}
@@ -102,7 +102,7 @@ def decide(
         wanted = mine.get(item) == held[item].topic_id
         actions[ACTIONS[held[item].phase, wanted]].append(item)
     missing = sorted(mine.keys() - held.keys(), key=partition_order)
-    return Decision(
+    return RebalanceDecision(
         start=actions[Action.START],
         revoke=actions[Action.REVOKE],
         release=actions[Action.RELEASE],

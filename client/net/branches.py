@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -135,7 +135,7 @@ def _host() -> str:
 class TxClient:
     """Asks brokers. For one loop."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterClient) -> None:
         self._cluster = cluster
 
     async def ask(

@@ -37,7 +37,7 @@ class Source(NamedTuple):
     replica: int = MASTER
 
 
-class Cluster:
+class ClusterClient:
     """Topics and brokers as a client sees them, and its connections. Use within one loop only."""
 
     def __init__(

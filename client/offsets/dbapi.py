@@ -47,7 +47,7 @@ _IDLE = 0
 """PostgreSQL's transaction status without a transaction, as psycopg has it."""
 
 
-class Connection(Protocol):
+class DatabaseConnection(Protocol):
     """What is used of a blocking DB-API connection."""
 
     def cursor(self) -> Any: ...
@@ -74,7 +74,7 @@ class AsyncpgConnection(Protocol):
     def fetch(self, query: str, *args: Any) -> Any: ...
 
 
-AnyConnection = Connection | AsyncioConnection | AsyncpgConnection
+AnyConnection = DatabaseConnection | AsyncioConnection | AsyncpgConnection
 NOT_GIVEN: Any = object()
 """In the place of a connection that was left out: None may be a mistake."""
 

@@ -16,18 +16,26 @@ from typing import TYPE_CHECKING, Protocol
 
 from metamq.errors import MetamqError
 from metamq.zk.groups import ownership
-from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.groups.ownership import CommittedOffset, Ownership
 from metamq.zk.partitions import TopicPartition
 
 if TYPE_CHECKING:
     from metamq.zk.session.session import Session
 
-__all__ = ["Claim", "ClaimOutcome", "CommitOutcome", "CommitRequest", "Committed", "OffsetStorage", "ZooKeeperOffsets"]
+__all__ = [
+    "ClaimOutcome",
+    "CommitOutcome",
+    "CommitRequest",
+    "CommittedOffset",
+    "OffsetStorage",
+    "Ownership",
+    "ZooKeeperOffsets",
+]
 
-CommitOutcome = Claim | MetamqError
+CommitOutcome = Ownership | MetamqError
 """The claim as it stands after the commit, or why it was refused."""
 
-ClaimOutcome = Committed | MetamqError | None
+ClaimOutcome = CommittedOffset | MetamqError | None
 """What is committed, None for nothing, or why the storage does not accept the claim."""
 
 
@@ -38,11 +46,11 @@ class CommitRequest:
     `epoch` is the master's term that wrote the message before it.
     """
 
-    claim: Claim
+    claim: Ownership
     offset: int
     epoch: int
 
-    def with_known(self, committed: Committed | None) -> CommitRequest:
+    def with_known(self, committed: CommittedOffset | None) -> CommitRequest:
         """The same commit, on the knowledge that `committed` is what the storage holds now."""
         return replace(self, claim=replace(self.claim, committed=committed))
 
@@ -56,7 +64,7 @@ class OffsetStorage(Protocol):
     async def check(self) -> None:
         """Raise MetamqError, with the next step, when the storage cannot be used. Called before anything else."""
 
-    async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
+    async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
         """Fence off earlier owners, and say what is committed. May be repeated for one claim.
 
         A claim is refused with OwnershipLost when a later one is known. Raises MetamqError when the storage is out of
@@ -85,7 +93,7 @@ class ZooKeeperOffsets:
     async def check(self) -> None:
         """Nothing to do: the session was opened."""
 
-    async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
+    async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
         """What is committed came with the claim; no request is made."""
         return {claim.tp: claim.committed for claim in claims}
 

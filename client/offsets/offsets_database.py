@@ -24,7 +24,7 @@ from metamq.client.checks import check_callables
 from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, check_table, database_of
 from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import MetamqError, OwnershipLost
-from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.groups.ownership import CommittedOffset, Ownership
 from metamq.zk.partitions import TopicPartition
 
 R = TypeVar("R")
@@ -79,7 +79,7 @@ class DatabaseOffsets:
         sql = f"SELECT next_offset FROM {self._table} WHERE 1 = 0"
         await self._run(lambda database: database.rows(sql))
 
-    async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
+    async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
         """Raise the rows' generations to the claims', then read them; see `OffsetStorage.claimed`.
 
         Waits for as long as an earlier owner's transaction holds a row.
@@ -112,7 +112,7 @@ class DatabaseOffsets:
         known = request.claim.committed
         return await self._update(database, request, known.offset if known else NOTHING_COMMITTED)
 
-    async def _read_in(self, database: Database, claim: Claim) -> Committed | None:
+    async def _read_in(self, database: Database, claim: Ownership) -> CommittedOffset | None:
         """What the row holds, read inside the transaction that `database` is in; None for nothing.
 
         Raises OwnershipLost when the row is not this claim's any more.
@@ -125,7 +125,7 @@ class DatabaseOffsets:
     async def close(self) -> None:
         """Nothing to do: no connection outlives its operation, and other consumers may use this one."""
 
-    async def _claim(self, database: Database, claim: Claim) -> ClaimOutcome:
+    async def _claim(self, database: Database, claim: Ownership) -> ClaimOutcome:
         key = (claim.group, *claim.tp)
         while True:
             await database.change(
@@ -157,7 +157,7 @@ class DatabaseOffsets:
     async def _commit_one(self, database: Database, request: CommitRequest) -> CommitOutcome:
         if not await self._update(database, request, known_offset=None):
             return await self._lost(database, request.claim)
-        committed = Committed(request.offset, request.epoch, request.claim.topic_id)
+        committed = CommittedOffset(request.offset, request.epoch, request.claim.topic_id)
         return replace(request.claim, committed=committed)
 
     async def _update(self, database: Database, request: CommitRequest, known_offset: int | None) -> bool:
@@ -171,7 +171,7 @@ class DatabaseOffsets:
             return bool(await database.change(sql, values))
         return bool(await database.change(sql + " AND next_offset = {}", (*values, known_offset)))
 
-    async def _lost(self, database: Database, claim: Claim) -> OwnershipLost:
+    async def _lost(self, database: Database, claim: Ownership) -> OwnershipLost:
         row = await self._row(database, claim)
         if row is None:
             reason = f"its row in {self._table} is gone"
@@ -179,7 +179,7 @@ class DatabaseOffsets:
             reason = f"the database knows generation {row[0]}, ours is {claim.generation}"
         return OwnershipLost(*claim.tp, reason=reason)
 
-    async def _row(self, database: Database, claim: Claim) -> tuple[int, Committed | None] | None:
+    async def _row(self, database: Database, claim: Ownership) -> tuple[int, CommittedOffset | None] | None:
         sql = (
             f"SELECT generation, next_offset, epoch, topic_id FROM {self._table} "
             "WHERE group_name = {} AND topic = {} AND partition_name = {}"
@@ -188,7 +188,7 @@ class DatabaseOffsets:
         if not found:
             return None
         generation, next_offset, epoch, topic_id = found[0]
-        committed = None if next_offset == NOTHING_COMMITTED else Committed(next_offset, epoch, topic_id)
+        committed = None if next_offset == NOTHING_COMMITTED else CommittedOffset(next_offset, epoch, topic_id)
         return generation, committed
 
     async def _run(self, operation: Callable[[Database], Coroutine[Any, Any, R]]) -> R:

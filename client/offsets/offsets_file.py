@@ -21,7 +21,7 @@ from metamq.client.checks import wrong_type
 from metamq.client.offsets.offsets import ClaimOutcome, CommitOutcome, CommitRequest
 from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
 from metamq.private_files import make_folder, opener
-from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.groups.ownership import CommittedOffset, Ownership
 from metamq.zk.partitions import TopicPartition
 
 
@@ -51,7 +51,7 @@ class FileOffsets:
         if self._lock is None:
             raise ClosedError("offset file")
 
-    async def claimed(self, claims: Sequence[Claim]) -> Mapping[TopicPartition, ClaimOutcome]:
+    async def claimed(self, claims: Sequence[Ownership]) -> Mapping[TopicPartition, ClaimOutcome]:
         """What the file holds for them."""
         return {claim.tp: self._offsets.get(_key(claim)) for claim in claims}
 
@@ -60,7 +60,7 @@ class FileOffsets:
         async with self._turn:
             await self.check()
             news = {
-                _key(request.claim): Committed(request.offset, request.epoch, request.claim.topic_id)
+                _key(request.claim): CommittedOffset(request.offset, request.epoch, request.claim.topic_id)
                 for request in requests
             }
             after = self._offsets | news
@@ -88,7 +88,7 @@ class FileOffsets:
 _Key = tuple[str, str, str]
 
 
-def _key(claim: Claim) -> _Key:
+def _key(claim: Ownership) -> _Key:
     return claim.group, claim.tp.topic, claim.tp.partition
 
 
@@ -105,14 +105,14 @@ def _lock(path: Path) -> IO[str]:
     return lock
 
 
-def _read(path: Path) -> dict[_Key, Committed]:
+def _read(path: Path) -> dict[_Key, CommittedOffset]:
     try:
         text = path.read_text()
     except FileNotFoundError:
         return {}
     try:
         return {
-            (entry["group"], entry["topic"], entry["partition"]): Committed(
+            (entry["group"], entry["topic"], entry["partition"]): CommittedOffset(
                 entry["next"], entry["epoch"], entry["topic_id"]
             )
             for entry in json.loads(text)["offsets"]
@@ -121,7 +121,7 @@ def _read(path: Path) -> dict[_Key, Committed]:
         raise CorruptData(f"the offset file {path}", f"{error!r}", hint="Move it away to start anew.") from error
 
 
-def _write(path: Path, offsets: Mapping[_Key, Committed]) -> None:
+def _write(path: Path, offsets: Mapping[_Key, CommittedOffset]) -> None:
     entries = [
         {
             "group": group,

@@ -39,9 +39,9 @@ from typing import NamedTuple, TypeVar
 from metamq.client.producer.outgoing import (
     MESSAGE_OVERHEAD_BYTES,
     Delivery,
+    DeliveryOwner,
     ManyDelivery,
     OutgoingBatch,
-    Owner,
     QuickBatch,
 )
 from metamq.client.producer.partitioner import Partitioner
@@ -94,7 +94,7 @@ class Accumulator:
         partitioner: Partitioner,
         wake: Callable[[], None],
         wait_s: float | None,
-        owner: Owner,
+        owner: DeliveryOwner,
     ) -> None:
         self._make_lock()
         self.buffers: dict[str, TopicBuffer] = {}

@@ -16,7 +16,7 @@ from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 
 
-class Producer(OpenedLater, ProducerFace[T]):
+class BaseProducer(OpenedLater, ProducerFace[T]):
     """Sends messages to topics; see metamq.Producer for the arguments. For one loop, the one it is opened in.
 
         async with Producer() as producer:

@@ -36,7 +36,7 @@ log = logging.getLogger("metamq.client")
 _event_lock = threading.Lock()
 
 
-class Owner(Protocol):
+class DeliveryOwner(Protocol):
     """The producer, as its deliveries see it."""
 
     def hurry(self) -> None:
@@ -229,7 +229,7 @@ class _Waitable(Generic[R]):
 
     __slots__ = ("_producer",)
 
-    def __init__(self, producer: Owner) -> None:
+    def __init__(self, producer: DeliveryOwner) -> None:
         self._producer = producer
 
     def _batches(self) -> Sequence[OutgoingBatch]:
@@ -323,7 +323,7 @@ class Delivery(_Waitable[Receipt]):
 
     __slots__ = ("_batch", "_index")
 
-    def __init__(self, producer: Owner, batch: OutgoingBatch, index: int) -> None:
+    def __init__(self, producer: DeliveryOwner, batch: OutgoingBatch, index: int) -> None:
         self._producer = producer
         self._batch = batch
         self._index = index
@@ -366,7 +366,7 @@ class ManyDelivery(_Waitable[list[ReceiptRange]]):
 
     __slots__ = ("_parts",)
 
-    def __init__(self, producer: Owner, parts: list[OutgoingBatch]) -> None:
+    def __init__(self, producer: DeliveryOwner, parts: list[OutgoingBatch]) -> None:
         self._producer = producer
         self._parts = parts
 

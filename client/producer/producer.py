@@ -29,7 +29,7 @@ FLUSH_TIMEOUT_S = 35.0
 """More than the default of `delivery_timeout_s`: so what cannot be stored fails first, and says why."""
 
 
-class Producer(ProducerFace[T]):
+class BaseProducer(ProducerFace[T]):
     """Sends messages to topics. Thread-safe: one Producer serves a whole process.
 
     zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
@@ -122,7 +122,7 @@ class Producer(ProducerFace[T]):
             self._background.call_soon(lambda: _closing.add(asyncio.ensure_future(_close_quietly(core))))
 
 
-def _warn_unclosed(producer: Producer[Any]) -> None:
+def _warn_unclosed(producer: BaseProducer[Any]) -> None:
     warnings.warn("a Producer was not closed: use `with` or close()", ResourceWarning, source=producer, stacklevel=3)
 
 
@@ -137,7 +137,7 @@ async def _close_quietly(core: ProducerCore) -> None:
         log.error("messages of a Producer that was not closed were not stored: %s", _reasons(error))
 
 
-_unclosed: weakref.WeakSet[Producer[Any]] = weakref.WeakSet()
+_unclosed: weakref.WeakSet[BaseProducer[Any]] = weakref.WeakSet()
 
 
 @atexit.register

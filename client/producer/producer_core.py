@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from metamq.client.checks import check_ranges
 from metamq.client.forks import tell_of_forks
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.accumulator import Accumulator
 from metamq.client.producer.outgoing import OutgoingBatch, forget_locks
@@ -113,7 +113,7 @@ class ProducerCore:
         """Connects to ZooKeeper. Raises ConnectError."""
         self._thread = threading.get_ident()
         self._session = await open_client_session(servers, root, session_timeout_ms)
-        self.cluster = Cluster(self._session, changed=self._cluster_changed)
+        self.cluster = ClusterClient(self._session, changed=self._cluster_changed)
         self.sender = Sender(
             self.cluster,
             self._codec,

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from metamq.client.net.cluster import Cluster, Source
+from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.net.transport import BrokerConnection
 from metamq.client.producer.accumulator import Busy
 from metamq.client.producer.outgoing import OutgoingBatch
@@ -64,7 +64,7 @@ TICK_S = 0.1
 WARN_AFTER_S = 1.0
 
 
-class Verdict(Enum):
+class RefusalVerdict(Enum):
     """What a refusal means for the batch."""
 
     GAP = "its predecessor is missing"
@@ -75,22 +75,22 @@ class Verdict(Enum):
     NEVER = "it failed for good"
 
 
-_VERDICTS: tuple[tuple[type[MetamqError], Verdict], ...] = (
-    (SequenceGap, Verdict.GAP),
-    (TopicNotFound, Verdict.LOOK),
-    (Fenced, Verdict.MOVE),
-    (ClosedError, Verdict.UNSURE),  # the broker stops: what waits for a flush then is stored, most likely
+_VERDICTS: tuple[tuple[type[MetamqError], RefusalVerdict], ...] = (
+    (SequenceGap, RefusalVerdict.GAP),
+    (TopicNotFound, RefusalVerdict.LOOK),
+    (Fenced, RefusalVerdict.MOVE),
+    (ClosedError, RefusalVerdict.UNSURE),  # the broker stops: what waits for a flush then is stored, most likely
 )
 
 
-def verdict_on(error: MetamqError) -> Verdict:
+def verdict_on(error: MetamqError) -> RefusalVerdict:
     """What to do with a batch that a broker answered with `error`."""
     for kind, verdict in _VERDICTS:
         if isinstance(error, kind):
             return verdict
     if error.outcome == "unknown":
-        return Verdict.UNSURE
-    return Verdict.AGAIN if error.retriable else Verdict.NEVER
+        return RefusalVerdict.UNSURE
+    return RefusalVerdict.AGAIN if error.retriable else RefusalVerdict.NEVER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +300,9 @@ def _nothing(*_: object) -> None:
 class Sender:
     """Brings batches to the brokers. Its owner sets the three callbacks."""
 
-    def __init__(self, cluster: Cluster, codec: Codec, *, delivery_timeout_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self, cluster: ClusterClient, codec: Codec, *, delivery_timeout_s: float, request_timeout_s: float
+    ) -> None:
         self.cluster = cluster
         self.codec = codec
         self._delivery_timeout_s = delivery_timeout_s
@@ -395,20 +397,20 @@ class Sender:
     def refused(self, queue: PartitionQueue, batch: OutgoingBatch, error: MetamqError) -> None:
         """The broker refused the batch: again, or never."""
         verdict = verdict_on(error)
-        if verdict is Verdict.NEVER:
+        if verdict is RefusalVerdict.NEVER:
             self.settle(queue, batch, error)
             return
-        if verdict is Verdict.GAP:
+        if verdict is RefusalVerdict.GAP:
             batch.gapped = True
             self.back(queue, batch, unsure=False)
             return
         broker = self._brokers[queue.broker_id]
         broker.last_error = error
         queue.paused_until_s = time.monotonic() + RETRY_PAUSE_S
-        self.back(queue, batch, unsure=verdict is Verdict.UNSURE or error.outcome == "unknown")
-        if verdict is Verdict.MOVE:
+        self.back(queue, batch, unsure=verdict is RefusalVerdict.UNSURE or error.outcome == "unknown")
+        if verdict is RefusalVerdict.MOVE:
             broker.look_up()
-        elif verdict is Verdict.LOOK and queue.topic not in self._looking_at:
+        elif verdict is RefusalVerdict.LOOK and queue.topic not in self._looking_at:
             self._looking_at.add(queue.topic)
             self.spawn(self._look(queue, error))
 

@@ -16,14 +16,14 @@ from typing import Any, Self, TypeVar
 from metamq.client.admin.admin_brokers import Found, ask_offsets, ask_slaves
 from metamq.client.admin.admin_groups import check_empty
 from metamq.client.background import background
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError, PartitionNotFound, TopicNotFound
 from metamq.spark_consumers.driver.stream_offsets import Places, StreamPlace
 from metamq.spark_consumers.source.options import Subscription
-from metamq.spark_consumers.source.replicas import Replica, replicas_of
+from metamq.spark_consumers.source.replicas import ReplicaAddress, replicas_of
 from metamq.wire.commands import OffsetsResult
-from metamq.zk.groups.ownership import Committed, reset_offset
+from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
@@ -45,8 +45,8 @@ class ClusterView:
         self._topics: list[str] = []
         """Of the last look, for when ZooKeeper cannot be asked."""
 
-    async def _open(self, zookeeper: str, root: str) -> Cluster:
-        return Cluster(await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS), with_slaves=True)
+    async def _open(self, zookeeper: str, root: str) -> ClusterClient:
+        return ClusterClient(await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS), with_slaves=True)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._loop.run(coroutine)
@@ -117,13 +117,13 @@ class ClusterView:
 
     def replicas(
         self, partitions: Collection[TopicPartition], *, with_slaves: bool
-    ) -> dict[TopicPartition, tuple[Replica, ...]]:
+    ) -> dict[TopicPartition, tuple[ReplicaAddress, ...]]:
         """Where each partition can be read; the last that was known."""
         return self._run(self._replicas(partitions, with_slaves))
 
     async def _replicas(
         self, partitions: Collection[TopicPartition], with_slaves: bool
-    ) -> dict[TopicPartition, tuple[Replica, ...]]:
+    ) -> dict[TopicPartition, tuple[ReplicaAddress, ...]]:
         masters = await self._cluster.refresh_brokers()
         if with_slaves:
             await asyncio.gather(*map(self._cluster.know_slaves, {tp.topic for tp in partitions}))
@@ -156,7 +156,7 @@ class ClusterView:
 
         async def publish_one(tp: TopicPartition, place: StreamPlace) -> None:
             async with room:
-                await reset_offset(session, group, tp, Committed(place.offset, place.epoch, place.topic_id))
+                await reset_offset(session, group, tp, CommittedOffset(place.offset, place.epoch, place.topic_id))
 
         found = await asyncio.gather(*(publish_one(*item) for item in places.items()), return_exceptions=True)
         for error in filter(None, found):

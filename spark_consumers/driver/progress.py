@@ -14,7 +14,7 @@ from metamq.zk.partitions import TopicPartition
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """What bounds a batch."""
 
     most: int | None = None
@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class QueryStep:
     """What comes of it."""
 
     offset: StreamOffset | None
@@ -119,8 +119,8 @@ def step(
     before: Places,
     begun: dict[TopicPartition, StreamPlace],
     answers: Mapping[TopicPartition, Found],
-    limits: Limits,
-) -> Step:
+    limits: BatchLimits,
+) -> QueryStep:
     """The next batch. Without a target, brokers that could not be reached have nothing new."""
     losses = []
     ends: dict[TopicPartition, StreamPlace] = {}
@@ -144,10 +144,10 @@ def step(
     found = sum(last[tp] - first[tp] for tp in first)
     is_same = begun == dict(before)
     if is_same and not is_enough(found, limits.least, limits.waited_s, limits.delay_max_s):
-        return Step(None, losses)
+        return QueryStep(None, losses)
     admitted = admit(first, last, limits.most)
     reached = {tp: _reached(offset, begun[tp], ends[tp], answers.get(tp)) for tp, offset in admitted.items()}
-    return Step(StreamOffset(begun, reached), losses)
+    return QueryStep(StreamOffset(begun, reached), losses)
 
 
 def _is_in(target: Mapping[TopicPartition, StreamPlace], tp: TopicPartition, place: StreamPlace) -> bool:

@@ -20,7 +20,7 @@ from metamq.client.admin.admin_brokers import Found
 from metamq.errors import MetamqError, OffsetDiverged, OffsetOutOfRange
 from metamq.spark_consumers.driver import planning, progress
 from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
-from metamq.spark_consumers.driver.progress import Limits
+from metamq.spark_consumers.driver.progress import BatchLimits
 from metamq.spark_consumers.driver.publishing import Publisher
 from metamq.spark_consumers.driver.stream_offsets import (
     Places,
@@ -139,10 +139,10 @@ class StreamPlanner:
     def _is_of_target(self, tp: TopicPartition, topic_id: str) -> bool:
         return self._target is not None and tp in self._target and self._target[tp].topic_id == topic_id
 
-    def _limits(self, is_only_batch: bool) -> Limits:
+    def _limits(self, is_only_batch: bool) -> BatchLimits:
         if is_only_batch:
-            return Limits(target=self._target)
-        return Limits(
+            return BatchLimits(target=self._target)
+        return BatchLimits(
             most=self._options.max_offsets_per_trigger,
             # What comes later is not of this query: nothing to wait for.
             least=self._options.min_offsets_per_trigger if self._target is None else None,

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from metamq.client.net.branches import Branch, TxClient, new_session
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchNotKnown, ConnectError, HeuristicOutcome, MetamqError, OutcomeUnknown
 from metamq.spark_consumers.sink.decisions import BranchName, Ends
 from metamq.wire.xa import Verb, XACode, Xid
@@ -42,7 +42,7 @@ class CommitLost(MetamqError):
 class BranchEnds:
     """Ends branches. For one loop; a process has one, and its connections."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterClient) -> None:
         self.cluster = cluster
         self._silent_until_s: dict[int, float] = {}
 

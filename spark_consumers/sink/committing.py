@@ -19,7 +19,7 @@ from typing import TypeVar
 from metamq.client.net.branches import ANSWER_S
 from metamq.errors import ConnectError, MetamqError, Outcome
 from metamq.spark_consumers.sink.branch_ends import ROLL_BACK_S, BranchEnds, CommitLost
-from metamq.spark_consumers.sink.decision_store import DecisionStore, Owner, Sink
+from metamq.spark_consumers.sink.decision_store import DecisionStore, Sink, SinkOwner
 from metamq.spark_consumers.sink.decisions import JOB, BranchName, Decision, NotOurs, batches_of, ends
 from metamq.spark_consumers.sink.leftovers import end_leftovers
 
@@ -40,7 +40,7 @@ class Committer:
     """Of one sink. For one loop. `patience_s`: how long ZooKeeper and brokers are waited for."""
 
     def __init__(
-        self, branch_ends: BranchEnds, sink: str, owner: Owner, patience_s: float, *, accepts_loss: bool = False
+        self, branch_ends: BranchEnds, sink: str, owner: SinkOwner, patience_s: float, *, accepts_loss: bool = False
     ) -> None:
         self._ends = branch_ends
         self._sink = sink

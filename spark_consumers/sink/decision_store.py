@@ -20,7 +20,7 @@ KEPT = 8
 branch, by a promotion with an accepted loss, and still has it prepared."""
 
 
-class Owner(NamedTuple):
+class SinkOwner(NamedTuple):
     """Who decides about a sink."""
 
     identity: str
@@ -65,7 +65,7 @@ class DecisionStore:
         node = await self._session.get_or_none(self._paths.sink_decision(sink, batch_id))
         return None if node is None else Decision.from_json(node.data)
 
-    async def claim(self, sink: str, owner: Owner) -> None:
+    async def claim(self, sink: str, owner: SinkOwner) -> None:
         """What a run does before it writes its first: from now on those before it decide nothing. Raises NotOurs."""
         while True:
             known = await self._checked(sink, owner.identity)
@@ -78,7 +78,7 @@ class DecisionStore:
         known = await self._checked(job, job)
         await self._written(job, known.state, known.version)  # else somebody else has
 
-    async def decide(self, sink: str, owner: Owner, batch_id: int, decision: Decision) -> Decision:
+    async def decide(self, sink: str, owner: SinkOwner, batch_id: int, decision: Decision) -> Decision:
         """The decision about a batch: this one, unless there is one already. Raises NotOurs; MessageTooLarge."""
         while True:
             known = await self._checked(sink, owner.identity)
@@ -94,7 +94,7 @@ class DecisionStore:
                 continue
             return decision
 
-    async def fence(self, sink: str, owner: Owner, batch_id: int) -> Decision | None:
+    async def fence(self, sink: str, owner: SinkOwner, batch_id: int) -> Decision | None:
         """The decision about a batch; None: there is none, nor does one come from what was under way.
 
         Raises NotOurs.

@@ -24,7 +24,7 @@ from metamq.spark_consumers.sink.checkpoint import (
     named,
     newest_finished,
 )
-from metamq.spark_consumers.sink.decision_store import Owner
+from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import BranchName, new_attempt, new_job
 from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.spark_consumers.sink.sink import StreamArrowWriter
@@ -57,20 +57,20 @@ class Prepared(WriterCommitMessage):
     """The history of each broker that it has a branch at."""
 
 
-_claimed: set[tuple[str, str, str, Owner]] = set()
+_claimed: set[tuple[str, str, str, SinkOwner]] = set()
 _touched_s: dict[str, float] = {}
 """What this process has said of sinks, each of a cluster, and of batch writes when."""
 _not_exact: set[tuple[str, str, str]] = set()
 """Queries, each at a cluster, that had decided nothing when this process looked."""
 
 
-def claim(options: SinkOptions, sink: str | None, owner: Owner) -> None:
+def claim(options: SinkOptions, sink: str | None, owner: SinkOwner) -> None:
     """Before a run of a query writes: its sink is its own, and so is the name in the option `sinkId`.
 
     Raises NotOurs.
     """
     client = sink_client(options)
-    wanted = [(options.sink_id, Owner(owner.identity)), (sink, owner)]
+    wanted = [(options.sink_id, SinkOwner(owner.identity)), (sink, owner)]
     for name, by in wanted:
         if name is None or (said := (options.zookeeper, options.root, name, by)) in _claimed:
             continue
@@ -92,7 +92,7 @@ def refuse_half_done(options: SinkOptions, location: str | None) -> None:
     if seen in _not_exact and is_just_planned(folder):
         return
     client = sink_client(options)
-    decided = client.background.run(client.committer(query, Owner(query)).newest_decided())
+    decided = client.background.run(client.committer(query, SinkOwner(query)).newest_decided())
     if decided is None:
         _not_exact.add(seen)
     elif decided > newest_finished(folder):
@@ -107,11 +107,11 @@ def touch(options: SinkOptions, job: str) -> None:
     now_s = time.monotonic()
     if now_s - _touched_s.get(job, -TOUCH_S) >= TOUCH_S:
         client = sink_client(options)
-        client.background.run(client.committer(job, Owner(job)).touch())
+        client.background.run(client.committer(job, SinkOwner(job)).touch())
         _touched_s[job] = now_s
 
 
-def write_branches(options: SinkOptions, sink: str, owner: Owner, batch_id: int, rows: Iterator[Any]) -> Prepared:
+def write_branches(options: SinkOptions, sink: str, owner: SinkOwner, batch_id: int, rows: Iterator[Any]) -> Prepared:
     """One attempt at a task. Returns once all it wrote is prepared; else nothing of it will be seen."""
     from pyspark import TaskContext
 
@@ -143,22 +143,22 @@ class ExactBatchWriter(DataSourceArrowWriter):
         self._options = options
         self._job = new_job()
         client = sink_client(options)
-        client.background.run(client.committer(self._job, Owner(self._job)).begin_job())
+        client.background.run(client.committer(self._job, SinkOwner(self._job)).begin_job())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Runs in an executor. Returns once all is prepared."""
         touch(self._options, self._job)
-        return write_branches(self._options, self._job, Owner(self._job), 0, iterator)
+        return write_branches(self._options, self._job, SinkOwner(self._job), 0, iterator)
 
     def commit(self, messages: Sequence[Any]) -> None:
         """All is to be seen once it returns."""
         client = sink_client(self._options)
-        client.background.run(client.committer(self._job, Owner(self._job)).commit(0, _attempts(messages)))
+        client.background.run(client.committer(self._job, SinkOwner(self._job)).commit(0, _attempts(messages)))
 
     def abort(self, messages: Sequence[Any]) -> None:
         """Nothing will be, unless a commit() that failed has decided so."""
         client = sink_client(self._options)
-        client.background.run(client.committer(self._job, Owner(self._job)).abort(0, _attempts(messages)))
+        client.background.run(client.committer(self._job, SinkOwner(self._job)).abort(0, _attempts(messages)))
 
 
 class ExactStreamWriter(StreamArrowWriter):
@@ -169,7 +169,7 @@ class ExactStreamWriter(StreamArrowWriter):
         self._checkpoint = checkpoint
         query = None if options.sink_id is None else known_id(local_folder(checkpoint))
         if query is not None:
-            claim(options, None, Owner(query))
+            claim(options, None, SinkOwner(query))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Runs in an executor. Returns once all is prepared."""
@@ -179,7 +179,7 @@ class ExactStreamWriter(StreamArrowWriter):
         assert context is not None
         query, batch = context.getLocalProperty(QUERY_PROPERTY), context.getLocalProperty(BATCH_PROPERTY)
         sink, batch_id = named(self._options.sink_id, query, batch)
-        owner = Owner(query or "", context.getLocalProperty(RUN_PROPERTY) or "" if query else "")
+        owner = SinkOwner(query or "", context.getLocalProperty(RUN_PROPERTY) or "" if query else "")
         if query:
             claim(self._options, sink, owner)
         return write_branches(self._options, sink, owner, batch_id, iterator)
@@ -199,7 +199,7 @@ class ExactStreamWriter(StreamArrowWriter):
         first = told[0]
         identity = first.identity or checkpoint_id(self._checkpoint)
         client = sink_client(self._options)
-        committer = client.committer(first.sink, Owner(identity, first.run))
+        committer = client.committer(first.sink, SinkOwner(identity, first.run))
         attempts = _attempts(messages)
         if is_commit:
             made_from = content(self._checkpoint, identity, batch_id)

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from metamq.client.background import background
 from metamq.client.fetch.columnar import ColumnarSender, Shipment
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ConnectError
 from metamq.spark_consumers.sink.branch_ends import BranchEnds
 from metamq.spark_consumers.sink.committing import Committer
-from metamq.spark_consumers.sink.decision_store import Owner
+from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import BranchName
 from metamq.spark_consumers.sink.sink_options import SinkOptions
 from metamq.spark_consumers.sink.task_branches import TaskBranches
@@ -43,9 +43,9 @@ class Connected:
         self.cluster = _patiently(lambda: self.background.run(self._open(zookeeper, root)), patience_s)
         self.ends = BranchEnds(self.cluster)
 
-    async def _open(self, zookeeper: str, root: str) -> Cluster:
+    async def _open(self, zookeeper: str, root: str) -> ClusterClient:
         session = await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS)
-        return Cluster(session, changed=self._changed)
+        return ClusterClient(session, changed=self._changed)
 
     def _changed(self) -> None:
         for sender in self._senders.values():
@@ -95,7 +95,7 @@ class SinkClient:
             patience_s=options.delivery_timeout_s,
         )  # fmt: skip
 
-    def committer(self, sink: str, owner: Owner) -> Committer:
+    def committer(self, sink: str, owner: SinkOwner) -> Committer:
         """For the driver."""
         return Committer(
             self._connected.ends, sink, owner, self.options.delivery_timeout_s,

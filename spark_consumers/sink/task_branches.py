@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from metamq.client.net.branches import Encoded
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import ConfigError, MetamqError, TryLater
 from metamq.spark_consumers.sink.decisions import BranchName
 from metamq.spark_consumers.sink.gathering import Gathered
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.commands import PutEntry
 from metamq.wire.compression import Codec
 from metamq.wire.limits import ENTRIES_TARGET
@@ -38,10 +38,10 @@ ROLLBACK_S = 5.0
 """A task that failed waits so long for its branches' roll back; the rest is left to the driver, and to brokers."""
 
 
-class _NamedWork(Work):
+class _NamedWork(GlobalTransaction):
     """Its branches are named as a sink's."""
 
-    def __init__(self, cluster: Cluster, name: BranchName, *, branch_timeout_s: float, patience_s: float) -> None:
+    def __init__(self, cluster: ClusterClient, name: BranchName, *, branch_timeout_s: float, patience_s: float) -> None:
         super().__init__(
             cluster, None, name.whole, branch_timeout_s=branch_timeout_s,
             answer_s=min(patience_s, ANSWER_S), patience_s=patience_s,
@@ -87,7 +87,7 @@ class TaskBranches:
     """`add` is for the task's thread, the rest for the loop."""
 
     def __init__(
-        self, cluster: Cluster, name: BranchName, codec: Codec, *, branch_timeout_s: float, patience_s: float
+        self, cluster: ClusterClient, name: BranchName, codec: Codec, *, branch_timeout_s: float, patience_s: float
     ) -> None:
         """`patience_s`: how long a broker is waited for before the attempt fails."""
         self._cluster = cluster

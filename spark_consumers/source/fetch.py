@@ -35,9 +35,9 @@ from metamq.errors import (
     TopicNotFound,
 )
 from metamq.spark_consumers.source.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
-from metamq.spark_consumers.source.lanes import Lane, LaneKey, Place, lanes
+from metamq.spark_consumers.source.lanes import Lane, LaneKey, ReadPosition, lanes
 from metamq.spark_consumers.source.ranges import OffsetRange
-from metamq.spark_consumers.source.replicas import Replica, find_replicas, find_topic_id
+from metamq.spark_consumers.source.replicas import ReplicaAddress, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
 from metamq.wire.commands import FilePlace, GetResult, unpack
 from metamq.wire.limits import BATCH_TARGET_BYTES
@@ -64,7 +64,7 @@ class FetchTask(NamedTuple):
     """All that a task needs to read its range. Goes to executors."""
 
     wanted: OffsetRange
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaAddress, ...]
     zookeeper: str
     root: str
     epoch: int = -1
@@ -219,7 +219,7 @@ class Fetching:
 
     def _ask(self, lane: Lane) -> None:
         in_place = self._in_place and lane.has_files and lane.connection.is_near and bool(self._data)
-        place = Place(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch, in_place)
+        place = ReadPosition(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch, in_place)
         lane.ask(place, WAIT_MS, self._bytes_to_ask_for())
 
     def _ask_ahead(self) -> None:

@@ -25,7 +25,7 @@ IDLE_MAX = 16
 """Lanes that are kept, to all brokers together: each keeps the memory of its last answers."""
 
 
-class Place(NamedTuple):
+class ReadPosition(NamedTuple):
     """Where in a partition to read on. `epoch` is that of the message before; -1: not known.
 
     `in_place`: a broker on this machine may tell the file instead of sending what is there.
@@ -75,7 +75,7 @@ class Lane:
         """Whether it can be used by another reader."""
         return not self.is_asked and self.connection.is_idle
 
-    def ask(self, place: Place, wait_ms: int, bytes_max: int) -> None:
+    def ask(self, place: ReadPosition, wait_ms: int, bytes_max: int) -> None:
         """Asks the broker for what comes next. Raises ConnectError, Timeout."""
         opened = []
         if not self._handle:

@@ -15,7 +15,7 @@ from metamq.zk.cluster.replicas import live_slaves
 from metamq.zk.cluster.topics import TopicStore
 
 
-class Replica(NamedTuple):
+class ReplicaAddress(NamedTuple):
     """One replica's address. `number` is MASTER for whichever is the master."""
 
     number: int
@@ -25,15 +25,15 @@ class Replica(NamedTuple):
     """The data folder on its machine, below which its files are; empty: it does not say it."""
 
 
-def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -> tuple[Replica, ...]:
+def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -> tuple[ReplicaAddress, ...]:
     """The master first, if there is one."""
-    found = [] if master is None else [Replica(MASTER, master.host, master.port, master.data)]
-    return (*found, *(Replica(slave.replica, slave.host, slave.port, slave.data) for slave in slaves))
+    found = [] if master is None else [ReplicaAddress(MASTER, master.host, master.port, master.data)]
+    return (*found, *(ReplicaAddress(slave.replica, slave.host, slave.port, slave.data) for slave in slaves))
 
 
 async def find_replicas(
     zookeeper: str, root: str, broker_id: int, topic: str, *, with_slaves: bool
-) -> tuple[Replica, ...]:
+) -> tuple[ReplicaAddress, ...]:
     """Those that are registered now: the master, and the slaves that have the topic. Raises ConnectError.
 
     In a session of its own: a cluster has many tasks, and they need ZooKeeper only when a broker is not where it was.

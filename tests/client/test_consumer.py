@@ -14,7 +14,7 @@ import pytest
 from metamq import Consumer, Message, TopicPartition
 from metamq.errors import ConfigError, ConnectError, OffsetOutOfRange, OwnershipLost, PartitionNotFound
 from metamq.zk.cluster.topics import TopicStore
-from metamq.zk.groups.ownership import Committed, reset_offset
+from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.session.session import Session
 from tests.client.idle import LIMIT_S, all_of
 
@@ -288,7 +288,7 @@ async def set_from_outside(shop: Shop, group: str, topic: str, offset: int) -> N
     """Sets the group's offset; its owner's next commit is refused, and it takes the partition anew."""
     async with await Session.open(shop.cluster.zookeeper) as session:
         topic_id = (await TopicStore(session).get(topic)).id
-        await reset_offset(session, group, tp(topic), Committed(offset, 1, topic_id))
+        await reset_offset(session, group, tp(topic), CommittedOffset(offset, 1, topic_id))
 
 
 def test_a_message_of_before_the_partition_was_lost_is_not_committed(shop: Shop, group: str) -> None:

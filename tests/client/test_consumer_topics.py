@@ -14,7 +14,7 @@ from metamq import TopicPartition
 from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.errors import OffsetOutOfRange
 from metamq.zk.cluster.topics import FlushEvery
-from metamq.zk.groups.ownership import Committed, reset_offset
+from metamq.zk.groups.ownership import CommittedOffset, reset_offset
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.session.session import Session
 
@@ -125,7 +125,7 @@ def test_an_offset_beyond_the_end_is_not_asked_for_for_ever(shop: Shop, group: s
 
         async def write() -> None:
             async with await Session.open(shop.cluster.zookeeper) as session:
-                await reset_offset(session, group, tp(topic), Committed(1_000, 1, topic_id))
+                await reset_offset(session, group, tp(topic), CommittedOffset(1_000, 1, topic_id))
 
         asyncio.run(write())
 

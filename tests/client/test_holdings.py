@@ -11,7 +11,7 @@ import pytest
 from metamq.client.group.assignment import AssignedPartition
 from metamq.client.group.holdings import Holdings
 from metamq.client.group.rebalance_decisions import Phase, next_plan
-from metamq.client.offsets.offsets import CommitRequest, Committed, ZooKeeperOffsets
+from metamq.client.offsets.offsets import CommitRequest, CommittedOffset, ZooKeeperOffsets
 from metamq.errors import MetamqError, OwnershipLost
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups.members import owned_partitions
@@ -96,7 +96,7 @@ class Case:
     async def owners(self) -> dict[TopicPartition, str]:
         return await owned_partitions(self.session, "etl")
 
-    async def committed(self) -> Committed | None:
+    async def committed(self) -> CommittedOffset | None:
         stored = await read_offset(self.session, "etl", TP)
         assert stored is not None
         return stored[0].committed
@@ -147,7 +147,7 @@ def test_a_commit_without_an_answer_may_be_repeated(servers: str) -> None:
         refused = await case.holdings.commit([CommitRequest(claim, 5, 1)])
         assert refused[TP].outcome == "unknown"
         assert await case.holdings.commit([CommitRequest(claim, 6, 1)]) == {}
-        assert await case.committed() == Committed(6, 1, ID)
+        assert await case.committed() == CommittedOffset(6, 1, ID)
         assert case.handler.losses == []
 
     run(servers, scenario)
@@ -164,7 +164,7 @@ def test_a_release_without_an_answer_is_repeated(servers: str) -> None:
         assert await case.owners() == {}
         await case.holdings.follow(plan_for("other"))
         assert not case.holdings
-        assert await case.committed() == Committed(9, 2, ID)
+        assert await case.committed() == CommittedOffset(9, 2, ID)
 
     run(servers, scenario)
 
@@ -172,10 +172,10 @@ def test_a_release_without_an_answer_is_repeated(servers: str) -> None:
 def test_an_owner_whose_offset_was_reset_does_not_block_the_next_one(servers: str) -> None:
     async def scenario(case: Case) -> None:
         await case.follow(plan_for("me"), until=lambda: case.handler.consuming)
-        await reset_offset(case.session, "etl", TP, Committed(100, 1, ID))
+        await reset_offset(case.session, "etl", TP, CommittedOffset(100, 1, ID))
         await case.follow(plan_for("other"), until=lambda: not case.holdings)
         assert await case.owners() == {}
-        assert await case.committed() == Committed(100, 1, ID)
+        assert await case.committed() == CommittedOffset(100, 1, ID)
 
     run(servers, scenario)
 
@@ -184,11 +184,11 @@ def test_a_commit_that_is_refused_for_good_ends_the_assignment(servers: str) -> 
     async def scenario(case: Case) -> None:
         await case.follow(plan_for("me"), until=lambda: case.handler.consuming)
         claim = case.handler.consuming[TP].claim
-        await reset_offset(case.session, "etl", TP, Committed(100, 1, ID))
+        await reset_offset(case.session, "etl", TP, CommittedOffset(100, 1, ID))
         refused = await case.holdings.commit([CommitRequest(claim, 5, 1)])
         assert isinstance(refused[TP], OwnershipLost)
         assert case.handler.losses == [TP]
         await case.follow(plan_for("me"), until=lambda: case.handler.consuming)
-        assert case.handler.consuming[TP].committed == Committed(100, 1, ID)
+        assert case.handler.consuming[TP].committed == CommittedOffset(100, 1, ID)
 
     run(servers, scenario)

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from metamq.client.consumer.loop_end import ASK_AGAIN_S, LOOK_S, Decision, Step, decide
+from metamq.client.consumer.loop_end import ASK_AGAIN_S, LOOK_S, LoopDecision, LoopStep, decide
 from metamq.client.group.assignment import Obstacle
 from metamq.client.net.peers import EXPIRY_MARGIN_MS, lives, sharers
 from metamq.errors import MetamqError
@@ -23,27 +23,27 @@ def since(began: float, patience_s: float = 30.0) -> Obstacle:
 @pytest.mark.parametrize(
     ("now", "obstacle", "doubt", "ask_from", "decision"),
     [
-        (103.0, None, None, 0.0, Decision(Step.WAIT, 2.0, 100.0)),
-        (105.0, None, None, 0.0, Decision(Step.ASK, 0.0, 100.0)),
-        (129.9, since(100.0), None, 0.0, Decision(Step.WAIT, LOOK_S, 129.9)),
-        (130.0, since(100.0), None, 0.0, Decision(Step.RAISE, 0.0, 100.0)),
-        (9e9, since(100.0, inf), None, 0.0, Decision(Step.WAIT, LOOK_S, 9e9)),
-        (105.0, None, since(104.0), 105.0 + ASK_AGAIN_S, Decision(Step.WAIT, ASK_AGAIN_S, 100.0)),
-        (106.0, None, since(104.0), 105.5, Decision(Step.ASK, -0.5, 100.0)),
-        (134.0, None, since(104.0), 0.0, Decision(Step.RAISE, 0.0, 100.0)),
-        (134.0, since(120.0), since(104.0), 0.0, Decision(Step.RAISE, 0.0, 100.0)),
+        (103.0, None, None, 0.0, LoopDecision(LoopStep.WAIT, 2.0, 100.0)),
+        (105.0, None, None, 0.0, LoopDecision(LoopStep.ASK, 0.0, 100.0)),
+        (129.9, since(100.0), None, 0.0, LoopDecision(LoopStep.WAIT, LOOK_S, 129.9)),
+        (130.0, since(100.0), None, 0.0, LoopDecision(LoopStep.RAISE, 0.0, 100.0)),
+        (9e9, since(100.0, inf), None, 0.0, LoopDecision(LoopStep.WAIT, LOOK_S, 9e9)),
+        (105.0, None, since(104.0), 105.0 + ASK_AGAIN_S, LoopDecision(LoopStep.WAIT, ASK_AGAIN_S, 100.0)),
+        (106.0, None, since(104.0), 105.5, LoopDecision(LoopStep.ASK, -0.5, 100.0)),
+        (134.0, None, since(104.0), 0.0, LoopDecision(LoopStep.RAISE, 0.0, 100.0)),
+        (134.0, since(120.0), since(104.0), 0.0, LoopDecision(LoopStep.RAISE, 0.0, 100.0)),
     ],
 )
 def test_a_loop_waits_asks_or_raises(
-    now: float, obstacle: Obstacle | None, doubt: Obstacle | None, ask_from: float, decision: Decision
+    now: float, obstacle: Obstacle | None, doubt: Obstacle | None, ask_from: float, decision: LoopDecision
 ) -> None:
     assert decide(now, IDLE_S, 100.0, obstacle, doubt, ask_from) == decision
 
 
 def test_no_idle_time_passes_during_an_obstacle() -> None:
     idle_since = decide(110.0, IDLE_S, 100.0, since(109.0), None, 0.0).idle_since
-    assert decide(110.1, IDLE_S, idle_since, None, None, 0.0).step is Step.WAIT
-    assert decide(115.0, IDLE_S, idle_since, None, None, 0.0).step is Step.ASK
+    assert decide(110.1, IDLE_S, idle_since, None, None, 0.0).step is LoopStep.WAIT
+    assert decide(115.0, IDLE_S, idle_since, None, None, 0.0).step is LoopStep.ASK
 
 
 @pytest.mark.parametrize(

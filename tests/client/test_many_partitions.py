@@ -17,7 +17,7 @@ from metamq.client.admin import admin_brokers
 from metamq.client.fetch.fetch_queue import FetchRequest, FetchRequestQueue
 from metamq.client.fetch.fetch_runner import FetchLimits, FetchRunner
 from metamq.client.fetch.start_offsets import OffsetFinder
-from metamq.client.net.cluster import MASTER, Cluster, Source
+from metamq.client.net.cluster import MASTER, ClusterClient, Source
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.sender import Sender
 from metamq.errors import MetamqError, StorageError, TopicNotFound
@@ -118,8 +118,8 @@ class Paper:
         raise AssertionError("the connection was given up")
 
 
-def as_cluster(paper: Paper) -> Cluster:
-    return cast(Cluster, paper)
+def as_cluster(paper: Paper) -> ClusterClient:
+    return cast(ClusterClient, paper)
 
 
 async def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
@@ -368,7 +368,7 @@ def test_a_page_of_the_longest_names_can_be_sent() -> None:
 # -- with a real broker ----------------------------------------------------------------------
 
 
-async def ask_for_nothing(cluster: Cluster, count: int) -> tuple[int, int]:
+async def ask_for_nothing(cluster: ClusterClient, count: int) -> tuple[int, int]:
     """(offsets, fetches) that a broker says it has no partition for."""
     absent = dict.fromkeys(partitions(count), (TOPIC_ID, LATEST))
     offsets = await admin_brokers.ask_offsets(cluster, absent)
@@ -395,7 +395,7 @@ def running() -> Iterator[RealCluster]:
 def test_a_real_broker_is_asked_for_more_than_fits_into_one_request(running: RealCluster) -> None:
     async def ask(zookeeper: str) -> tuple[int, int]:
         async with await Session.open(zookeeper) as session:
-            cluster = Cluster(session)
+            cluster = ClusterClient(session)
             try:
                 return await ask_for_nothing(cluster, 21_000)
             finally:

@@ -25,7 +25,7 @@ from metamq.client.offsets.offsets_database import DatabaseOffsets
 from metamq.errors import ConfigError, MetamqError, OwnershipLost
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.groups import ownership
-from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.groups.ownership import CommittedOffset, Ownership
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.lease import Lease
 from metamq.zk.session.session import ANY_VERSION, Session
@@ -56,11 +56,11 @@ async def storage_on(connect: Connect) -> DatabaseOffsets:
     return storage
 
 
-def a_claim(generation: int, consumer_id: str = "one", tp: TopicPartition = TP) -> Claim:
-    return Claim("etl", tp, TOPIC_ID, consumer_id, generation, version=0, committed=None)
+def a_claim(generation: int, consumer_id: str = "one", tp: TopicPartition = TP) -> Ownership:
+    return Ownership("etl", tp, TOPIC_ID, consumer_id, generation, version=0, committed=None)
 
 
-async def claimed(storage: DatabaseOffsets, claim: Claim) -> Claim:
+async def claimed(storage: DatabaseOffsets, claim: Ownership) -> Ownership:
     """The claim as the listener keeps it once the storage has accepted it."""
     outcome = (await storage.claimed([claim]))[claim.tp]
     if isinstance(outcome, MetamqError):
@@ -97,14 +97,14 @@ def test_claim_commit_and_claim_again(connect: Connect) -> None:
         claim = await claimed(storage, a_claim(10))
         assert claim.committed is None
         outcome = (await storage.commit([CommitRequest(claim, 7, 2)]))[TP]
-        assert isinstance(outcome, Claim)
-        assert outcome.committed == Committed(7, 2, TOPIC_ID)
-        assert (await claimed(storage, claim)).committed == Committed(7, 2, TOPIC_ID)
+        assert isinstance(outcome, Ownership)
+        assert outcome.committed == CommittedOffset(7, 2, TOPIC_ID)
+        assert (await claimed(storage, claim)).committed == CommittedOffset(7, 2, TOPIC_ID)
         # A topic made anew: what is committed keeps the id it was committed under.
         later = await claimed(storage, replace(a_claim(11, "two"), topic_id="f" * 16))
-        assert later.committed == Committed(7, 2, TOPIC_ID)
+        assert later.committed == CommittedOffset(7, 2, TOPIC_ID)
         await storage.commit([CommitRequest(later, 1, 1)])
-        assert (await claimed(storage, later)).committed == Committed(1, 1, "f" * 16)
+        assert (await claimed(storage, later)).committed == CommittedOffset(1, 1, "f" * 16)
 
     asyncio.run(scenario())
 
@@ -113,9 +113,9 @@ def test_connections_whose_rows_are_mappings(connect: Connect) -> None:
     async def scenario() -> None:
         storage = await storage_on(giving_mappings(connect))
         first = await claimed(storage, a_claim(1))
-        assert isinstance((await storage.commit([CommitRequest(first, 42, 7)]))[TP], Claim)
+        assert isinstance((await storage.commit([CommitRequest(first, 42, 7)]))[TP], Ownership)
         second = await claimed(storage, a_claim(2, "two"))
-        assert second.committed == Committed(42, 7, TOPIC_ID)
+        assert second.committed == CommittedOffset(42, 7, TOPIC_ID)
 
     asyncio.run(scenario())
 
@@ -182,7 +182,7 @@ def test_a_new_owner_waits_for_the_open_transaction_of_the_one_before(connect: C
             await asyncio.wait({taking_over}, timeout=0.2)
             assert not taking_over.done()
             connection.commit()
-            assert (await taking_over).committed == Committed(7, 1, TOPIC_ID)
+            assert (await taking_over).committed == CommittedOffset(7, 1, TOPIC_ID)
 
     asyncio.run(scenario())
 
@@ -212,7 +212,7 @@ def test_of_claims_that_race_the_last_one_holds(connect: Connect) -> None:
         storage = await storage_on(connect)
         claims = [a_claim(generation, f"c{generation}") for generation in range(10, 16)]
 
-        async def insistent(claim: Claim) -> object:
+        async def insistent(claim: Ownership) -> object:
             # Two inserts of the first row at once: one is refused by the key, and repeated, as the listener does.
             while True:
                 try:
@@ -238,7 +238,7 @@ def test_many_partitions_are_each_decided_on_their_own(connect: Connect) -> None
         outcomes = await storage.commit([CommitRequest(claim, 5, 1) for claim in claims])
         assert [tp for tp in items if isinstance(outcomes[tp], OwnershipLost)] == [items[3]]
         found = await storage.claimed([claim for claim in claims if claim.tp != items[3]])
-        assert set(found.values()) == {Committed(5, 1, TOPIC_ID)}
+        assert set(found.values()) == {CommittedOffset(5, 1, TOPIC_ID)}
 
     asyncio.run(scenario())
 
@@ -315,9 +315,9 @@ def test_a_frozen_owner_that_thaws_in_its_transaction_doubles_no_result(servers:
                 of_one.rollback()
                 assert rows(connect, "SELECT value FROM results") == [(0,)]
 
-    async def zookeeper_claim(session: Session, consumer_id: str) -> Claim:
+    async def zookeeper_claim(session: Session, consumer_id: str) -> Ownership:
         outcome = await ownership.claim(session, "etl", TP, TOPIC_ID, consumer_id, freed=lambda: None)
-        assert isinstance(outcome, Claim)
+        assert isinstance(outcome, Ownership)
         return outcome
 
     asyncio.run(scenario())
@@ -373,7 +373,7 @@ def test_a_group_hands_its_offsets_on_through_the_database_and_waits_for_it(serv
             await consumers[0].has(1)
             await consumers[1].has(1)
             assigned = consumers[1].consuming[TopicPartition("t", "0-1")]
-            assert assigned.committed == Committed(1, 1, assigned.claim.topic_id)
+            assert assigned.committed == CommittedOffset(1, 1, assigned.claim.topic_id)
 
             # The application commits results and offset itself.
             state = PartitionState(assigned.tp, assigned.claim, 0)

@@ -10,14 +10,14 @@ import pytest
 from metamq.client.offsets.offsets import CommitRequest
 from metamq.client.offsets.offsets_file import FileOffsets
 from metamq.errors import ClosedError, ConfigError, CorruptData, StorageError
-from metamq.zk.groups.ownership import Claim, Committed
+from metamq.zk.groups.ownership import CommittedOffset, Ownership
 from metamq.zk.partitions import TopicPartition
 
 TOPIC_ID = "0123456789abcdef"
 
 
-def a_claim(index: int = 0, group: str = "dashboard") -> Claim:
-    return Claim(group, TopicPartition("flights", f"0-{index}"), TOPIC_ID, "one", 1, 0, None)
+def a_claim(index: int = 0, group: str = "dashboard") -> Ownership:
+    return Ownership(group, TopicPartition("flights", f"0-{index}"), TOPIC_ID, "one", 1, 0, None)
 
 
 def test_offsets_are_there_after_a_restart(tmp_path: Path) -> None:
@@ -27,14 +27,14 @@ def test_offsets_are_there_after_a_restart(tmp_path: Path) -> None:
         claims = [a_claim(0), a_claim(1)]
         assert await storage.claimed(claims) == {claim.tp: None for claim in claims}
         outcome = (await storage.commit([CommitRequest(claims[0], 5, 2)]))[claims[0].tp]
-        assert isinstance(outcome, Claim)
-        assert outcome.committed == Committed(5, 2, TOPIC_ID)
+        assert isinstance(outcome, Ownership)
+        assert outcome.committed == CommittedOffset(5, 2, TOPIC_ID)
         await storage.commit([CommitRequest(a_claim(0, group="other"), 9, 1)])
         await storage.close()
         await storage.close()
 
         storage = FileOffsets(path)
-        assert await storage.claimed(claims) == {claims[0].tp: Committed(5, 2, TOPIC_ID), claims[1].tp: None}
+        assert await storage.claimed(claims) == {claims[0].tp: CommittedOffset(5, 2, TOPIC_ID), claims[1].tp: None}
         await storage.close()
         with pytest.raises(ClosedError):
             await storage.commit([CommitRequest(claims[0], 6, 2)])
@@ -49,7 +49,7 @@ def test_commits_at_the_same_time_are_all_there(tmp_path: Path) -> None:
         await asyncio.gather(*(storage.commit([CommitRequest(claim, 3, 1)]) for claim in claims))
         await storage.close()
         storage = FileOffsets(tmp_path / "offsets.json")
-        assert set((await storage.claimed(claims)).values()) == {Committed(3, 1, TOPIC_ID)}
+        assert set((await storage.claimed(claims)).values()) == {CommittedOffset(3, 1, TOPIC_ID)}
         await storage.close()
 
     asyncio.run(scenario())
@@ -88,7 +88,7 @@ def test_a_write_that_fails_leaves_the_offsets_of_before(tmp_path: Path) -> None
         in_the_way.mkdir()
         outcome = (await storage.commit([CommitRequest(a_claim(), 6, 1)]))[a_claim().tp]
         assert isinstance(outcome, StorageError)
-        assert (await storage.claimed([a_claim()]))[a_claim().tp] == Committed(5, 1, TOPIC_ID)
+        assert (await storage.claimed([a_claim()]))[a_claim().tp] == CommittedOffset(5, 1, TOPIC_ID)
         in_the_way.rmdir()
         await storage.commit([CommitRequest(a_claim(), 7, 1)])
         await storage.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from metamq.client.offsets.offsets import CommitRequest, Committed
+from metamq.client.offsets.offsets import CommitRequest, CommittedOffset
 from metamq.errors import ConfigError, OwnershipLost, TopicNotFound
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
 from metamq.zk.errors import ConnectionLost
@@ -24,7 +24,7 @@ from metamq.zk.groups.members import evict, owned_partitions, read_members
 from metamq.zk.groups.ownership import read_offset
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.server.embedded import EmbeddedZooKeeper
-from metamq.zk.session.session import Session, State
+from metamq.zk.session.session import Session, SessionState
 from tests.client.rebalance_members import GROUP, Member, Referee, expire, group_with, until
 
 
@@ -104,11 +104,11 @@ def test_offsets_are_handed_on_with_the_partition(servers: str) -> None:
             assert await one.listener.commit([replace(request, offset=42)]) == {}
             stored = await read_offset(group.session, GROUP, tp)
             assert stored is not None
-            assert stored[0].committed == Committed(42, 1, request.claim.topic_id)
+            assert stored[0].committed == CommittedOffset(42, 1, request.claim.topic_id)
             two = await group.join("two")
             await group.settled(2, one, two)
             # What the former owner had in hand when it was asked to revoke was committed with the release.
-            assert two.consuming[tp].committed == Committed(1, 1, request.claim.topic_id)
+            assert two.consuming[tp].committed == CommittedOffset(1, 1, request.claim.topic_id)
             assert one.events == ["assigned 2", "revoke 1"]
             refused = await one.listener.commit([replace(request, offset=99)])
             assert isinstance(refused[tp], OwnershipLost)
@@ -165,7 +165,7 @@ def test_a_member_goes_on_through_a_restart_of_zookeeper() -> None:
             await group.settled(4, one, two)
             held = dict(one.consuming)
             await asyncio.to_thread(server.kill)
-            await group.until(lambda: one.session.state is State.SUSPENDED)
+            await group.until(lambda: one.session.state is SessionState.SUSPENDED)
             # Cut off, nothing is given up; the lease decides how long to go on.
             assert one.listener.health().state == "cut off from ZooKeeper"
             tp = next(iter(held))
@@ -193,7 +193,7 @@ def test_stop_takes_bounded_time_when_zookeeper_is_away() -> None:
             await member.listener.start()
             await until(lambda: len(member.consuming) == 4)
             await asyncio.to_thread(server.kill)
-            await until(lambda: session.state is not State.CONNECTED)
+            await until(lambda: session.state is not SessionState.CONNECTED)
             start = time.monotonic()
             await member.listener.stop(timeout_s=0.5)
             assert time.monotonic() - start < 20  # for ever, else
@@ -322,11 +322,11 @@ def test_a_reset_of_a_live_groups_offset_makes_its_owner_start_there(servers: st
             await group.settled(1, one)
             tp = TopicPartition("t", "0-0")
             claim = one.consuming[tp].claim
-            await ownership.reset_offset(group.session, GROUP, tp, Committed(500, 1, claim.topic_id))
+            await ownership.reset_offset(group.session, GROUP, tp, CommittedOffset(500, 1, claim.topic_id))
             refused = await one.listener.commit([CommitRequest(claim, 7, 1)])
             assert isinstance(refused[tp], OwnershipLost)
             await group.settled(1, one)
-            assert one.consuming[tp].committed == Committed(500, 1, claim.topic_id)
+            assert one.consuming[tp].committed == CommittedOffset(500, 1, claim.topic_id)
 
     asyncio.run(scenario())
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from metamq.client.group.rebalance_decisions import (
     ACTIONS,
     TRANSITIONS,
-    Decision,
     Held,
     Phase,
+    RebalanceDecision,
     decide,
     group_strategy,
     next_plan,
@@ -56,23 +56,23 @@ def test_every_phase_has_an_action_and_every_transition_leads_to_release() -> No
 
 
 def test_nothing_is_done_without_a_plan_but_to_give_up_what_is_held() -> None:
-    assert decide("me", None, {}, ()) == Decision([], [], [], [], [])
+    assert decide("me", None, {}, ()) == RebalanceDecision([], [], [], [], [])
     assert decide("me", None, {tp(0): Held(Phase.CONSUMING, ID)}, ()).revoke == [tp(0)]
 
 
 def test_only_what_changes_hands_is_touched() -> None:
     plan = plan_with({tp(0): "me", tp(1): "other", tp(2): "me", tp(10): "me", tp(3): "me"})
     held = {tp(0): Held(Phase.CONSUMING, ID), tp(1): Held(Phase.CONSUMING, ID)}
-    assert decide("me", plan, held, waiting={tp(3)}) == Decision(
+    assert decide("me", plan, held, waiting={tp(3)}) == RebalanceDecision(
         start=[], revoke=[tp(1)], release=[], claim=[tp(2), tp(10)], wait=[tp(3)]
     )
 
 
 def test_a_topic_made_anew_is_given_up_before_it_is_claimed() -> None:
     plan = plan_with({tp(0): "me"}, NEW_ID)
-    assert decide("me", plan, {tp(0): Held(Phase.CONSUMING, ID)}, ()) == Decision([], [tp(0)], [], [], [])
-    assert decide("me", plan, {tp(0): Held(Phase.RELEASING, ID)}, ()) == Decision([], [], [tp(0)], [], [])
-    assert decide("me", plan, {}, ()) == Decision([], [], [], [tp(0)], [])
+    assert decide("me", plan, {tp(0): Held(Phase.CONSUMING, ID)}, ()) == RebalanceDecision([], [tp(0)], [], [], [])
+    assert decide("me", plan, {tp(0): Held(Phase.RELEASING, ID)}, ()) == RebalanceDecision([], [], [tp(0)], [], [])
+    assert decide("me", plan, {}, ()) == RebalanceDecision([], [], [], [tp(0)], [])
 
 
 @given(

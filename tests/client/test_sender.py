@@ -19,12 +19,12 @@ import pytest
 
 from metamq.broker.data.partition import BatchIds, Partition
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog
-from metamq.client.net.cluster import Cluster, Source
+from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.producer import partition_queue, sender
 from metamq.client.producer.outgoing import OutgoingBatch
 from metamq.client.producer.partition_queue import PartitionQueue
 from metamq.client.producer.producer_core import ProducerOptions
-from metamq.client.producer.sender import Sender, Verdict, verdict_on
+from metamq.client.producer.sender import RefusalVerdict, Sender, verdict_on
 from metamq.errors import (
     ClosedError,
     ConfigError,
@@ -89,22 +89,22 @@ def established(queue: PartitionQueue, count: int) -> list[OutgoingBatch]:
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        (SequenceGap("t/0", 1, 2), Verdict.GAP),
-        (TopicNotFound("t"), Verdict.LOOK),
-        (PartitionNotFound("t", "0-7"), Verdict.LOOK),
-        (Fenced("broker 0", "replica 1 is"), Verdict.MOVE),
-        (DiskFull("/data", 1, 2), Verdict.AGAIN),
-        (NotEnoughReplicas("t/0", 1, 2), Verdict.AGAIN),
-        (NotEnoughReplicas("t/0", 1, 2, outcome="unknown"), Verdict.UNSURE),
-        (StorageError("the disk failed"), Verdict.UNSURE),
-        (ClosedError("broker"), Verdict.UNSURE),
-        (MessageTooLarge("a message", 2, 1), Verdict.NEVER),
-        (CorruptData("batch", "the checksum"), Verdict.NEVER),
-        (CorruptData("t/0", "the checksum").with_unknown_outcome(), Verdict.UNSURE),
-        (MetamqError("of a newer release"), Verdict.NEVER),
+        (SequenceGap("t/0", 1, 2), RefusalVerdict.GAP),
+        (TopicNotFound("t"), RefusalVerdict.LOOK),
+        (PartitionNotFound("t", "0-7"), RefusalVerdict.LOOK),
+        (Fenced("broker 0", "replica 1 is"), RefusalVerdict.MOVE),
+        (DiskFull("/data", 1, 2), RefusalVerdict.AGAIN),
+        (NotEnoughReplicas("t/0", 1, 2), RefusalVerdict.AGAIN),
+        (NotEnoughReplicas("t/0", 1, 2, outcome="unknown"), RefusalVerdict.UNSURE),
+        (StorageError("the disk failed"), RefusalVerdict.UNSURE),
+        (ClosedError("broker"), RefusalVerdict.UNSURE),
+        (MessageTooLarge("a message", 2, 1), RefusalVerdict.NEVER),
+        (CorruptData("batch", "the checksum"), RefusalVerdict.NEVER),
+        (CorruptData("t/0", "the checksum").with_unknown_outcome(), RefusalVerdict.UNSURE),
+        (MetamqError("of a newer release"), RefusalVerdict.NEVER),
     ],
 )
-def test_verdict(error: MetamqError, verdict: Verdict) -> None:
+def test_verdict(error: MetamqError, verdict: RefusalVerdict) -> None:
     number, fields = status.encode_error(error)
     assert verdict_on(error) is verdict
     assert verdict_on(status.decode_error(number, fields)) is verdict
@@ -113,7 +113,10 @@ def test_verdict(error: MetamqError, verdict: Verdict) -> None:
 @pytest.mark.parametrize("outcome", ["not_done", "unknown"])
 def test_what_a_deposed_master_had_taken_may_be_stored(outcome: Outcome) -> None:
     sent_by = Sender(
-        cast(Cluster, SimpleNamespace(configs={"t": TOPIC})), Codec.NONE, delivery_timeout_s=9, request_timeout_s=9
+        cast(ClusterClient, SimpleNamespace(configs={"t": TOPIC})),
+        Codec.NONE,
+        delivery_timeout_s=9,
+        request_timeout_s=9,
     )
     batch, error = a_batch(), Fenced("broker 0", "replica 1 is")
     error.outcome = outcome
@@ -133,7 +136,10 @@ def test_a_batch_is_not_called_refused_when_an_attempt_before_may_have_been_stor
     last: MetamqError, outcome: Outcome
 ) -> None:
     sent_by = Sender(
-        cast(Cluster, SimpleNamespace(configs={"t": TOPIC})), Codec.NONE, delivery_timeout_s=9, request_timeout_s=9
+        cast(ClusterClient, SimpleNamespace(configs={"t": TOPIC})),
+        Codec.NONE,
+        delivery_timeout_s=9,
+        request_timeout_s=9,
     )
     batch, first = a_batch(), Fenced("broker 0", "replica 1 is")
     first.outcome = outcome

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from metamq.spark_consumers.sink.committing import Committer
-from metamq.spark_consumers.sink.decision_store import Owner
+from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import JOB, BranchName, name_of, new_attempt, new_job
 from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.spark_consumers.sink.sink_client import SinkClient
@@ -56,7 +56,7 @@ class Driver:
         _clients.append(self.client)
         self.sink = sink
         self.is_job = sink.startswith(JOB)
-        self.owner = Owner(sink) if self.is_job else Owner(identity, f"run-{next(_numbers)}")
+        self.owner = SinkOwner(sink) if self.is_job else SinkOwner(identity, f"run-{next(_numbers)}")
 
     def write(self, batch_id: int, values: list[str], tasks: int = 2) -> Attempts:
         """What successful tasks hand to the driver."""

@@ -14,7 +14,7 @@ import pytest
 
 from metamq.errors import ConfigError
 from metamq.spark_consumers.sink.checkpoint import JUST_S, checkpoint_id
-from metamq.spark_consumers.sink.decision_store import DecisionStore, Owner
+from metamq.spark_consumers.sink.decision_store import DecisionStore, SinkOwner
 from metamq.spark_consumers.sink.exact_sink import refuse_half_done
 from metamq.spark_consumers.sink.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink.sink_options import parse_sink_options
@@ -130,7 +130,7 @@ def _asked(running: Cluster, ask: Callable[[DecisionStore], Any]) -> Any:
     """What ZooKeeper has of sinks."""
     client = SinkClient(parse_sink_options({"zookeeper": running.zookeeper, **EXACTLY}, streaming=True))
     try:
-        return client.background.run(ask(client.committer("any", Owner("any")).store))
+        return client.background.run(ask(client.committer("any", SinkOwner("any")).store))
     finally:
         client.close()
 

@@ -28,9 +28,9 @@ from metamq.spark_consumers.driver.stream_offsets import StreamPlace
 from metamq.spark_consumers.source.arrow_batches import ArrowBatches
 from metamq.spark_consumers.source.fetch import FETCH_BYTES, Fetching, FetchTask, fetch
 from metamq.spark_consumers.source.options import parse_options
-from metamq.spark_consumers.source.replicas import Replica
+from metamq.spark_consumers.source.replicas import ReplicaAddress
 from metamq.testing import Cluster, cluster
-from metamq.zk.groups.ownership import Committed, read_offset
+from metamq.zk.groups.ownership import CommittedOffset, read_offset
 from metamq.zk.nodes import ANY_VERSION
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.server.ports import free_port
@@ -177,7 +177,9 @@ def test_a_slave_is_read_while_the_master_is_away_and_a_promoted_one_after(own: 
         with pytest.raises(ConnectError, match=r"its master cannot be reached|it is not registered|refused"):
             table([beyond._replace(fail_on_data_loss=fails)])
         # Nor can one that has come to where the master was, be ZooKeeper there or not.
-        taken_for_it = beyond._replace(replicas=(Replica(MASTER, "127.0.0.1", slave.port),), fail_on_data_loss=fails)
+        taken_for_it = beyond._replace(
+            replicas=(ReplicaAddress(MASTER, "127.0.0.1", slave.port),), fail_on_data_loss=fails
+        )
         for zookeeper in (own.zookeeper, f"127.0.0.1:{free_port()}"):
             with pytest.raises(Fenced, match="nothing says that it is the master"):
                 table([taken_for_it._replace(zookeeper=zookeeper)])
@@ -363,7 +365,7 @@ def test_a_group_with_members_is_refused(own: Cluster) -> None:
         view.publish("g", place)  # the query knows better than a damaged node
         stored = background().run(read_offset(session, "g", TopicPartition("t", "0-0")))
         assert stored is not None
-        assert stored[0].committed == Committed(1, -1, "id")
+        assert stored[0].committed == CommittedOffset(1, -1, "id")
 
 
 def test_no_more_is_fetched_ahead_than_a_task_has_memory_for(own: Cluster) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.client.net.blocking_connection import BlockingConnection
-from metamq.spark_consumers.source.lanes import IDLE_MAX, Lane, LaneKey, Lanes, Place
+from metamq.spark_consumers.source.lanes import IDLE_MAX, Lane, LaneKey, Lanes, ReadPosition
 from metamq.testing import Cluster
 from metamq.zk.partitions import TopicPartition
 
@@ -43,7 +43,7 @@ def test_a_lane_that_was_given_back_is_taken_again_the_last_one_first(lanes: Lan
 
 def test_a_lane_with_an_answer_to_come_is_closed(lanes: Lanes, key: LaneKey) -> None:
     lane = lanes.take(key)
-    lane.ask(Place(TopicPartition("no-such-topic", "0-0"), "none", 0, -1), 100, 1000)
+    lane.ask(ReadPosition(TopicPartition("no-such-topic", "0-0"), "none", 0, -1), 100, 1000)
     lanes.give_back(lane)
     assert lanes.kept == []
     assert not is_open(lane)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from metamq.client.admin.admin_brokers import Found
 from metamq.errors import ConnectError, CorruptData, MetamqError, OffsetDiverged, TopicNotFound
 from metamq.spark_consumers.driver.admission import admit, is_enough
-from metamq.spark_consumers.driver.progress import Limits, Step, begin, lost_partitions, reachable, step
+from metamq.spark_consumers.driver.progress import BatchLimits, QueryStep, begin, lost_partitions, reachable, step
 from metamq.spark_consumers.driver.publishing import Publisher
 from metamq.spark_consumers.driver.stream_offsets import (
     START,
@@ -94,9 +94,11 @@ def test_a_few_messages_wait_for_others() -> None:
     assert [is_enough(found, None, 0.0, 5.0) for found in (0, 1)] == [False, True]
 
 
-def stepped(before: dict[TopicPartition, StreamPlace], answers: dict[TopicPartition, Found], **limits: object) -> Step:
+def stepped(
+    before: dict[TopicPartition, StreamPlace], answers: dict[TopicPartition, Found], **limits: object
+) -> QueryStep:
     begun = begin(before, dict.fromkeys(answers, "x"), answers)
-    return step(before, begun, answers, Limits(**limits))  # type: ignore[arg-type]
+    return step(before, begun, answers, BatchLimits(**limits))  # type: ignore[arg-type]
 
 
 def test_nothing_new_is_no_batch() -> None:

@@ -18,7 +18,7 @@ from metamq.spark_consumers.sink.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options
 from metamq.spark_consumers.sink.task_branches import TaskBranches
 from metamq.testing import Cluster
-from metamq.tx.store.verbs import Limits
+from metamq.tx.store.verbs import TransactionLimits
 from metamq.zk.session.session import Session
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, wait_until
@@ -141,7 +141,7 @@ def test_a_write_that_needs_more_branches_than_a_broker_takes_is_told_what_to_do
         with two.admin() as admin:
             admin.create_topic("many", partitions=1, brokers=[9])
         processor = local.broker._processors.transactions
-        limits = Limits(branches=2)
+        limits = TransactionLimits(branches=2)
         processor._term.store.limits = limits
         client = opened(options(two, topic="many"))
         others = [attempt(client, ["x"]) for _ in range(2)]

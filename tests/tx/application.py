@@ -30,7 +30,7 @@ from metamq.client.net.branches import TxClient
 from metamq.client.offsets.dbapi import Database
 from metamq.errors import MetamqError
 from metamq.tx import Recoverer, dbtx
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, OutcomeTable
 from metamq.wire.xa import Verb
 
@@ -100,30 +100,30 @@ def requests_watched(steps: Steps) -> None:
 
 def messages_first() -> None:
     """Messages are committed before the database has decided."""
-    proper = Work.prepare
+    proper = GlobalTransaction.prepare
 
-    async def prepare(self: Work) -> None:
+    async def prepare(self: GlobalTransaction) -> None:
         await proper(self)
         await self.commit()
 
-    Work.prepare = prepare  # type: ignore[method-assign]
+    GlobalTransaction.prepare = prepare  # type: ignore[method-assign]
 
 
 def unprepared() -> None:
     """The database decides about messages that are not prepared."""
 
-    async def nothing(self: Work) -> None:
+    async def nothing(self: GlobalTransaction) -> None:
         pass
 
-    async def commit(self: Work) -> list[MetamqError]:
+    async def commit(self: GlobalTransaction) -> list[MetamqError]:
         try:
             await self.commit_one_phase()
         except MetamqError as error:
             return [error]
         return []
 
-    Work.prepare = nothing  # type: ignore[method-assign]
-    Work.commit = commit  # type: ignore[method-assign]
+    GlobalTransaction.prepare = nothing  # type: ignore[method-assign]
+    GlobalTransaction.commit = commit  # type: ignore[method-assign]
 
 
 def no_fence() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from metamq.client.net.branches import BranchDescription, TxClient
-from metamq.client.net.cluster import Cluster as Known
+from metamq.client.net.cluster import ClusterClient as Known
 from metamq.errors import MetamqError
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer, create_outcome_table

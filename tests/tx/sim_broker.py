@@ -15,9 +15,9 @@ from metamq.broker.log import FLUSH, FileCache, FlushPolicy, LogConfig, Partitio
 from metamq.broker.transactions.journal import TOPIC as JOURNAL
 from metamq.broker.transactions.journal import TOPIC_ID as JOURNAL_ID
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
-from metamq.broker.transactions.term import Term
+from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import CorruptData, Fenced, MetamqError, StorageError, TopicNotFound
-from metamq.tx.store.records import Place
+from metamq.tx.store.records import BodyPlace
 from metamq.wire import status
 from metamq.wire.batch import BatchHeader, read_header, walk
 from metamq.wire.columns import decode, encode
@@ -163,9 +163,9 @@ class Replica:
 
     # -- what the processor is given --------------------------------------------------------------------------------
 
-    def _check(self, entry: PutEntry, batch: memoryview) -> Place:
+    def _check(self, entry: PutEntry, batch: memoryview) -> BodyPlace:
         partition = self.logs.find(entry.topic, entry.topic_id, entry.partition)
-        return Place(partition.topic, partition.topic_id, partition.index, read_header(batch).count)
+        return BodyPlace(partition.topic, partition.topic_id, partition.index, read_header(batch).count)
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
         position = partition.log.end_position
@@ -216,7 +216,7 @@ class Replica:
         return self.connection.codes(opaque) or []
 
     @property
-    def term(self) -> Term:
+    def term(self) -> TransactionTerm:
         term = self.transactions._term
         assert term is not None
         return term

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from metamq.client.net.branches import Branch
 from metamq.testing import Cluster
 from metamq.tx import XAResource
-from metamq.tx.store.table import State
+from metamq.tx.store.table import BranchPhase
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
 from metamq.wire.tx_commands import Tx, TxReply, TxResult
@@ -54,7 +54,7 @@ class Known:
 
     epoch: int
     began: str
-    state: State = State.ACTIVE
+    state: BranchPhase = BranchPhase.ACTIVE
     suspended: dict[str, bool] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
     values: list[bytes] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Model:
         self.never: set[Xid] = set()
         self.visible: list[bytes] = []
 
-    def state(self, xid: Xid) -> State:
-        return self.known[xid].state if xid in self.known else State.NONE
+    def state(self, xid: Xid) -> BranchPhase:
+        return self.known[xid].state if xid in self.known else BranchPhase.NONE
 
     def restart(self) -> None:
-        lasting = (State.PREPARED, State.HEURISTIC, State.DECIDED)
+        lasting = (BranchPhase.PREPARED, BranchPhase.HEURISTIC, BranchPhase.DECIDED)
         self.known = {xid: one for xid, one in self.known.items() if one.state in lasting}
         for one in self.known.values():  # only who began it stands in the journal
             one.suspended.clear()
@@ -94,15 +94,15 @@ class Model:
         if verb is Verb.RESOLVE and not epoch and not one.is_of(session):  # somebody else's, by whatever accident
             return PROTO
         code, follows = EXPECTED[one.state].get(verb, (PROTO, one.state))
-        if one.state is State.HEURISTIC and code == XACode.HEURCOM:
+        if one.state is BranchPhase.HEURISTIC and code == XACode.HEURCOM:
             return one.heuristic
-        if one.state is State.ROLLBACK_ONLY and code == XACode.RBROLLBACK:
+        if one.state is BranchPhase.ROLLBACK_ONLY and code == XACode.RBROLLBACK:
             if verb in (Verb.END, Verb.FAIL, Verb.SUSPEND):
                 one.suspended.pop(session, None)
-            if follows is State.NONE:
+            if follows is BranchPhase.NONE:
                 del self.known[xid]
             return one.reason
-        if code != OK or one.state in (State.HEURISTIC, State.DECIDED, State.ROLLBACK_ONLY):
+        if code != OK or one.state in (BranchPhase.HEURISTIC, BranchPhase.DECIDED, BranchPhase.ROLLBACK_ONLY):
             return self._done(xid, verb, code, follows)
         if verb in (Verb.JOIN, Verb.RESUME, *WORK):
             return self._work(one, verb, session, first, value)
@@ -133,12 +133,12 @@ class Model:
             if mine is not None:
                 return PROTO
             one.suspended[session] = False
-            one.state = State.ACTIVE
+            one.state = BranchPhase.ACTIVE
         elif verb is Verb.RESUME:
             if mine is not True:
                 return PROTO
             one.suspended[session] = False
-            one.state = State.ACTIVE
+            one.state = BranchPhase.ACTIVE
         elif mine is None or (mine and verb in (Verb.SEND, Verb.SUSPEND)):
             return PROTO
         elif verb is Verb.SEND:
@@ -154,27 +154,27 @@ class Model:
         else:
             del one.suspended[session]
         if verb is Verb.FAIL:
-            one.state, one.reason = State.ROLLBACK_ONLY, XACode.RBROLLBACK
+            one.state, one.reason = BranchPhase.ROLLBACK_ONLY, XACode.RBROLLBACK
         elif verb in (Verb.END, Verb.SUSPEND) and not any(not each for each in one.suspended.values()):
-            one.state = State.IDLE
+            one.state = BranchPhase.IDLE
         return OK
 
-    def _done(self, xid: Xid, verb: Verb, code: XACode, follows: State) -> XACode:
+    def _done(self, xid: Xid, verb: Verb, code: XACode, follows: BranchPhase) -> XACode:
         one = self.known[xid]
         if verb is Verb.RESOLVE and code == NOTA:
             self.never.add(xid)
         if verb in (Verb.COMMIT, Verb.COMMIT_ONE_PHASE, Verb.DECIDE, Verb.HEURISTIC_COMMIT) and code == OK:
-            if one.state in (State.IDLE, State.PREPARED):
+            if one.state in (BranchPhase.IDLE, BranchPhase.PREPARED):
                 self.visible += one.values
-            if one.state in (State.IDLE, State.PREPARED) and verb is not Verb.HEURISTIC_COMMIT:
+            if one.state in (BranchPhase.IDLE, BranchPhase.PREPARED) and verb is not Verb.HEURISTIC_COMMIT:
                 self.committed[xid] = one.epoch
         if verb in (Verb.HEURISTIC_COMMIT, Verb.HEURISTIC_ROLLBACK) and code == OK:
             one.heuristic = XACode.HEURCOM if verb is Verb.HEURISTIC_COMMIT else XACode.HEURRB
-        if follows is State.NONE and one.state is not State.NONE:
+        if follows is BranchPhase.NONE and one.state is not BranchPhase.NONE:
             del self.known[xid]
         else:
             one.state = follows
-            if follows in (State.PREPARED, State.DECIDED):
+            if follows in (BranchPhase.PREPARED, BranchPhase.DECIDED):
                 one.suspended.clear()
         return code
 
@@ -319,7 +319,7 @@ class Table(RuleBasedStateMachine):
             return
         states = self.broker.states()
         for xid in self.xids:
-            assert states.get(xid, State.NONE.value) == self.model.state(xid).value, xid
+            assert states.get(xid, BranchPhase.NONE.value) == self.model.state(xid).value, xid
 
     def teardown(self) -> None:
         if not hasattr(self, "model"):

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metamq.tx.store.fold import Entry
-from metamq.tx.store.records import Add, Commit, Place
-from metamq.tx.store.verbs import Asked, JournalTransactionStore, Limits, Step
+from metamq.tx.store.records import Add, BodyPlace, Commit
+from metamq.tx.store.verbs import JournalTransactionStore, TransactionLimits, VerbRequest, VerbStep
 from metamq.wire.xa import Verb, Xid
 
 TERM = 3
 XIDS = [Xid(1, b"a"), Xid(1, b"b")]
-PLACES = st.lists(st.builds(Place, st.just("t"), st.just("0" * 16), st.integers(0, 1), st.integers(1, 4)), max_size=3)
+PLACES = st.lists(
+    st.builds(BodyPlace, st.just("t"), st.just("0" * 16), st.integers(0, 1), st.integers(1, 4)), max_size=3
+)
 ASKED = st.builds(
-    Asked,
+    VerbRequest,
     verb=st.just(Verb.START),
     xid=st.sampled_from(XIDS),
     epoch=st.sampled_from([0, 0, 0, TERM << 32 | 1, (TERM + 1) << 32]),
@@ -29,7 +31,7 @@ ASKED = st.builds(
 )
 
 
-def write(store: JournalTransactionStore, step: Step, lsn: int) -> None:
+def write(store: JournalTransactionStore, step: VerbStep, lsn: int) -> None:
     """What the processor does with a step that has a record."""
     if step.record is not None:
         record = step.record._replace(first_batch_id=lsn) if isinstance(step.record, Commit) else step.record
@@ -37,7 +39,7 @@ def write(store: JournalTransactionStore, step: Step, lsn: int) -> None:
         store.written(Entry(lsn, 100 * lsn, [record], sizes))
 
 
-def one_by_one(store: JournalTransactionStore, asked: Asked) -> list[Step]:
+def one_by_one(store: JournalTransactionStore, asked: VerbRequest) -> list[VerbStep]:
     """Up to the first that is refused."""
     steps = []
     for verb in (Verb.START, Verb.SEND, Verb.END):
@@ -54,9 +56,11 @@ def one_by_one(store: JournalTransactionStore, asked: Asked) -> list[Step]:
 @given(
     history=st.lists(st.tuples(st.sampled_from(list(Verb)), ASKED), max_size=12),
     asked=ASKED,
-    limits=st.builds(Limits, branches=st.sampled_from([1, 9]), messages=st.sampled_from([6, 100])),
+    limits=st.builds(TransactionLimits, branches=st.sampled_from([1, 9]), messages=st.sampled_from([6, 100])),
 )
-def test_the_same_comes_of_both(history: list[tuple[Verb, Asked]], asked: Asked, limits: Limits) -> None:
+def test_the_same_comes_of_both(
+    history: list[tuple[Verb, VerbRequest]], asked: VerbRequest, limits: TransactionLimits
+) -> None:
     store = JournalTransactionStore(TERM, limits)
     for lsn, (verb, earlier) in enumerate(history):
         write(store, store.ask(replace(earlier, verb=verb), 1.0, 1), lsn)

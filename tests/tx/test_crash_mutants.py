@@ -11,13 +11,13 @@ import pytest
 
 from metamq.broker.data.partition import Done
 from metamq.broker.transactions import commits
-from metamq.broker.transactions.commits import Commits, key_of
+from metamq.broker.transactions.commits import CommitApplier, key_of
 from metamq.broker.transactions.journal import JournalStore, Written
 from metamq.broker.transactions.processor import TransactionalCommandProcessor
-from metamq.broker.transactions.term import Term
+from metamq.broker.transactions.term import TransactionTerm
 from metamq.broker.transactions.upkeep import Upkeep
 from metamq.errors import MetamqError
-from metamq.tx.store.fold import Committed, JournalState
+from metamq.tx.store.fold import CommittedBranch, JournalState
 from metamq.tx.store.records import Commit, Heuristic, Key, Prepare, Record
 from metamq.wire.batch import HEADER_BYTES, read_header
 from tests.tx.crash_history import Violation, enumerate_crashes
@@ -29,20 +29,23 @@ Patch = pytest.MonkeyPatch
 
 def append_before_the_commit_record(patch: Patch, _own: DiskOs) -> None:
     """As Metamorphosis does: into the partitions first, then the record."""
-    with_ids, bring = TransactionalCommandProcessor._with_ids, Commits.bring
+    with_ids, bring = TransactionalCommandProcessor._with_ids, CommitApplier.bring
 
-    def early(self: TransactionalCommandProcessor, term: Term, record: Record) -> Record:
+    def early(self: TransactionalCommandProcessor, term: TransactionTerm, record: Record) -> Record:
         record = with_ids(self, term, record)
         if isinstance(record, Commit | Heuristic) and not term.journal.holds:
             branch = term.store.branches[record.branch.xid]
-            bring(term.commits, Committed(0, 0, record.branch, dict(enumerate(branch.bodies)), record.first_batch_id))
+            bring(
+                term.commits,
+                CommittedBranch(0, 0, record.branch, dict(enumerate(branch.bodies)), record.first_batch_id),
+            )
         return record
 
-    def only_redo(self: Commits, committed: Committed, present: Any = None) -> int:
+    def only_redo(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         return bring(self, committed, present) if present is not None else 0
 
     patch.setattr(TransactionalCommandProcessor, "_with_ids", early)
-    patch.setattr(Commits, "bring", only_redo)
+    patch.setattr(CommitApplier, "bring", only_redo)
 
 
 def redo_blindly(patch: Patch, _own: DiskOs) -> None:
@@ -53,15 +56,15 @@ def redo_blindly(patch: Patch, _own: DiskOs) -> None:
 def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
     """What takes its place after a loss lies below: only a second crash shows it."""
     hints: dict[tuple[int, Key], int] = {}
-    redo, bring = Commits._redo, Commits.bring
+    redo, bring = CommitApplier._redo, CommitApplier.bring
 
-    def noted(self: Commits, committed: Committed, present: Any = None) -> int:
+    def noted(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         for body in committed.bodies.values() if present is None else []:
             partition = self._topics.find(*body.place.key)
             hints.setdefault((committed.first_batch_id, key_of(partition)), partition.log.end_position)
         return bring(self, committed, present)
 
-    def from_the_hint(self: Commits, state: JournalState, wanted: list[int]) -> Iterator[int]:
+    def from_the_hint(self: CommitApplier, state: JournalState, wanted: list[int]) -> Iterator[int]:
         ids = {state.unmarked[lsn].first_batch_id for lsn in wanted}
         lowest: dict[Key, int] = {}
         for (first_id, key), position in hints.items():
@@ -70,14 +73,14 @@ def look_from_where_it_was_appended_first(patch: Patch, _own: DiskOs) -> None:
         state.mark = state.mark._replace(ends=[(*key, position) for key, position in lowest.items()])
         yield from redo(self, state, wanted)
 
-    patch.setattr(Commits, "bring", noted)
-    patch.setattr(Commits, "_redo", from_the_hint)
+    patch.setattr(CommitApplier, "bring", noted)
+    patch.setattr(CommitApplier, "_redo", from_the_hint)
 
 
 def look_from_an_end_that_is_not_flushed(patch: Patch, _own: DiskOs) -> None:
     """A MARK says where partitions end, and what lies before that may be lost."""
 
-    async def settle(self: Upkeep, term: Term, key: Key) -> bool:
+    async def settle(self: Upkeep, term: TransactionTerm, key: Key) -> bool:
         """No fsync; and all of it counts as if there had been one."""
         return True
 
@@ -169,13 +172,13 @@ def cut_the_journal_without_writing_down_what_is_remembered(patch: Patch, _own: 
 
 def new_ids_at_each_try(patch: Patch, _own: DiskOs) -> None:
     """A batch is known by its id."""
-    bring = Commits.bring
+    bring = CommitApplier.bring
 
-    def renumbered(self: Commits, committed: Committed, present: Any = None) -> int:
+    def renumbered(self: CommitApplier, committed: CommittedBranch, present: Any = None) -> int:
         first = self._journal._ids.reserve(len(committed.bodies))
         return bring(self, committed._replace(first_batch_id=first), present)
 
-    patch.setattr(Commits, "bring", renumbered)
+    patch.setattr(CommitApplier, "bring", renumbered)
 
 
 def trust_what_was_written(patch: Patch, _own: DiskOs) -> None:

@@ -19,7 +19,7 @@ from metamq.errors import BranchMisuse, ConfigError, MessageTooLarge, WrongType
 from metamq.testing import Cluster
 from metamq.tx import Recovered, Recoverer
 from metamq.tx.aio import create_outcome_table, dbtx
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from tests.aio_databases import ASYNCIO_DRIVERS, AioDatabase, aio_database
 from tests.tx.databases import messages
 
@@ -248,10 +248,10 @@ def cancelled_at(step: str, behind: bool, tx: dbtx, patch: pytest.MonkeyPatch) -
     owner, name = {
         "check": (tx._outcomes, "check"),
         "rollback": (tx._database, "rollback"),
-        "prepare": (Work, "prepare"),
+        "prepare": (GlobalTransaction, "prepare"),
         "decision": (tx._outcomes, "commit"),
         "commit": (tx._database, "commit"),
-        "tell": (Work, "commit"),
+        "tell": (GlobalTransaction, "commit"),
     }[step]
     proper, done = getattr(owner, name), False
 

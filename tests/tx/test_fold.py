@@ -11,13 +11,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from metamq.errors import CorruptData
 from metamq.tx.store.fold import Entry, JournalState, Retained, move_of
-from metamq.tx.store.records import Add, Branch, Mark, Move, Moved, Place, Prepare, Record, Remembered, pack, unpack
+from metamq.tx.store.records import (
+    Add,
+    BodyPlace,
+    BranchKey,
+    Mark,
+    Move,
+    Moved,
+    Prepare,
+    Record,
+    Remembered,
+    pack,
+    unpack,
+)
 from metamq.tx.store.table import LASTING
-from metamq.tx.store.verbs import Asked, JournalTransactionStore
+from metamq.tx.store.verbs import JournalTransactionStore, VerbRequest
 from metamq.wire.xa import Verb, Xid
 
 XIDS = [Xid(1, b"a"), Xid(1, b"b"), Xid(1, b"c", b"q")]
-PLACES = [Place("orders", "0123456789abcdef", 0, 2), Place("orders", "0123456789abcdef", 1, 5)]
+PLACES = [BodyPlace("orders", "0123456789abcdef", 0, 2), BodyPlace("orders", "0123456789abcdef", 1, 5)]
 SESSIONS = ["s", "t"]
 
 
@@ -69,7 +81,7 @@ class Journal(RuleBasedStateMachine):
         association = branch.sessions.get(session) if branch is not None else None
         places = tuple(PLACES[:count]) if verb is Verb.SEND else ()
         first = association.sent if association is not None else 0
-        asked = Asked(
+        asked = VerbRequest(
             verb, xid, session=session, places=places, first=first, owner=session,
             follows=(1, 0, count) if verb is Verb.PREPARE and count == 2 else (),
             followers=(1, 7, 2, 8) if verb is Verb.DECIDE else (),
@@ -155,7 +167,7 @@ TestJournal.settings = settings(
 
 
 def test_a_promise_of_which_something_is_missing_is_damage() -> None:
-    branch = Branch(XIDS[0], 1 << 32)
+    branch = BranchKey(XIDS[0], 1 << 32)
     add = Add(branch, 0, [PLACES[0]], "s")
     whole = [
         Entry(0, 0, [add], [10]),
@@ -173,7 +185,7 @@ def test_a_promise_of_which_something_is_missing_is_damage() -> None:
 
 def test_what_was_half_written_down_again_takes_nothing_from_a_later_use_of_its_id() -> None:
     """The broker died meanwhile. The branch was open, so its end stands nowhere."""
-    old, new = Branch(XIDS[0], 1 << 32), Branch(XIDS[0], 2 << 32)
+    old, new = BranchKey(XIDS[0], 1 << 32), BranchKey(XIDS[0], 2 << 32)
     state = JournalState()
     state.apply(Entry(0, 0, [Add(old, 0, [PLACES[0]], "s")], [10]))
     state.apply(Entry(2, 90, [Move(old, 0, 0, 2, "s"), Add(old, 0, [PLACES[0]], "s")], [10]))

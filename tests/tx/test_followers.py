@@ -11,7 +11,7 @@ from metamq.broker.transactions.followers import Followers
 from metamq.client.net.branches import Branch
 from metamq.errors import BranchNotKnown, ConnectError
 from metamq.tx.store.branch import BranchState
-from metamq.tx.store.table import State
+from metamq.tx.store.table import BranchPhase
 from metamq.wire.xa import Verb, XACode, Xid
 
 
@@ -49,7 +49,7 @@ def followers_of(waiting: list[BranchState]) -> Followers:
 
 def test_a_decision_is_forgotten_though_one_that_was_told_does_not_remember_it_when_the_last_is_up_again() -> None:
     brokers, xid = Brokers(), Xid(1, b"a")
-    followers = followers_of([BranchState(xid, 5, State.DECIDED, followers=(1, 7, 2, 7, 3, 7))])
+    followers = followers_of([BranchState(xid, 5, BranchPhase.DECIDED, followers=(1, 7, 2, 7, 3, 7))])
     brokers.down = {2}
     told = round_of(followers, brokers)
     assert told == [(1, Verb.COMMIT), (2, Verb.COMMIT), (3, Verb.COMMIT)], "one that is down holds up no other"
@@ -61,7 +61,7 @@ def test_a_decision_is_forgotten_though_one_that_was_told_does_not_remember_it_w
 
 def test_a_decision_is_not_forgotten_since_a_broker_knows_nothing_of_it() -> None:
     brokers = Brokers()
-    followers = followers_of([BranchState(Xid(1, b"a"), 5, State.DECIDED, followers=(1, 7))])
+    followers = followers_of([BranchState(Xid(1, b"a"), 5, BranchPhase.DECIDED, followers=(1, 7))])
     brokers.forgetful = {1}
     for _ in range(2):
         assert round_of(followers, brokers) == [(1, Verb.COMMIT)]
@@ -69,8 +69,8 @@ def test_a_decision_is_not_forgotten_since_a_broker_knows_nothing_of_it() -> Non
 
 def test_the_branches_of_a_broker_that_does_not_answer_hold_up_no_others() -> None:
     brokers = Brokers()
-    branches = [BranchState(Xid(1, b"%d" % n), n + 1, State.PREPARED, follows=(1, 1, 5)) for n in range(200)]
-    branches.append(BranchState(Xid(1, b"last"), 999, State.PREPARED, follows=(2, 1, 5)))
+    branches = [BranchState(Xid(1, b"%d" % n), n + 1, BranchPhase.PREPARED, follows=(1, 1, 5)) for n in range(200)]
+    branches.append(BranchState(Xid(1, b"last"), 999, BranchPhase.PREPARED, follows=(2, 1, 5)))
     followers = followers_of(branches)
     brokers.down = {1}
     for _ in range(2):

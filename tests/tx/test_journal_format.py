@@ -14,10 +14,10 @@ from metamq.tx.store.fold import JournalState
 from metamq.tx.store.records import (
     _KINDS,
     Add,
-    Branch,
+    BodyPlace,
+    BranchKey,
     Commit,
     Mark,
-    Place,
     Prepare,
     Record,
     Remembered,
@@ -32,8 +32,8 @@ from tests.hexdumps import bytes_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "journal-format.md"
 SENT_US = 1357034400000000
-BRANCH = Branch(Xid(0x4D51, b"order-17", b"mq"), (3 << 32) + 1)
-PLACE = Place("orders", "0123456789abcdef", 0, 1)
+BRANCH = BranchKey(Xid(0x4D51, b"order-17", b"mq"), (3 << 32) + 1)
+PLACE = BodyPlace("orders", "0123456789abcdef", 0, 1)
 RECORDS: dict[str, Record] = {
     "prepare": Prepare(BRANCH, 1, SENT_US + 300_000, ()),
     "commit": Commit(BRANCH, make_batch_id(3, 3), SENT_US + 400_000),
@@ -103,6 +103,8 @@ def test_the_examples_make_a_journal(tmp_path: Path) -> None:
 
 def test_the_table_of_records() -> None:
     rows = re.findall(r"^\| (\d+) \| ([A-Z]+) \| ([^|]*) \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert {int(kind): name for kind, name, _ in rows} == {kind: of.__name__.upper() for kind, of in _KINDS.items()}
+    assert {int(kind): name for kind, name, _ in rows} == {
+        kind: of.__name__.removesuffix("Record").upper() for kind, of in _KINDS.items()
+    }
     for kind, _, fields in rows:
         assert len(fields.split(", ")) == len(_KINDS[int(kind)]._fields), fields

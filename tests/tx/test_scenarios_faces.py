@@ -12,7 +12,7 @@ import pytest
 from metamq.client.net.branches import Branch
 from metamq.errors import BranchMisuse, BranchNotKnown, HeuristicOutcome, RolledBack
 from metamq.tx import TM, Vote, XACode, XAResource, Xid
-from metamq.tx.store.table import State
+from metamq.tx.store.table import BranchPhase
 from metamq.wire.columns import encode
 from metamq.wire.commands import PutEntry
 from metamq.wire.tx_commands import Tx, TxReply, TxResult
@@ -161,32 +161,32 @@ def wire(shop: Shop, topic: str) -> Iterator[Wire]:
 
 
 WAYS = {
-    State.NONE: [],
-    State.ACTIVE: [Verb.START, Verb.SEND],
-    State.IDLE: [Verb.START, Verb.SEND, Verb.END],
-    State.PREPARED: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE],
-    State.ROLLBACK_ONLY: [Verb.START, Verb.SEND, Verb.FAIL],
-    State.HEURISTIC: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE, Verb.HEURISTIC_COMMIT],
-    State.DECIDED: [Verb.START, Verb.SEND, Verb.END, Verb.DECIDE],
+    BranchPhase.NONE: [],
+    BranchPhase.ACTIVE: [Verb.START, Verb.SEND],
+    BranchPhase.IDLE: [Verb.START, Verb.SEND, Verb.END],
+    BranchPhase.PREPARED: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE],
+    BranchPhase.ROLLBACK_ONLY: [Verb.START, Verb.SEND, Verb.FAIL],
+    BranchPhase.HEURISTIC: [Verb.START, Verb.SEND, Verb.END, Verb.PREPARE, Verb.HEURISTIC_COMMIT],
+    BranchPhase.DECIDED: [Verb.START, Verb.SEND, Verb.END, Verb.DECIDE],
 }
 
 
 def test_scenario_6_each_verb_in_each_state_has_the_code_of_the_table(shop: Shop, wire: Wire) -> None:
     """At a real broker; tests/tx/test_table.py asks the store alone."""
-    for state in State:
+    for state in BranchPhase:
         for verb in Verb:
             xid = Xid.random()
             suspended = (verb, state) in SUSPENDED
             for step in [Verb.START, Verb.SEND, Verb.SUSPEND] if suspended else WAYS[state]:
                 assert wire.ask(xid, step).code == XACode.OK
-            if suspended and state is State.ACTIVE:
+            if suspended and state is BranchPhase.ACTIVE:
                 assert wire.ask(xid, Verb.JOIN, session="b").code == XACode.OK
-            other = (verb, state) == (Verb.JOIN, State.ACTIVE)
+            other = (verb, state) == (Verb.JOIN, BranchPhase.ACTIVE)
             code, follows = EXPECTED[state].get(verb, (XACode.PROTO, state))
             got = wire.ask(xid, verb, session="b" if other else "a", first=1 if verb is Verb.SEND else 0).code
             assert got == code, (verb, state)
             states = {one.xid: one.state for one in shop.branches(0)}
-            assert states.get(xid, State.NONE.value) == follows.value, (verb, state)
+            assert states.get(xid, BranchPhase.NONE.value) == follows.value, (verb, state)
             for end in (Verb.RESOLVE, Verb.ROLLBACK, Verb.FORGET):
                 wire.ask(xid, end)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from metamq.broker.transactions.processor import FIGURES_S
-from metamq.tx.store.verbs import Limits
+from metamq.tx.store.verbs import TransactionLimits
 from metamq.wire.xa import Verb, XACode, Xid
 from tests.tx.sim_broker import Replica, new_replica
 from tests.tx.sim_disk import modelled_disk
@@ -49,7 +49,7 @@ def test_a_session_whose_branches_another_one_ends_leaves_nothing(replica: Repli
 
 def test_what_was_given_up_holds_up_nobody(replica: Replica) -> None:
     """The oldest of it goes first; its owner is told that nobody knows it, and not why."""
-    replica.transactions.limits = Limits(branches=30)
+    replica.transactions.limits = TransactionLimits(branches=30)
     replica.end_term()
     replica.begin_term(2)
     assert asked(replica, A, Verb.START, "busy") == [OK]

@@ -12,7 +12,7 @@ import pytest
 from metamq.broker.data.partition import Done, Partition
 from metamq.broker.transactions import commits, upkeep
 from metamq.broker.transactions.journal import JournalStore, Written
-from metamq.broker.transactions.term import Term
+from metamq.broker.transactions.term import TransactionTerm
 from metamq.errors import MetamqError
 from metamq.tx.store.records import Key
 from metamq.tx.store.verbs import JournalTransactionStore
@@ -48,7 +48,7 @@ def test_two_replicas_whatever_happens_to_them(seconds: float, report_figures: C
 
 
 def marks_that_do_not_wait_for_the_slave(patch: pytest.MonkeyPatch) -> None:
-    async def settle(self: upkeep.Upkeep, term: Term, key: Key) -> bool:
+    async def settle(self: upkeep.Upkeep, term: TransactionTerm, key: Key) -> bool:
         partition = term.commits.find(key)
         if isinstance(partition, Partition):
             await self._flusher.settle(partition)
@@ -66,7 +66,7 @@ def answers_that_do_not_wait_for_the_slave(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_promoted_slave_that_does_not_look_into_the_journal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commits.Commits, "redo", lambda self, state: iter(()))
+    patch.setattr(commits.CommitApplier, "redo", lambda self, state: iter(()))
 
 
 def a_promoted_slave_that_redoes_blindly(patch: pytest.MonkeyPatch) -> None:
@@ -75,13 +75,13 @@ def a_promoted_slave_that_redoes_blindly(patch: pytest.MonkeyPatch) -> None:
 
 def a_journal_that_is_cut_by_a_mark_which_may_be_given_up(patch: pytest.MonkeyPatch) -> None:
     """What was written down once more before the MARK is given up with it."""
-    begin = Term.__init__
+    begin = TransactionTerm.__init__
 
-    def trusting(self: Term, store: JournalTransactionStore, *others: Any) -> None:
+    def trusting(self: TransactionTerm, store: JournalTransactionStore, *others: Any) -> None:
         begin(self, store, *others)
         self.needed_lsn = store.journal.mark.needed_lsn
 
-    patch.setattr(Term, "__init__", trusting)
+    patch.setattr(TransactionTerm, "__init__", trusting)
     patch.setattr(Partition, "needed_offset", property(lambda self: 1 << 63, lambda self, value: None))
 
 

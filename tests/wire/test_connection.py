@@ -14,7 +14,7 @@ from metamq.errors import ClosedError, ConfigError, MessageTooLarge, MetamqError
 from metamq.wire import connection as both
 from metamq.wire import status
 from metamq.wire.commands import Command, Hello, HelloReply
-from metamq.wire.connection import ClientConnection, Greeted, Request, Response, ServerConnection, State
+from metamq.wire.connection import ClientConnection, ConnectionState, Greeted, Request, Response, ServerConnection
 from metamq.wire.frames import PREFIX, Buffer, encode_frame
 from metamq.wire.limits import ANSWER_HEADER_BYTES_MAX, FRAME_BYTES_MAX, HEADER_BYTES_MAX, HELLO_BYTES_MAX
 
@@ -69,7 +69,7 @@ def test_greeting() -> None:
     client, server = opened()
     assert client.greeting == BROKER
     assert server.client == "me"
-    assert (client.state, server.state) == (State.OPEN, State.OPEN)
+    assert (client.state, server.state) == (ConnectionState.OPEN, ConnectionState.OPEN)
 
 
 @settings(deadline=None, max_examples=100)
@@ -101,7 +101,7 @@ def test_what_comes_out_does_not_depend_on_the_pieces() -> None:
         server = ServerConnection("peer", BROKER)
         events, error = until_error(server, data, piece)
         seen.append(([type(e).__name__ for e in events], [e.opaque for e in events[1:]], str(error)))
-        assert server.state is State.CLOSED
+        assert server.state is ConnectionState.CLOSED
     assert seen == [seen[0]] * 5
     assert seen[0][:2] == (["Greeted", "Request", "Request"], [1, 2])
 
@@ -115,7 +115,7 @@ def test_an_unknown_command_is_a_request_like_any_other() -> None:
     (response,) = feed(client, joined(server.respond(request, fields, number=number)))
     assert (response.opaque, response.status) == (opaque, number)
     assert str(status.decode_error(response.status, response.header)) == "no such command"
-    assert (client.state, server.state) == (State.OPEN, State.OPEN)
+    assert (client.state, server.state) == (ConnectionState.OPEN, ConnectionState.OPEN)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_a_client_of_another_version(theirs: tuple[int, int], ours: tuple[int, i
     server = ServerConnection("peer", BROKER)
     (greeted,) = feed(server, hello(*theirs, opaque=3))
     assert not greeted.accepted
-    assert server.state is State.CLOSED
+    assert server.state is ConnectionState.CLOSED
     client = ClientConnection("broker:1", "me")
     with pytest.raises(UnsupportedVersion) as caught:
         feed(client, joined(greeted.buffers))
-    assert client.state is State.CLOSED
+    assert client.state is ConnectionState.CLOSED
     assert (caught.value.theirs, caught.value.ours) == (ours, (1, 1))
     frame = feed_frame(joined(greeted.buffers))
     error = status.decode_error(frame.status, frame.header)
@@ -196,7 +196,7 @@ def test_what_a_broker_refuses_to_read_on(data: bytes, problem: str) -> None:
     _events, error = until_error(server, data, 1 << 20)
     assert isinstance(error, ProtocolError)
     assert problem in str(error)
-    assert server.state is State.CLOSED
+    assert server.state is ConnectionState.CLOSED
     refusal = joined(server.refusal(error))
     assert len(refusal) <= HELLO_BYTES_MAX
     with pytest.raises(ProtocolError) as caught:
@@ -210,7 +210,7 @@ def test_a_refusal_on_an_open_connection_is_told() -> None:
     client.request(Command.STATS, None)
     with pytest.raises(ProtocolError, match="broker:1 closes: a frame of 9 bytes"):
         feed(client, joined(server.refusal(ProtocolError("a frame of 9 bytes"))))
-    assert client.state is State.CLOSED
+    assert client.state is ConnectionState.CLOSED
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_response_to_a_request_that_was_not_made(command: int, opaque: int, ve
     client.request(Command.STATS, None)
     with pytest.raises(ProtocolError, match=problem):
         feed(client, joined(encode_frame(version, command, 0, opaque, None)))
-    assert client.state is State.CLOSED
+    assert client.state is ConnectionState.CLOSED
 
 
 def test_a_second_response_to_one_request() -> None:
@@ -256,7 +256,7 @@ def test_who_refuses_a_frame_gets_no_frame_twice(piece: int) -> None:
             if event.opaque == 2:
                 break
     assert seen == [1, 2]
-    assert server.state is State.CLOSED
+    assert server.state is ConnectionState.CLOSED
 
 
 def test_data_after_the_end_is_ignored() -> None:
@@ -283,7 +283,7 @@ def streaming() -> tuple[ClientConnection, ServerConnection]:
 @given(st.lists(st.tuples(st.booleans(), st.binary(max_size=100)), max_size=12), st.integers(1, 200))
 def test_on_a_stream_both_ends_push(pushed: list[tuple[bool, bytes]], piece: int) -> None:
     client, server = streaming()
-    assert (client.state, server.state) == (State.STREAMING, State.STREAMING)
+    assert (client.state, server.state) == (ConnectionState.STREAMING, ConnectionState.STREAMING)
     for end, other in ((client, server), (server, client)):
         mine = [body for by_client, body in pushed if by_client == (end is client)]
         data = b"".join(joined(end.push([n], [body] if body else None)) for n, body in enumerate(mine))
@@ -329,7 +329,7 @@ def test_a_join_that_is_refused_begins_no_stream() -> None:
     number, fields = status.encode_error(ConfigError("another broker's"))
     (response,) = feed(client, joined(server.respond(request, fields, number=number)))
     assert str(status.decode_error(response.status, response.header)) == "another broker's"
-    assert (client.state, server.state) == (State.OPEN, State.OPEN)
+    assert (client.state, server.state) == (ConnectionState.OPEN, ConnectionState.OPEN)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_on_a_stream_nothing_else_comes_unasked(command: int, opaque: int, versi
     client, _server = streaming()
     with pytest.raises(ProtocolError):
         feed(client, joined(encode_frame(version, command, 0, opaque, None)))
-    assert client.state is State.CLOSED
+    assert client.state is ConnectionState.CLOSED
     with pytest.raises(ClosedError):
         client.push([])
 
@@ -427,7 +427,7 @@ def test_junk_is_refused_or_waits_for_more(junk: bytes, begin: Any, piece: int) 
     for end in (client, server):
         _events, error = until_error(end, junk, piece)
         assert error is None or isinstance(error, MetamqError)
-        assert (end.state is State.CLOSED) == (error is not None)
+        assert (end.state is ConnectionState.CLOSED) == (error is not None)
 
 
 def test_a_client_makes_room_for_a_whole_answer_at_once_and_a_broker_does_not() -> None:

@@ -160,7 +160,7 @@ def test_the_frames_of_sync() -> None:
 
 def test_the_decisions_of_sync() -> None:
     found = {int(number): name for number, name, *_meaning in rows("#### Decisions")}
-    assert found == {decision.value: decision.name for decision in sync.Decision}
+    assert found == {decision.value: decision.name for decision in sync.SyncDecision}
 
 
 def test_the_limits() -> None:

@@ -20,7 +20,7 @@ from metamq.wire.limits import (
     HAND_OVER_MS_MAX,
     HEADER_BYTES_MAX,
 )
-from metamq.wire.sync import AttachPartition, AttachResult, Decision
+from metamq.wire.sync import AttachPartition, AttachResult, SyncDecision
 
 PARTITION = AttachPartition(1, "flights", "id", 3, 10, 1000, 20, 2000, 20, [(4, 10, 1000), (5, 15, 1500)])
 FROM_SLAVE = [
@@ -33,7 +33,7 @@ FROM_SLAVE = [
 ]
 FROM_MASTER = [
     sync.Accept(sync.ACCEPT, 5, 2, 1000),
-    sync.Attached(sync.ATTACHED, 5, [AttachResult(1, Decision.FROM, 20, 2000, "it goes on")]),
+    sync.Attached(sync.ATTACHED, 5, [AttachResult(1, SyncDecision.FROM, 20, 2000, "it goes on")]),
     sync.Data(sync.DATA, 5, 91, [(1, 2000, 120, 1), (2, 0, 80, 0)], [(1, 20, 2000)]),
     sync.Copy(sync.COPY, 5, [(1, 2000, 120, 1)], []),
     sync.Producers(sync.PRODUCERS, 5, 1),
@@ -180,7 +180,7 @@ def test_any_number_of_partitions_fits_into_frames(epochs: list[int], plain: int
 
 
 def test_a_reason_is_cut() -> None:
-    assert len(sync.attach_result(1, Decision.WAIT, 0, 0, "x" * 5000).reason) == 1000
+    assert len(sync.attach_result(1, SyncDecision.WAIT, 0, 0, "x" * 5000).reason) == 1000
 
 
 ODD = [None, True, 0, 7, -1, 1 << 63, "", "x", b"x", {}, [], [1], [[]], [[1, 2, 3]], [[1, 2, 3, 4]], [[1, "2", 3]]]

@@ -15,7 +15,7 @@ from metamq.zk.cluster.brokers import BrokerState, known_cluster_id, state_json
 from metamq.zk.cluster.cluster_nodes import ClusterExport, compare, export_cluster, restore_cluster
 from metamq.zk.cluster.topics import TopicConfig, to_json
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.groups.ownership import Committed, NotYet, claim, reset_offset
+from metamq.zk.groups.ownership import CommittedOffset, NotYet, claim, reset_offset
 from metamq.zk.groups.plans import Plan, PlanInputs, read_plan, store_plan
 from metamq.zk.partitions import TopicPartition
 from metamq.zk.session.session import Session
@@ -200,7 +200,7 @@ def test_a_claim_between_the_writes_keeps_the_offset(servers: str) -> None:
         async with await opened(servers) as session:
             restored = {**NODES}
             await session.create("/meta/cluster", f"restoring:{ID}".encode(), makepath=True)
-            await reset_offset(session, "readers", tp, Committed(17, 7, f"{1:016x}"))
+            await reset_offset(session, "readers", tp, CommittedOffset(17, 7, f"{1:016x}"))
             path = "/meta/consumers/readers/offsets/topic-1/0-0"
             before = await session.get(path)
             assert await restore_cluster(session, ID, restored)

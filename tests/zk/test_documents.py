@@ -130,7 +130,7 @@ def test_no_other_module_parses_json() -> None:
 
 
 def test_an_offset_that_was_set_without_an_epoch_is_read() -> None:
-    record = ownership.OffsetRecord(3, "c", ownership.Committed(7, -1, "t1"))
+    record = ownership.OffsetRecord(3, "c", ownership.CommittedOffset(7, -1, "t1"))
     assert ownership._from_json("g", TopicPartition("t", "0-0"), ownership._to_json(record)) == record
 
 

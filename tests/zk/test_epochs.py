@@ -12,8 +12,8 @@ from metamq.errors import ConfigError
 from metamq.zk.cluster.epochs import (
     CLASSES,
     REIGNS_KEPT,
-    Claim,
     Known,
+    KnownState,
     highest_epoch,
     next_epoch,
     taken_back,
@@ -56,8 +56,8 @@ def test_the_first_master_begins_with_1() -> None:
     assert next_epoch(1, 1) == 2
 
 
-def claim(replica: int, epoch: int, version: int = -1) -> Claim:
-    return Claim(replica, epoch, version, 1)
+def claim(replica: int, epoch: int, version: int = -1) -> KnownState:
+    return KnownState(replica, epoch, version, 1)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def claim(replica: int, epoch: int, version: int = -1) -> Claim:
     ],
 )
 def test_a_state_that_is_older_than_what_a_replica_knows_was_taken_back(
-    epoch: int, version: int, claims: list[Claim], told: str
+    epoch: int, version: int, claims: list[KnownState], told: str
 ) -> None:
     assert taken_back(Known(epoch, version), claims) == (told and f"ZooKeeper was taken back: {told}")
     assert highest_epoch(epoch, claims) == max([epoch, *(one.epoch for one in claims)])

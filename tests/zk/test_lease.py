@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metamq.zk.server.embedded import EmbeddedZooKeeper
-from metamq.zk.session.lease import Lease, Term, now_ns, remaining_ns, renewed
-from metamq.zk.session.session import Session, State
+from metamq.zk.session.lease import Lease, LeaseGrant, now_ns, remaining_ns, renewed
+from metamq.zk.session.session import Session, SessionState
 
 Expire = Callable[[Session], None]
 Until = Callable[..., Awaitable[None]]
 
 MS = 1_000_000
 terms = st.builds(
-    Term,
+    LeaseGrant,
     generation=st.integers(1, 3),
     sent_ns=st.integers(0, 10_000 * MS),
     timeout_ms=st.sampled_from([1_000, 1_001, 10_000]),
@@ -27,7 +27,7 @@ terms = st.builds(
 
 
 def test_it_lasts_two_thirds_of_the_time_out_from_sending() -> None:
-    term = Term(generation=1, sent_ns=5_000 * MS, timeout_ms=3_000)
+    term = LeaseGrant(generation=1, sent_ns=5_000 * MS, timeout_ms=3_000)
     assert term.end_ns == 7_000 * MS
     assert remaining_ns(term, 1, False, 5_000 * MS) == 2_000 * MS
     assert remaining_ns(term, 1, False, 6_999 * MS) == 1 * MS
@@ -36,14 +36,14 @@ def test_it_lasts_two_thirds_of_the_time_out_from_sending() -> None:
 
 
 def test_it_is_worth_nothing_in_another_session_or_without_one() -> None:
-    term = Term(generation=1, sent_ns=0, timeout_ms=3_000)
+    term = LeaseGrant(generation=1, sent_ns=0, timeout_ms=3_000)
     assert remaining_ns(term, 2, False, 0) == 0
     assert remaining_ns(term, 1, True, 0) == 0
     assert remaining_ns(None, 1, False, 0) == 0
 
 
 @given(st.lists(terms, min_size=1), st.randoms(use_true_random=False))
-def test_answers_count_alike_in_any_order(answers: list[Term], shuffler: random.Random) -> None:
+def test_answers_count_alike_in_any_order(answers: list[LeaseGrant], shuffler: random.Random) -> None:
     last = max(answers, key=lambda term: (term.generation, term.end_ns))
     shuffler.shuffle(answers)
     term = None
@@ -78,7 +78,7 @@ def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
                 asked_ns = now_ns()
             last = lease._term
             assert last is not None
-            assert now_ns() >= last.end_ns or session.state is State.LOST
+            assert now_ns() >= last.end_ns or session.state is SessionState.LOST
             victim.thaw()
             await until(lease.valid)
         assert not lease.valid()
@@ -107,12 +107,12 @@ def test_a_loop_that_hangs_loses_it_though_the_session_lives(servers: str, until
 def test_it_passes_to_the_next_session_only_by_an_answer_in_it(servers: str, until: Until, expire: Expire) -> None:
     async def main() -> None:
         async with await Session.open(servers) as session, Lease(session) as lease:
-            validity: list[tuple[State, bool]] = []
+            validity: list[tuple[SessionState, bool]] = []
             session.on_state(lambda state: validity.append((state, lease.valid())))
             await asyncio.to_thread(expire, session)
             await until(lambda: session.generation == 2)
             await until(lease.valid)
-            assert [valid for state, valid in validity if state is State.LOST] == [False]
+            assert [valid for state, valid in validity if state is SessionState.LOST] == [False]
             assert lease._term is not None
             assert lease._term.generation == 2
 
@@ -134,7 +134,7 @@ def test_it_is_renewed_only_while_what_it_is_for_is_confirmed(servers: str, unti
             await until(lambda: not lease.valid())
             asked = 0
             # The session lives, or another one does, and is asked.
-            await until(lambda: asked > 1 and session.state is State.CONNECTED)
+            await until(lambda: asked > 1 and session.state is SessionState.CONNECTED)
             assert not lease.valid()
             holds = True
             await until(lease.valid)

@@ -12,7 +12,7 @@ from metamq.errors import Fenced
 from metamq.zk.cluster.brokers import Registration, become_master
 from metamq.zk.cluster.offers import register_slave_topics, register_topics
 from metamq.zk.cluster.replicas import Confirmed, change_insync, take_over
-from metamq.zk.session.session import Session, State
+from metamq.zk.session.session import Session, SessionState
 
 ME = Registration(0, replica=0, incarnation=1, folder="abc", lock="x", host="one.example", port=8123, version="0.1.0")
 SLAVE = replace(ME, replica=1, folder="def")
@@ -55,7 +55,7 @@ def test_offers_of_a_former_session_are_made_our_own(servers: str) -> None:
             held = await become_master(session, ME)
             await register_topics(session, held, {"flights": 4})
             await former.close()
-            assert session.state is State.CONNECTED
+            assert session.state is SessionState.CONNECTED
             assert await offered(session) == {"pub/flights/0-m": 4, "sub/flights/0-m": 4}
 
     asyncio.run(scenario())

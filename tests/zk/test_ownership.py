@@ -11,9 +11,9 @@ from metamq.errors import ConfigError, CorruptData, OwnershipLost
 from metamq.zk.errors import BadVersion
 from metamq.zk.groups.members import Member, beat, evict, join, leave, owned_partitions, read_members
 from metamq.zk.groups.ownership import (
-    Claim,
-    Committed,
+    CommittedOffset,
     NotYet,
+    Ownership,
     claim,
     commit,
     drop_owner,
@@ -38,13 +38,13 @@ def ignore() -> None:
 
 async def claimed(
     session: Session, consumer_id: str, tp: TopicPartition = TP, freed: Callable[[], None] = ignore
-) -> Claim:
+) -> Ownership:
     outcome = await claim(session, "etl", tp, TOPIC_ID, consumer_id, freed=freed)
-    assert isinstance(outcome, Claim)
+    assert isinstance(outcome, Ownership)
     return outcome
 
 
-async def committed(session: Session) -> Committed | None:
+async def committed(session: Session) -> CommittedOffset | None:
     stored = await read_offset(session, "etl", TP)
     assert stored is not None
     return stored[0].committed
@@ -63,13 +63,13 @@ def test_claim_commit_release_and_claim_again(servers: str) -> None:
             assert first.committed is None
             first = await commit(one, first, 100, epoch=1)
             first = await commit(one, first, 150, epoch=2)
-            assert first.committed == Committed(150, 2, TOPIC_ID)
+            assert first.committed == CommittedOffset(150, 2, TOPIC_ID)
             await release(one, first, (200, 2))
             second = await claimed(two, "two")
-            assert second.committed == Committed(200, 2, TOPIC_ID)
+            assert second.committed == CommittedOffset(200, 2, TOPIC_ID)
             assert second.generation > first.generation
             await release(two, second)
-            assert await committed(two) == Committed(200, 2, TOPIC_ID)
+            assert await committed(two) == CommittedOffset(200, 2, TOPIC_ID)
             assert await owned_partitions(two, "etl") == {}
 
     asyncio.run(scenario())
@@ -99,7 +99,7 @@ def test_many_race_for_one_partition_and_one_gets_it(servers: str) -> None:
                     for session, name in [(one, "one"), (two, "two")]
                 )
             )
-            assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Claim", "NotYet"]
+            assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NotYet", "Ownership"]
 
     asyncio.run(scenario())
 
@@ -113,7 +113,7 @@ def test_our_own_node_of_a_claim_without_an_answer_is_taken_over(servers: str) -
             await commit(session, again, 7, 1)
             with pytest.raises(OwnershipLost, match=r"flights.*generation"):
                 await commit(session, unanswered, 3, 1)
-            assert await committed(session) == Committed(7, 1, TOPIC_ID)
+            assert await committed(session) == CommittedOffset(7, 1, TOPIC_ID)
 
     asyncio.run(scenario())
 
@@ -138,7 +138,7 @@ def test_a_former_owner_gets_no_commit_and_no_release_through_although_the_owner
             with pytest.raises(OwnershipLost):
                 await release(zombie, old)
             assert await owned_partitions(two, "etl") == {TP: "two"}
-            assert (await commit(two, new, 30, 1)).committed == Committed(30, 1, TOPIC_ID)
+            assert (await commit(two, new, 30, 1)).committed == CommittedOffset(30, 1, TOPIC_ID)
 
     asyncio.run(scenario())
 
@@ -168,12 +168,12 @@ def test_a_commit_whose_answer_was_lost_is_not_taken_for_anothers(servers: str) 
             await commit(session, before, 10, 1)
             await commit(session, before, 12, 1)
             after = await commit(session, before, 14, 1)
-            assert await committed(session) == Committed(14, 1, TOPIC_ID)
+            assert await committed(session) == CommittedOffset(14, 1, TOPIC_ID)
             await release(session, before, (16, 1))
             # Neither was the release heard of.
             await release(session, before, (16, 1))
             await release(session, after)
-            assert await committed(session) == Committed(16, 1, TOPIC_ID)
+            assert await committed(session) == CommittedOffset(16, 1, TOPIC_ID)
 
     asyncio.run(scenario())
 
@@ -198,10 +198,10 @@ def test_the_offset_of_a_topic_that_was_made_anew_keeps_its_old_id(servers: str)
             await release(session, held, (100, 3))
             new_id = "f" * 16
             again = await claim(session, "etl", TP, new_id, "one", freed=ignore)
-            assert isinstance(again, Claim)
-            assert (again.topic_id, again.committed) == (new_id, Committed(100, 3, TOPIC_ID))
+            assert isinstance(again, Ownership)
+            assert (again.topic_id, again.committed) == (new_id, CommittedOffset(100, 3, TOPIC_ID))
             again = await commit(session, again, 1, 1)
-            assert again.committed == Committed(1, 1, new_id)
+            assert again.committed == CommittedOffset(1, 1, new_id)
 
     asyncio.run(scenario())
 
@@ -210,13 +210,13 @@ def test_a_reset_from_outside_fences_the_owner(servers: str) -> None:
     async def scenario() -> None:
         async with await Session.open(servers) as session:
             held = await commit(session, await claimed(session, "one"), 10, 1)
-            await reset_offset(session, "etl", TP, Committed(3, 1, TOPIC_ID))
+            await reset_offset(session, "etl", TP, CommittedOffset(3, 1, TOPIC_ID))
             with pytest.raises(OwnershipLost):
                 await commit(session, held, 11, 1)
-            assert await committed(session) == Committed(3, 1, TOPIC_ID)
+            assert await committed(session) == CommittedOffset(3, 1, TOPIC_ID)
             never_claimed = TopicPartition("flights", "1-0")
-            await reset_offset(session, "etl", never_claimed, Committed(9, 1, TOPIC_ID))
-            assert (await claimed(session, "one", never_claimed)).committed == Committed(9, 1, TOPIC_ID)
+            await reset_offset(session, "etl", never_claimed, CommittedOffset(9, 1, TOPIC_ID))
+            assert (await claimed(session, "one", never_claimed)).committed == CommittedOffset(9, 1, TOPIC_ID)
             await reset_offset(session, "etl", never_claimed, None)
             assert (await claimed(session, "one", never_claimed)).committed is None
 

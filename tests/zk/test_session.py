@@ -25,8 +25,8 @@ from metamq.zk.session.session import (
     NoNode,
     NotEmpty,
     Session,
+    SessionState,
     SetData,
-    State,
     ZooKeeperError,
 )
 from metamq.zk.session.watches import OneWatch
@@ -368,7 +368,7 @@ def test_after_close_everything_says_so(servers: str, until: Until, caplog: pyte
         await session.close()
         assert time.monotonic() - started < 9  # the session has 10
         assert session.closed
-        assert session.state is State.LOST
+        assert session.state is SessionState.LOST
         await asyncio.sleep(0)
         assert calls == [1]
         with pytest.raises(ClosedError, match="this ZooKeeper session is closed"):

@@ -21,7 +21,7 @@ from metamq.zk.session.session import (
     NodeExists,
     Session,
     SessionExpired,
-    State,
+    SessionState,
 )
 from tests.zk.listeners import black_hole
 
@@ -33,13 +33,13 @@ def test_a_killed_server_suspends_and_a_restarted_one_resumes_the_session(
     victim: EmbeddedZooKeeper, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        states: list[State] = []
+        states: list[SessionState] = []
         async with await Session.open(victim.address, timeout_ms=30_000, on_state=states.append) as session:
             node = await session.create("/e", ephemeral=True)
             calls: list[int] = []
             await session.get("/e", lambda: calls.append(1))
             victim.kill()
-            await until(lambda: session.state is State.SUSPENDED)
+            await until(lambda: session.state is SessionState.SUSPENDED)
             await until(lambda: calls == [1])
             with pytest.raises(ConnectionLost, match="it was lost, nothing was sent") as failure:
                 await session.set("/e", b"", ANY_VERSION)
@@ -49,7 +49,7 @@ def test_a_killed_server_suspends_and_a_restarted_one_resumes_the_session(
             await asyncio.wait_for(session.connected(), 60)
             assert (session.generation, session.session_id) == (1, node.ephemeral_owner)
             assert await session.get("/e") == node
-            await until(lambda: states == [State.SUSPENDED, State.CONNECTED])
+            await until(lambda: states == [SessionState.SUSPENDED, SessionState.CONNECTED])
             assert calls == [1]
 
     with caplog.at_level(logging.INFO, "metamq.zk"):
@@ -64,7 +64,7 @@ def test_a_killed_server_suspends_and_a_restarted_one_resumes_the_session(
 
 def test_an_expired_session_is_followed_by_a_new_one(servers: str, until: Until, expire: Expire) -> None:
     async def main() -> None:
-        states: list[State] = []
+        states: list[SessionState] = []
         async with await Session.open(servers, on_state=states.append) as session:
             first = session.session_id
             await session.create("/e", ephemeral=True)
@@ -72,10 +72,10 @@ def test_an_expired_session_is_followed_by_a_new_one(servers: str, until: Until,
             assert await session.get_or_none("/x", lambda: calls.append(1)) is None
             await asyncio.to_thread(expire, session)
             await until(lambda: session.generation == 2)
-            await until(lambda: states[-2:] == [State.LOST, State.CONNECTED])
+            await until(lambda: states[-2:] == [SessionState.LOST, SessionState.CONNECTED])
             # Before that, it may have won itself back.
-            assert set(states[:-2:2]) == {State.SUSPENDED}
-            assert set(states[1:-2:2]) <= {State.CONNECTED}
+            assert set(states[:-2:2]) == {SessionState.SUSPENDED}
+            assert set(states[1:-2:2]) <= {SessionState.CONNECTED}
             await session.connected()
             assert session.session_id != first
             assert calls == [1]
@@ -97,7 +97,7 @@ def test_a_server_frozen_for_longer_than_the_time_out_ends_the_session(victim: E
                 frozen = time.monotonic()
                 await until(lambda since=frozen: time.monotonic() - since > 1.7)
                 victim.thaw()
-                await until(lambda: session.state is State.CONNECTED)
+                await until(lambda: session.state is SessionState.CONNECTED)
                 with contextlib.suppress(ConnectionLost):
                     await session.connected()
                     await session.sync()
@@ -202,7 +202,7 @@ def test_a_request_of_a_session_whose_end_the_loop_has_not_seen_is_refused(serve
             while session._link.live_session_id in (None, first):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)  # noqa: ASYNC251
-            assert (session.session_id, session.state) == (first, State.CONNECTED)
+            assert (session.session_id, session.state) == (first, SessionState.CONNECTED)
             with pytest.raises(ConnectionLost) as failure:
                 await session.create("/late", ephemeral=True)
             assert failure.value.outcome == "not_done"
@@ -251,7 +251,7 @@ def test_who_tries_again_at_once_does_not_hang_the_loop(victim: EmbeddedZooKeepe
                         await session.connected()
 
             async def writes() -> None:
-                while session.state is State.CONNECTED:
+                while session.state is SessionState.CONNECTED:
                     await stubborn()
 
             writing = [asyncio.create_task(writes()) for _ in range(5)]
@@ -365,7 +365,7 @@ def test_a_server_that_speaks_nonsense_is_survived(victim: EmbeddedZooKeeper, un
                 await session.get("/")
             assert failure.value.outcome == "unknown"
             await asyncio.wait_for(session.connected(), 60)
-            await until(lambda: session.state is State.CONNECTED)
+            await until(lambda: session.state is SessionState.CONNECTED)
             await session.sync()
             assert session.session_id == first
 

@@ -21,8 +21,8 @@ from metamq.wire.xa import Verb, Xid
 log = logging.getLogger("metamq.tx")
 
 
-class Producer(TransactionalFace[T], aio_producer.Producer[T]):
-    __doc__ = aio_producer.Producer.__doc__
+class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
+    __doc__ = aio_producer.BaseProducer.__doc__
 
     def _owner(self) -> asyncio.Task[Any] | None:
         return current_task()

@@ -17,21 +17,21 @@ import asyncio
 import logging
 
 from metamq.client.net.branches import Branch
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack
 from metamq.tx.app.staging import Staging
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.xa import Verb, XACode, Xid
 
 log = logging.getLogger("metamq.tx")
 
 
-class LocalWork(Work):
+class LocalWork(GlobalTransaction):
     """One transaction, under one id at all brokers. For one loop; one call at a time."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         staging: Staging,
         xid: Xid,
         *,

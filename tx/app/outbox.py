@@ -17,11 +17,11 @@ from collections.abc import Generator
 from typing import Any, NamedTuple
 
 from metamq.client.model import Receipt, ReceiptRange
-from metamq.client.producer.outgoing import Delivery, ManyDelivery, OutgoingBatch, Owner
+from metamq.client.producer.outgoing import Delivery, DeliveryOwner, ManyDelivery, OutgoingBatch
 from metamq.client.producer.producer_core import ProducerOptions
 from metamq.errors import BranchMisuse, BufferFull, ConfigError, MetamqError, RolledBack
 from metamq.tx.app.staging import AnyMessage, size_of_all
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.xa import XACode
 
 TOGETHER = 500
@@ -42,7 +42,9 @@ class _Item(NamedTuple):
 class Outbox:
     """`add` is for the thread or task of the transaction, the rest for the producer's loop."""
 
-    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop, work: Work, options: ProducerOptions) -> None:
+    def __init__(
+        self, owner: DeliveryOwner, loop: asyncio.AbstractEventLoop, work: GlobalTransaction, options: ProducerOptions
+    ) -> None:
         self.failed: MetamqError | None = None
         self.ended = False
         self.closed = False
@@ -263,7 +265,7 @@ class _TransactionDelivery(Delivery):
 
     __slots__ = ("_outbox", "_timestamp_us")
 
-    def __init__(self, outbox: Outbox, producer: Owner, batch: OutgoingBatch, timestamp_us: int) -> None:
+    def __init__(self, outbox: Outbox, producer: DeliveryOwner, batch: OutgoingBatch, timestamp_us: int) -> None:
         super().__init__(producer, batch, 0)
         self._outbox = outbox
         self._timestamp_us = timestamp_us
@@ -285,7 +287,7 @@ class _TransactionManyDelivery(ManyDelivery):
 
     __slots__ = ("_count", "_outbox")
 
-    def __init__(self, outbox: Outbox, producer: Owner, batch: OutgoingBatch, count: int) -> None:
+    def __init__(self, outbox: Outbox, producer: DeliveryOwner, batch: OutgoingBatch, count: int) -> None:
         super().__init__(producer, [batch])
         self._outbox = outbox
         self._count = count

@@ -21,8 +21,8 @@ from metamq.wire.xa import Verb, Xid
 log = logging.getLogger("metamq.tx")
 
 
-class Producer(TransactionalFace[T], producer.Producer[T]):
-    __doc__ = producer.Producer.__doc__
+class Producer(TransactionalFace[T], producer.BaseProducer[T]):
+    __doc__ = producer.BaseProducer.__doc__
 
     def _owner(self) -> threading.Thread:
         return threading.current_thread()

@@ -15,7 +15,7 @@ from datetime import datetime
 from metamq.client.checks import check_ranges, is_number, wrong_type
 from metamq.client.forks import tell_of_forks
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
 from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
@@ -30,7 +30,7 @@ from metamq.errors import (
     RolledBack,
     closed_client,
 )
-from metamq.tx.app.staging import Message, Routes, Staging
+from metamq.tx.app.staging import Routes, StagedMessage, Staging
 from metamq.wire.compression import codec_named
 from metamq.wire.limits import BATCH_BYTES_MAX, BATCH_TARGET_BYTES, MESSAGE_BYTES_MAX
 from metamq.wire.xa import Verb, XACode, Xid
@@ -117,7 +117,7 @@ class XACore:
             {broker_id},
         )
         self._session_name = new_session()
-        self._cluster: Cluster | None = None
+        self._cluster: ClusterClient | None = None
         self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
         self.is_forked = False
         self._place = ""
@@ -135,7 +135,7 @@ class XACore:
         except BaseException:
             await session.close()
             raise
-        self._cluster = Cluster(session)
+        self._cluster = ClusterClient(session)
         self._client = TxClient(self._cluster)
         tell_of_forks(self)
 
@@ -211,7 +211,7 @@ class XACore:
         timestamp: datetime | int | None,
     ) -> None:
         client = self._open_client()
-        message = Message(
+        message = StagedMessage(
             as_bytes(value, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
         work = self._current

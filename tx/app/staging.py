@@ -23,7 +23,7 @@ Place = tuple[str, str, int, int]
 """Topic, topic id, broker id, index."""
 
 
-class Message(NamedTuple):
+class StagedMessage(NamedTuple):
     """A message as it was checked."""
 
     value: bytes
@@ -37,7 +37,7 @@ OPEN_BYTES_MAX = 16 * 1024 * 1024
 """Of batches that are not full: with many partitions they would come to more than a frame, and than anybody expects.
 Their number is bounded, too: each is an entry in a header."""
 
-AnyMessage = Message | bytes
+AnyMessage = StagedMessage | bytes
 """As it was checked; the bytes alone where it is nothing but a value."""
 
 
@@ -127,7 +127,7 @@ class Staging:
         return self._add(self._routes.of(config), message)
 
     def _add(self, route: _Route, message: AnyMessage) -> int:
-        value, key, headers, partition, timestamp_us = Message(message) if isinstance(message, bytes) else message
+        value, key, headers, partition, timestamp_us = StagedMessage(message) if isinstance(message, bytes) else message
         size = size_of(value, key, headers)
         if size > route.topic.limit_bytes:
             raise too_large(route.topic, size)

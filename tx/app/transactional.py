@@ -15,7 +15,7 @@ from metamq.client.checks import check_seconds, wrong_type
 from metamq.client.producer.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
-from metamq.tx.app.staging import AnyMessage, Message
+from metamq.tx.app.staging import AnyMessage, StagedMessage
 from metamq.tx.app.transactions import Open, Transactions, misuse
 from metamq.wire.xa import Xid
 from metamq.words import count
@@ -138,7 +138,7 @@ class TransactionalFace(ProducerFace[T]):
             return as_bytes(plain, "value")
         if partition is not None:
             parse_partition(partition)
-        return Message(
+        return StagedMessage(
             as_bytes(plain, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
 

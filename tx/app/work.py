@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from metamq.client.net.branches import Branch, Encoded, TxClient, new_session
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.errors import BranchMisuse, BranchNotKnown, MetamqError, OutcomeUnknown, RolledBack, TransactionError
 from metamq.tx.app.staging import AnyMessage, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
@@ -21,12 +21,12 @@ _DECIDING = (Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 """Verbs without whose answer nobody knows what becomes of the transaction."""
 
 
-class Work:
+class GlobalTransaction:
     """One transaction. For one loop; one call at a time."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         staging: Staging | None,
         gtrid: bytes,
         *,

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from metamq.client.checks import wrong_type
 from metamq.client.offsets.dbapi import AnyConnection, database_of
-from metamq.client.producer.aio_producer import Producer
+from metamq.client.producer.aio_producer import BaseProducer
 from metamq.client.typevars import T
 from metamq.tx.database.dbtx import DatabaseBlock
 from metamq.tx.database.outcomes import DEFAULT_TABLE, OutcomeTable
@@ -34,14 +34,14 @@ class dbtx(DatabaseBlock):
     def __init__(
         self,
         connection: AnyConnection,
-        producer: Producer[Any],
+        producer: BaseProducer[Any],
         *,
         table: str = DEFAULT_TABLE,
         paramstyle: str | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         database = database_of(connection, paramstyle)
-        if not isinstance(producer, Producer):
+        if not isinstance(producer, BaseProducer):
             raise wrong_type("`producer`", "a metamq.aio.Producer", producer)
         super().__init__(database, producer, table, timeout_s)
         self._one_call = asyncio.Lock()

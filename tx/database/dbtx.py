@@ -26,16 +26,16 @@ from weakref import WeakValueDictionary
 
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Connection, Database, at_once, blocking_database_of
+from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
 from metamq.client.producer import aio_producer
-from metamq.client.producer.producer import Producer
+from metamq.client.producer.producer import BaseProducer
 from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
-from metamq.tx.app.staging import AnyMessage, Message, Staging
+from metamq.tx.app.staging import AnyMessage, StagedMessage, Staging
 from metamq.tx.app.transactional import TransactionalFace
 from metamq.tx.app.transactions import routes_of
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded
 from metamq.wire.xa import XACode
 
@@ -55,13 +55,17 @@ class DatabaseBlock(ABC):
     """The transaction of one block. A face enters and leaves it, and says how a producer's coroutine is run."""
 
     def __init__(
-        self, database: Database, producer: Producer[Any] | aio_producer.Producer[Any], table: str, timeout_s: float
+        self,
+        database: Database,
+        producer: BaseProducer[Any] | aio_producer.BaseProducer[Any],
+        table: str,
+        timeout_s: float,
     ) -> None:
         self._database = database
         self._producer = producer
         self._outcomes = OutcomeTable(table)
         self._timeout_s = timeout_s
-        self._work: Work | None = None
+        self._work: GlobalTransaction | None = None
         self._mark = 0
 
     @abstractmethod
@@ -87,14 +91,14 @@ class DatabaseBlock(ABC):
                 await database.rollback()
             raise
         _last[id(database.connection)] = self
-        self._work = Work(
+        self._work = GlobalTransaction(
             producer._core.cluster, Staging(routes_of(producer._core)), identity + secrets.token_bytes(16),
             branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
         )  # fmt: skip
         if isinstance(producer, TransactionalFace):
             producer._enter_block(self)
 
-    def _working(self) -> Work:
+    def _working(self) -> GlobalTransaction:
         if self._work is None:
             raise BranchMisuse("(none)", XACode.PROTO, "the block has ended")
         self._producer._check_usable()
@@ -108,7 +112,7 @@ class DatabaseBlock(ABC):
         partition: str | None,
         timestamp: datetime | int | None,
     ) -> AnyMessage:
-        return Message(
+        return StagedMessage(
             self._encoded(value), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
 
@@ -120,7 +124,7 @@ class DatabaseBlock(ABC):
         if len(checked) != len(encoded):
             problem = f"{len(checked):,} keys for {len(encoded):,} values"
             raise ConfigError(problem, hint="Give one key for each value.")
-        return [Message(value, key) for value, key in zip(encoded, checked, strict=True)]
+        return [StagedMessage(value, key) for value, key in zip(encoded, checked, strict=True)]
 
     def _encoded(self, value: bytes) -> bytes:
         encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
@@ -172,7 +176,7 @@ class DatabaseBlock(ABC):
         except Exception as error:  # PostgreSQL takes no more statements in a transaction that has failed
             log.debug("whether the connection was committed in the block cannot be told: %s", error)
 
-    async def _roll_back(self, work: Work) -> None:
+    async def _roll_back(self, work: GlobalTransaction) -> None:
         """Rolls back both; what fails is no worse than that this process had died."""
         try:
             await self._database.rollback()
@@ -185,7 +189,7 @@ class DatabaseBlock(ABC):
         for failure in failures:
             log.warning("a branch could not be rolled back: it is, after its time, or by a recoverer: %s", failure)
 
-    async def _find_out(self, work: Work) -> None:
+    async def _find_out(self, work: GlobalTransaction) -> None:
         """The commit has raised: the messages follow what the database has made of it, if it can be asked."""
         try:
             await self._database.rollback()  # a commit that may be repeated leaves the transaction open
@@ -198,7 +202,7 @@ class DatabaseBlock(ABC):
         elif outcome == ABORT:
             await self._roll_back(work)
 
-    async def _tell(self, work: Work) -> None:
+    async def _tell(self, work: GlobalTransaction) -> None:
         """The database has decided: what fails from here on is not the block's, whose caller would do it again."""
         failures: Sequence[Exception]
         try:
@@ -232,15 +236,15 @@ class dbtx(DatabaseBlock):
 
     def __init__(
         self,
-        connection: Connection,
-        producer: Producer[Any],
+        connection: DatabaseConnection,
+        producer: BaseProducer[Any],
         *,
         table: str = DEFAULT_TABLE,
         paramstyle: str | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         database = blocking_database_of(connection, paramstyle, _ASYNCIO_HINT)
-        if not isinstance(producer, Producer):
+        if not isinstance(producer, BaseProducer):
             raise wrong_type("`producer`", "a blocking metamq.Producer", producer)
         super().__init__(database, producer, table, timeout_s)
         self._background = producer._background
@@ -282,7 +286,9 @@ class dbtx(DatabaseBlock):
         at_once(self._leave(error))
 
 
-def create_outcome_table(connection: Connection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None) -> None:
+def create_outcome_table(
+    connection: DatabaseConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
+) -> None:
     """Makes the table in which this database decides about transactions, unless it is there. Commits."""
     hint = "`await metamq.tx.aio.create_outcome_table(connection)` takes it."
     at_once(OutcomeTable(table).create(blocking_database_of(connection, paramstyle, hint)))

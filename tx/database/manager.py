@@ -21,15 +21,15 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from metamq.client.net.branches import ANSWER_S
-from metamq.client.offsets.dbapi import Connection, Database, at_once, blocking_database_of
-from metamq.client.producer.producer import Producer
+from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
+from metamq.client.producer.producer import BaseProducer
 from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox
-from metamq.tx.app.staging import Message, Staging
+from metamq.tx.app.staging import StagedMessage, Staging
 from metamq.tx.app.transactions import routes_of
-from metamq.tx.app.work import Work
+from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable
 from metamq.wire.xa import XACode
 
@@ -41,10 +41,10 @@ class DataManager:
 
     def __init__(
         self,
-        producer: Producer[Any],
-        connection: Callable[[], Connection],
+        producer: BaseProducer[Any],
+        connection: Callable[[], DatabaseConnection],
         manager: Any,
-        connect: Callable[[], Connection] | None,
+        connect: Callable[[], DatabaseConnection] | None,
         outcomes: OutcomeTable,
         paramstyle: str | None,
         timeout_s: float,
@@ -58,17 +58,17 @@ class DataManager:
         core = producer._core
         gtrid = at_once(outcomes.identity(self._database())) + secrets.token_bytes(16)
         staging = Staging(routes_of(core))
-        self._work = Work(core.cluster, staging, gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
+        self._work = GlobalTransaction(core.cluster, staging, gtrid, branch_timeout_s=timeout_s, answer_s=ANSWER_S)
         self._outbox = Outbox(core, core.loop, self._work, core.options)
         self._prepared = False
 
     def _database(self) -> Database:
         """The driver's own connection, also where SQLAlchemy gives a wrapper of it."""
         given = self._get_connection()
-        driver: Connection | None = getattr(given, "driver_connection", None)
+        driver: DatabaseConnection | None = getattr(given, "driver_connection", None)
         return self._blocking(given if driver is None else driver)
 
-    def _blocking(self, connection: Connection) -> Database:
+    def _blocking(self, connection: DatabaseConnection) -> Database:
         return blocking_database_of(connection, self._paramstyle, "The `transaction` package needs a blocking one.")
 
     def send(
@@ -83,7 +83,7 @@ class DataManager:
     ) -> None:
         """Sends a message with the transaction. Raises as Producer.send, and what has failed the transaction."""
         encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
-        message = Message(
+        message = StagedMessage(
             as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
         self._producer._check_usable()
@@ -182,11 +182,11 @@ class _Savepoint(NamedTuple):
 
 
 def join_transaction(
-    producer: Producer[Any],
-    connection: Connection | Callable[[], Connection],
+    producer: BaseProducer[Any],
+    connection: DatabaseConnection | Callable[[], DatabaseConnection],
     manager: Any = None,
     *,
-    connect: Callable[[], Connection] | None = None,
+    connect: Callable[[], DatabaseConnection] | None = None,
     table: str = DEFAULT_TABLE,
     paramstyle: str | None = None,
     timeout_s: float = 0.0,

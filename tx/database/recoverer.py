@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 from metamq.client.background import background
 from metamq.client.checks import wrong_type
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, TxClient, new_session
-from metamq.client.net.cluster import Cluster
+from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.offsets.dbapi import AnyConnection, Database, at_once, check_paramstyle, database_of
 from metamq.client.settings import zookeeper_root, zookeeper_servers
@@ -86,7 +86,7 @@ class Recoverer:
         self._background = background()
         servers = zookeeper_servers(zookeeper, config)
         session = self._background.run(open_client_session(servers, zookeeper_root(root, config), SESSION_TIMEOUT_MS))
-        self._cluster = Cluster(session)
+        self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
         """Looks again and again, until close() or Ctrl-C. What fails is logged, and tried again."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from metamq.tx.store.records import Branch, Place
-from metamq.tx.store.table import State
+from metamq.tx.store.records import BodyPlace, BranchKey
+from metamq.tx.store.table import BranchPhase
 from metamq.wire.xa import Xid
 
 
@@ -17,7 +17,7 @@ class Body(NamedTuple):
     """The byte of the journal at which its entry begins."""
     number: int
     """Which of the entry's values it is, from 1 on."""
-    place: Place
+    place: BodyPlace
     size_bytes: int
 
 
@@ -37,7 +37,7 @@ class BranchState:
     xid: Xid
     epoch: int
     """Which use of the id this is: higher than any before it in this broker id."""
-    state: State
+    state: BranchPhase
     owner: str = ""
     """For people: the client that began it."""
     bodies: list[Body] = field(default_factory=list)
@@ -70,9 +70,9 @@ class BranchState:
     """What the operator decided, once `state` says that one did."""
 
     @property
-    def key(self) -> Branch:
+    def key(self) -> BranchKey:
         """What its records begin with."""
-        return Branch(self.xid, self.epoch)
+        return BranchKey(self.xid, self.epoch)
 
     @property
     def associated(self) -> bool:
@@ -90,7 +90,7 @@ class BranchState:
 
     def becomes_rollback_only(self, code: int, reason: str) -> None:
         """What was sent is given up."""
-        self.state = State.ROLLBACK_ONLY
+        self.state = BranchPhase.ROLLBACK_ONLY
         self.rolled_back_code, self.rolled_back_reason = code, reason
         self.gives_up_bodies()
         self.first_lsn = -1

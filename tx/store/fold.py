@@ -17,7 +17,8 @@ from metamq.tx.store.branch import Body, BranchState
 from metamq.tx.store.memory import OutcomeMemory
 from metamq.tx.store.records import (
     Add,
-    Branch,
+    BodyPlace,
+    BranchKey,
     Commit,
     Decide,
     Forget,
@@ -26,14 +27,13 @@ from metamq.tx.store.records import (
     Mark,
     Move,
     Moved,
-    Place,
     Prepare,
     Record,
     Remembered,
-    Rollback,
+    RollbackRecord,
     Waiting,
 )
-from metamq.tx.store.table import LASTING, State
+from metamq.tx.store.table import LASTING, BranchPhase
 from metamq.wire.xa import Xid
 
 COMMITTED, ROLLED_BACK, DECIDED = 1, 2, 3
@@ -50,19 +50,19 @@ class Entry(NamedTuple):
     """Bytes of each of its bodies."""
 
 
-class Committed(NamedTuple):
+class CommittedBranch(NamedTuple):
     """A commit that may not be in its partitions yet."""
 
     lsn: int
     first_lsn: int
     """Where the oldest of its records stands."""
-    branch: Branch
+    branch: BranchKey
     bodies: dict[int, Body]
     """Those that may not be in their partitions yet, by their number in the branch, in order."""
     first_batch_id: int
 
 
-BranchRecord = Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Decide
+BranchRecord = Prepare | Commit | RollbackRecord | Heuristic | Forget | Move | Moved | Decide
 COMMITS = Commit, Decide
 NO_MARK = Mark(0, 0, 0, [])
 
@@ -73,12 +73,12 @@ class JournalState:
     def __init__(self, memory: OutcomeMemory | None = None) -> None:
         self.branches: dict[Xid, BranchState] = {}
         self.memory = memory if memory is not None else OutcomeMemory()
-        self.unmarked: dict[int, Committed] = {}
+        self.unmarked: dict[int, CommittedBranch] = {}
         """Commits that no MARK covers, by LSN, in order."""
         self.mark = NO_MARK
         self.epoch_max = 0
-        self._moving: dict[Branch, tuple[Move, BranchState]] = {}
-        self._rewritten: dict[int, Committed] = {}
+        self._moving: dict[BranchKey, tuple[Move, BranchState]] = {}
+        self._rewritten: dict[int, CommittedBranch] = {}
         """Of commits that are being written down once more: what was written so far, by LSN."""
 
     def apply(self, entry: Entry) -> None:
@@ -107,7 +107,7 @@ class JournalState:
         if branch is None or branch.epoch != epoch:
             if record.first:
                 return  # of a branch whose beginning was cut off: it is finished
-            branch = self.branches[xid] = BranchState(xid, epoch, State.IDLE, record.owner)
+            branch = self.branches[xid] = BranchState(xid, epoch, BranchPhase.IDLE, record.owner)
             self.epoch_max = max(self.epoch_max, epoch)
         if branch.first_lsn < 0:
             branch.first_lsn = entry.lsn
@@ -132,7 +132,7 @@ class JournalState:
         if isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
             bodies = branch.bodies if branch is not None and branch.epoch == epoch else []
             if branch is not None and bodies:
-                self.unmarked[entry.lsn] = Committed(
+                self.unmarked[entry.lsn] = CommittedBranch(
                     entry.lsn, branch.first_lsn, record.branch, dict(enumerate(bodies)), record.first_batch_id
                 )
         if isinstance(record, COMMITS):
@@ -141,14 +141,14 @@ class JournalState:
             return
         if isinstance(record, Prepare):
             _check_whole(branch, record.messages)
-            branch.state, branch.prepared_us, branch.deadline_s = State.PREPARED, record.time_us, None
+            branch.state, branch.prepared_us, branch.deadline_s = BranchPhase.PREPARED, record.time_us, None
             branch.follows = record.follows
             branch.sessions.clear()
         elif isinstance(record, Heuristic):
-            branch.state, branch.heuristic_commit = State.HEURISTIC, record.commit
+            branch.state, branch.heuristic_commit = BranchPhase.HEURISTIC, record.commit
             branch.gives_up_bodies()
         elif isinstance(record, Decide):
-            branch.state, branch.prepared_us, branch.deadline_s = State.DECIDED, record.time_us, None
+            branch.state, branch.prepared_us, branch.deadline_s = BranchPhase.DECIDED, record.time_us, None
             branch.followers = record.followers
             branch.gives_up_bodies()
             branch.sessions.clear()
@@ -181,7 +181,7 @@ class JournalState:
     def _wait(self, record: Waiting, entry: Entry, number: int) -> None:
         begun = self._rewritten.pop(record.lsn, None)
         if begun is None:
-            begun = Committed(record.lsn, entry.lsn, record.branch, {}, record.first_batch_id)
+            begun = CommittedBranch(record.lsn, entry.lsn, record.branch, {}, record.first_batch_id)
         begun.bodies.update(zip(record.numbers, _bodies(entry, number, record.places), strict=True))
         (self.unmarked if record.is_last else self._rewritten)[record.lsn] = begun
 
@@ -235,7 +235,7 @@ class Retained:
                 self.unmarked.append(entry.lsn)
 
 
-def _bodies(entry: Entry, number: int, places: list[Place]) -> list[Body]:
+def _bodies(entry: Entry, number: int, places: list[BodyPlace]) -> list[Body]:
     """Of a record whose first body is this one of the entry, counted from 0."""
     sizes = entry.sizes[number : number + len(places)]
     return [
@@ -247,9 +247,9 @@ def _bodies(entry: Entry, number: int, places: list[Place]) -> list[Body]:
 def move_of(branch: BranchState) -> Move:
     """What a branch that is written down once more begins with."""
     decision = 0
-    if branch.state is State.DECIDED:
+    if branch.state is BranchPhase.DECIDED:
         decision = DECIDED
-    elif branch.state is State.HEURISTIC:
+    elif branch.state is BranchPhase.HEURISTIC:
         decision = COMMITTED if branch.heuristic_commit else ROLLED_BACK
     return Move(
         branch.key, branch.prepared_us, decision, branch.messages, branch.owner, branch.follows, branch.followers
@@ -258,11 +258,11 @@ def move_of(branch: BranchState) -> Move:
 
 def _moved(record: Move, lsn: int) -> BranchState:
     xid, epoch = record.branch
-    state = State.IDLE
+    state = BranchPhase.IDLE
     if record.prepared_us:
-        state = State.PREPARED
+        state = BranchPhase.PREPARED
     if record.decision:
-        state = State.DECIDED if record.decision == DECIDED else State.HEURISTIC
+        state = BranchPhase.DECIDED if record.decision == DECIDED else BranchPhase.HEURISTIC
     return BranchState(
         xid, epoch, state, record.owner, first_lsn=lsn, prepared_us=record.prepared_us,
         messages=record.messages if record.decision else 0,  # of what is decided no bodies follow

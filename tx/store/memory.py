@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from metamq.tx.store.records import Branch, Outcome, epoch_and_time, pack_id, pack_outcome
+from metamq.tx.store.records import BranchKey, Outcome, epoch_and_time, pack_id, pack_outcome
 from metamq.wire.xa import Xid
 
 REMEMBERED_MAX = 100_000
@@ -28,7 +28,7 @@ class OutcomeMemory:
     def __len__(self) -> int:
         return len(self._known)
 
-    def add(self, branch: Branch, time_us: int) -> None:
+    def add(self, branch: BranchKey, time_us: int) -> None:
         """The branch was committed then."""
         xid, rest = pack_outcome(branch, time_us)
         self._known.pop(xid, None)

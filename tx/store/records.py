@@ -38,7 +38,7 @@ Key = tuple[str, str, int]
 """A partition of this broker: topic, topic id, index."""
 
 
-class Place(NamedTuple):
+class BodyPlace(NamedTuple):
     """Where a body is to go, and how many messages it holds."""
 
     topic: str
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         return self[:3]
 
 
-class Branch(NamedTuple):
+class BranchKey(NamedTuple):
     """What every record about a branch begins with: its id, and which use of the id it is."""
 
     xid: Xid
@@ -63,16 +63,16 @@ class Branch(NamedTuple):
 class Add(NamedTuple):
     """Bodies of a branch, which is made by the first of them. `first`: how many it had before."""
 
-    branch: Branch
+    branch: BranchKey
     first: int
-    places: list[Place]
+    places: list[BodyPlace]
     owner: str
 
 
 class Prepare(NamedTuple):
     """The branch is prepared."""
 
-    branch: Branch
+    branch: BranchKey
     messages: int
     time_us: int
     follows: tuple[int, ...] = ()
@@ -82,21 +82,21 @@ class Prepare(NamedTuple):
 class Commit(NamedTuple):
     """The branch is committed: body n gets the batch id `first_batch_id` + n."""
 
-    branch: Branch
+    branch: BranchKey
     first_batch_id: int
     time_us: int
 
 
-class Rollback(NamedTuple):
+class RollbackRecord(NamedTuple):
     """The branch is rolled back."""
 
-    branch: Branch
+    branch: BranchKey
 
 
 class Heuristic(NamedTuple):
     """An operator has decided. With `commit` it is as Commit; the branch is kept until it is forgotten."""
 
-    branch: Branch
+    branch: BranchKey
     commit: bool
     first_batch_id: int
     time_us: int
@@ -105,7 +105,7 @@ class Heuristic(NamedTuple):
 class Decide(NamedTuple):
     """The branch is committed as by Commit; it is kept, since others follow it."""
 
-    branch: Branch
+    branch: BranchKey
     first_batch_id: int
     time_us: int
     followers: tuple[int, ...]
@@ -115,13 +115,13 @@ class Decide(NamedTuple):
 class Forget(NamedTuple):
     """The decision is not needed any more."""
 
-    branch: Branch
+    branch: BranchKey
 
 
 class Move(NamedTuple):
     """The branch follows once more: the ADDs up to MOVED take the place of all before."""
 
-    branch: Branch
+    branch: BranchKey
     prepared_us: int
     """When it was prepared; 0 while it is not."""
     decision: int
@@ -135,7 +135,7 @@ class Move(NamedTuple):
 class Moved(NamedTuple):
     """The branch is whole again."""
 
-    branch: Branch
+    branch: BranchKey
 
 
 class Mark(NamedTuple):
@@ -166,7 +166,7 @@ def pack_id(xid: Xid) -> bytes:
     return bytes(msgpack.packb(xid))
 
 
-def pack_outcome(branch: Branch, time_us: int) -> Outcome:
+def pack_outcome(branch: BranchKey, time_us: int) -> Outcome:
     """The branch was committed then."""
     return pack_id(branch.xid), _EPOCH_AND_TIME.pack(_U64, branch.epoch, _U64, time_us)
 
@@ -186,22 +186,24 @@ class Remembered(NamedTuple):
 class Waiting(NamedTuple):
     """Bodies of a COMMIT that no MARK covers. With the last of them they take the place of all that stands before."""
 
-    branch: Branch
+    branch: BranchKey
     lsn: int
     """Of the COMMIT."""
     first_batch_id: int
     numbers: list[int]
     """Which of the branch's bodies they are, from 0 on."""
-    places: list[Place]
+    places: list[BodyPlace]
     is_last: bool
 
 
-Record = Add | Prepare | Commit | Rollback | Heuristic | Forget | Move | Moved | Mark | Decide | Remembered | Waiting
+Record = (
+    Add | Prepare | Commit | RollbackRecord | Heuristic | Forget | Move | Moved | Mark | Decide | Remembered | Waiting
+)
 _KINDS: dict[int, type[Any]] = {
     1: Add,
     2: Prepare,
     3: Commit,
-    4: Rollback,
+    4: RollbackRecord,
     5: Heuristic,
     6: Forget,
     7: Move,
@@ -265,7 +267,7 @@ def _unpack_one(packed: Sequence[Any]) -> Record:
         fields[0] = _branch(fields[0])
     if kind in (Add, Waiting):
         at = kind._fields.index("places")
-        fields[at] = [Place(*place) for place in fields[at]]
+        fields[at] = [BodyPlace(*place) for place in fields[at]]
     for name in ("follows", "followers"):
         if name in kind._fields and len(fields) > (at := kind._fields.index(name)):
             fields[at] = tuple(fields[at])
@@ -273,6 +275,6 @@ def _unpack_one(packed: Sequence[Any]) -> Record:
     return record
 
 
-def _branch(packed: Sequence[Any]) -> Branch:
+def _branch(packed: Sequence[Any]) -> BranchKey:
     (format_id, gtrid, bqual), epoch = packed
-    return Branch(Xid(format_id, gtrid, bqual), epoch)
+    return BranchKey(Xid(format_id, gtrid, bqual), epoch)

@@ -16,7 +16,7 @@ import enum
 from metamq.wire.xa import Verb
 
 
-class State(enum.Enum):
+class BranchPhase(enum.Enum):
     """Where a branch is in its life."""
 
     __hash__ = object.__hash__  # Enum's own is written in Python
@@ -45,7 +45,15 @@ class Ruling(enum.Enum):
 _DO, _NOTA, _PROTO, _DUPID = Ruling.DO, Ruling.NOTA, Ruling.PROTO, Ruling.DUPID
 _RB, _HEUR, _COMM = Ruling.ROLLED_BACK, Ruling.HEURISTIC, Ruling.COMMITTED
 
-_STATES = (State.NONE, State.ACTIVE, State.IDLE, State.PREPARED, State.ROLLBACK_ONLY, State.HEURISTIC, State.DECIDED)
+_STATES = (
+    BranchPhase.NONE,
+    BranchPhase.ACTIVE,
+    BranchPhase.IDLE,
+    BranchPhase.PREPARED,
+    BranchPhase.ROLLBACK_ONLY,
+    BranchPhase.HEURISTIC,
+    BranchPhase.DECIDED,
+)
 _ROWS: dict[Verb, tuple[Ruling, ...]] = {
     #                         NONE    ACTIVE  IDLE    PREPARED RB-ONLY HEURISTIC DECIDED
     Verb.START:              (_DO,    _DUPID, _DUPID, _DUPID, _DUPID, _DUPID, _DUPID),
@@ -67,7 +75,7 @@ _ROWS: dict[Verb, tuple[Ruling, ...]] = {
 }  # fmt: skip
 TABLE = {(verb, state): ruling for verb, row in _ROWS.items() for state, ruling in zip(_STATES, row, strict=True)}
 
-LASTING = (State.PREPARED, State.HEURISTIC, State.DECIDED)
+LASTING = (BranchPhase.PREPARED, BranchPhase.HEURISTIC, BranchPhase.DECIDED)
 """States that a restart leaves as they are."""
 FORGETS = frozenset({Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE})
 """Verbs that end a branch which is rollback-only: who is answered so is not to come back."""

@@ -31,8 +31,19 @@ from metamq.errors import (
 from metamq.tx.store.branch import Association, BranchState
 from metamq.tx.store.fold import Entry, JournalState
 from metamq.tx.store.memory import OutcomeMemory
-from metamq.tx.store.records import Add, Branch, Commit, Decide, Forget, Heuristic, Place, Prepare, Record, Rollback
-from metamq.tx.store.table import FORGETS, TABLE, Ruling, State
+from metamq.tx.store.records import (
+    Add,
+    BodyPlace,
+    BranchKey,
+    Commit,
+    Decide,
+    Forget,
+    Heuristic,
+    Prepare,
+    Record,
+    RollbackRecord,
+)
+from metamq.tx.store.table import FORGETS, TABLE, BranchPhase, Ruling
 from metamq.wire.xa import Verb, XACode, Xid
 
 ROLLED_BACK_KEPT_S = 3600.0
@@ -45,7 +56,7 @@ the branch is not known, as after a restart of the broker: it was not prepared, 
 ENDS = (Verb.COMMIT, Verb.ROLLBACK)
 
 
-class Limits(NamedTuple):
+class TransactionLimits(NamedTuple):
     """How much may be open at once in one broker."""
 
     branches: int = 10_000
@@ -59,7 +70,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(slots=True)
-class Asked:
+class VerbRequest:
     """One verb, as it came. A request with several makes one of these, and changes verb and epoch."""
 
     verb: Verb
@@ -73,7 +84,7 @@ class Asked:
     """PREPARE, COMMIT_ONE_PHASE: how many the session has sent; -1: it does not say."""
     first: int = 0
     """SEND: how many bodies the session has sent before."""
-    places: tuple[Place, ...] = ()
+    places: tuple[BodyPlace, ...] = ()
     owner: str = ""
     follows: tuple[int, ...] = ()
     """PREPARE: as in Prepare."""
@@ -88,7 +99,7 @@ class Answer(NamedTuple):
     epoch: int
 
 
-class Step(NamedTuple):
+class VerbStep(NamedTuple):
     """What follows from a verb."""
 
     answer: Answer | None
@@ -105,10 +116,10 @@ class Step(NamedTuple):
 class JournalTransactionStore:
     """The branches of one broker. Used by one thread."""
 
-    def __init__(self, epoch: int, limits: Limits | None = None) -> None:
+    def __init__(self, epoch: int, limits: TransactionLimits | None = None) -> None:
         """`epoch`: the master's term; ids of uses of an Xid begin with it, so they are higher than all before."""
         self.journal = JournalState()
-        self.limits = limits if limits is not None else Limits()
+        self.limits = limits if limits is not None else TransactionLimits()
         self._term = epoch
         self._next_epoch = epoch << 32
         self._never = OutcomeMemory()
@@ -119,7 +130,7 @@ class JournalTransactionStore:
         """Those that are not finished."""
         return self.journal.branches
 
-    def ask(self, asked: Asked, now_s: float, now_us: int) -> Step:
+    def ask(self, asked: VerbRequest, now_s: float, now_us: int) -> VerbStep:
         """What follows from a verb. `now_s` is monotonic, `now_us` the time of day in microseconds."""
         branch = self.branches.get(asked.xid)
         if asked.epoch >> 32 > self._term:  # a former master knows nothing of what its successor began
@@ -131,7 +142,7 @@ class JournalTransactionStore:
         if branch is not None and asked.verb is Verb.RESOLVE and not asked.epoch and not branch.is_of(asked.session):
             # Its request may have been lost on its way here, and the id was in use: by somebody else.
             return _refuse(asked, BranchMisuse, XACode.PROTO, "it is another session's: which use is meant?")
-        ruling = TABLE[asked.verb, branch.state if branch is not None else State.NONE]
+        ruling = TABLE[asked.verb, branch.state if branch is not None else BranchPhase.NONE]
         if ruling is Ruling.NOTA:
             return self._not_known(asked, now_us)
         if ruling is Ruling.DUPID:
@@ -146,7 +157,7 @@ class JournalTransactionStore:
             return _heuristic(asked, branch)
         if ruling is Ruling.ROLLED_BACK:
             return self._rolled_back(asked, branch)
-        if branch.follows and branch.state is State.PREPARED and asked.verb in ENDS and not asked.epoch:
+        if branch.follows and branch.state is BranchPhase.PREPARED and asked.verb in ENDS and not asked.epoch:
             what = f"it follows the decision of broker {branch.follows[0]}, and ends by itself"
             return _refuse(asked, TryLater, XACode.RETRY, what)
         if ruling is Ruling.COMMITTED:
@@ -155,26 +166,26 @@ class JournalTransactionStore:
 
     # -- what the table says is no ------------------------------------------------------------------------------------
 
-    def _not_known(self, asked: Asked, now_us: int) -> Step:
+    def _not_known(self, asked: VerbRequest, now_us: int) -> VerbStep:
         committed = self.journal.memory.epoch_of(asked.xid)
         if committed is not None and asked.epoch in (0, committed):
             return _committed(asked, committed)
         if committed is not None and not (asked.verb is Verb.RESOLVE and asked.epoch < committed):
             return _refuse(asked, BranchMisuse, XACode.PROTO, _stale(asked.epoch, committed))
         if asked.verb is Verb.RESOLVE:
-            self._never.add(Branch(asked.xid, 0), now_us)
+            self._never.add(BranchKey(asked.xid, 0), now_us)
         return _refuse(asked, BranchNotKnown, XACode.NOTA, "nobody knows it here: it never was, or is finished")
 
-    def _rolled_back(self, asked: Asked, branch: BranchState) -> Step:
+    def _rolled_back(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
         if asked.verb in (Verb.END, Verb.FAIL, Verb.SUSPEND):
             branch.sessions.pop(asked.session, None)
         if asked.verb in FORGETS:
             del self.branches[asked.xid]
-        return Step(None, RolledBack(asked.xid, branch.rolled_back_code, branch.rolled_back_reason))
+        return VerbStep(None, RolledBack(asked.xid, branch.rolled_back_code, branch.rolled_back_reason))
 
     # -- verbs that write nothing -------------------------------------------------------------------------------------
 
-    def _start(self, asked: Asked, now_s: float) -> Step:
+    def _start(self, asked: VerbRequest, now_s: float) -> VerbStep:
         if self.journal.memory.epoch_of(asked.xid) is not None:
             return _refuse(asked, BranchMisuse, XACode.DUPID, "it was committed not long ago")
         if self._never.epoch_of(asked.xid) is not None:
@@ -182,21 +193,21 @@ class JournalTransactionStore:
         if len(self.branches) >= self.limits.branches and not self._made_room():
             return _refuse(asked, TryLater, XACode.RMERR, f"{len(self.branches):,} branches are open, the most allowed")
         self._next_epoch += 1
-        branch = BranchState(asked.xid, self._next_epoch, State.ACTIVE, asked.owner)
+        branch = BranchState(asked.xid, self._next_epoch, BranchPhase.ACTIVE, asked.owner)
         branch.sessions[asked.session] = Association()
         branch.timeout_s = min(asked.timeout_s or self.limits.timeout_s, self.limits.timeout_max_s)
         branch.deadline_s = now_s + branch.timeout_s
         self.branches[asked.xid] = branch
-        return Step(Answer(XACode.OK, branch.epoch))
+        return VerbStep(Answer(XACode.OK, branch.epoch))
 
     def _made_room(self) -> bool:
         """Forgets the oldest of what was given up: it is kept to tell its owners why, and holds up nobody."""
-        given_up = [b.xid for b in self.branches.values() if b.state is State.ROLLBACK_ONLY and not b.busy]
+        given_up = [b.xid for b in self.branches.values() if b.state is BranchPhase.ROLLBACK_ONLY and not b.busy]
         for xid in given_up[: 1 + len(given_up) // 10]:  # several, since all branches were looked at
             del self.branches[xid]
         return bool(given_up)
 
-    def _join(self, asked: Asked, branch: BranchState) -> Step:
+    def _join(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
         association = branch.sessions.get(asked.session)
         if asked.verb is Verb.RESUME:
             if association is None or not association.suspended:
@@ -206,10 +217,10 @@ class JournalTransactionStore:
             return _refuse(asked, BranchMisuse, XACode.PROTO, "this session works in it already")
         else:
             branch.sessions[asked.session] = Association(sent=branch.batches_of.get(asked.session, 0))
-        branch.state = State.ACTIVE
+        branch.state = BranchPhase.ACTIVE
         return _ok(branch)
 
-    def _end(self, asked: Asked, branch: BranchState) -> Step:
+    def _end(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
         association = branch.sessions.get(asked.session)
         if association is None or (association.suspended and asked.verb is Verb.SUSPEND):
             return _refuse(asked, BranchMisuse, XACode.PROTO, "this session does not work in it")
@@ -220,10 +231,10 @@ class JournalTransactionStore:
         if asked.verb is Verb.FAIL:
             branch.becomes_rollback_only(XACode.RBROLLBACK, "its work failed, as its owner said")
         elif not branch.associated:
-            branch.state = State.IDLE
+            branch.state = BranchPhase.IDLE
         return _ok(branch)
 
-    def begin(self, asked: Asked, now_s: float) -> Step | None:
+    def begin(self, asked: VerbRequest, now_s: float) -> VerbStep | None:
         """START, SEND and END in one, which is how most transactions begin: what these three come to. None where one of
         them would be refused: then they are to be asked for, each by itself."""
         messages = sum([place.messages for place in asked.places])
@@ -233,7 +244,7 @@ class JournalTransactionStore:
         if step.error is not None:
             return None
         branch = self.branches[asked.xid]
-        branch.state = State.IDLE
+        branch.state = BranchPhase.IDLE
         branch.sessions.clear()
         branch.batches_of[asked.session] = len(asked.places)
         branch.messages_of[asked.session] = messages
@@ -241,7 +252,7 @@ class JournalTransactionStore:
 
     # -- verbs that write ---------------------------------------------------------------------------------------------
 
-    def _do(self, asked: Asked, branch: BranchState, now_us: int) -> Step:
+    def _do(self, asked: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
         verb = asked.verb
         if verb in (Verb.JOIN, Verb.RESUME):
             return self._join(asked, branch)
@@ -254,7 +265,7 @@ class JournalTransactionStore:
         if verb is Verb.COMMIT:
             return _durable(branch, Commit(branch.key, 0, now_us))
         if verb is Verb.FORGET:
-            return Step(Answer(XACode.OK, branch.epoch), record=Forget(branch.key))
+            return VerbStep(Answer(XACode.OK, branch.epoch), record=Forget(branch.key))
         if verb is Verb.ROLLBACK:
             return self._rollback(branch)
         if verb is Verb.RESOLVE:
@@ -262,12 +273,12 @@ class JournalTransactionStore:
             return self._not_known(asked, now_us)
         return _durable(branch, Heuristic(branch.key, verb is Verb.HEURISTIC_COMMIT, 0, now_us))
 
-    def _send(self, asked: Asked, branch: BranchState) -> Step:
+    def _send(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
         association = branch.sessions.get(asked.session)
         if association is None or association.suspended:
             return _refuse(asked, BranchMisuse, XACode.PROTO, "this session does not work in it")
         if asked.first + len(asked.places) <= association.sent:
-            return Step(Answer(XACode.OK, branch.epoch), repeated=True)
+            return VerbStep(Answer(XACode.OK, branch.epoch), repeated=True)
         if asked.first != association.sent:
             what = f"its session has sent {association.sent} batches, and not {asked.first}"
             return _refuse(asked, BranchMisuse, XACode.PROTO, what)
@@ -277,11 +288,11 @@ class JournalTransactionStore:
         association.sent += len(asked.places)
         branch.batches_of[asked.session] = association.sent
         branch.messages_of[asked.session] = branch.messages_of.get(asked.session, 0) + messages - branch.messages
-        return Step(
+        return VerbStep(
             Answer(XACode.OK, branch.epoch), record=Add(branch.key, len(branch.bodies), [*asked.places], branch.owner)
         )
 
-    def _finish_work(self, asked: Asked, branch: BranchState, now_us: int) -> Step:
+    def _finish_work(self, asked: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
         if branch.suspended:
             return _refuse(asked, BranchMisuse, XACode.PROTO, "somebody's work in it is suspended, and not ended")
         came = branch.messages_of.get(asked.session, 0)
@@ -294,19 +305,19 @@ class JournalTransactionStore:
         if not branch.bodies:
             del self.branches[asked.xid]
             code = XACode.RDONLY if asked.verb is Verb.PREPARE else XACode.OK
-            return Step(Answer(code, branch.epoch))
+            return VerbStep(Answer(code, branch.epoch))
         if asked.verb is Verb.PREPARE:
             return _durable(branch, Prepare(branch.key, branch.messages, now_us, asked.follows))
         if asked.verb is Verb.DECIDE:
             return _durable(branch, Decide(branch.key, 0, now_us, asked.followers))
         return _durable(branch, Commit(branch.key, 0, now_us))
 
-    def _rollback(self, branch: BranchState) -> Step:
+    def _rollback(self, branch: BranchState) -> VerbStep:
         answer = Answer(XACode.OK, branch.epoch)
-        if branch.state is State.PREPARED:
-            return Step(answer, record=Rollback(branch.key))
+        if branch.state is BranchPhase.PREPARED:
+            return VerbStep(answer, record=RollbackRecord(branch.key))
         del self.branches[branch.xid]  # a restart drops what is not prepared: nothing has to be written
-        return Step(answer)
+        return VerbStep(answer)
 
     # -- what happens by itself ---------------------------------------------------------------------------------------
 
@@ -318,12 +329,12 @@ class JournalTransactionStore:
         """Gives up the branches whose time is over, and returns them; forgets those that nobody asked for since."""
         given_up = []
         for branch in list(self.branches.values()):
-            if branch.state is State.ROLLBACK_ONLY:
+            if branch.state is BranchPhase.ROLLBACK_ONLY:
                 latest_s = now_s + (LOST_SESSION_KEPT_S if branch.session_lost else ROLLED_BACK_KEPT_S)
                 branch.deadline_s = latest_s if branch.deadline_s is None else min(branch.deadline_s, latest_s)
             if branch.deadline_s is None or branch.deadline_s > now_s or branch.busy:
                 continue
-            if branch.state is State.ROLLBACK_ONLY:
+            if branch.state is BranchPhase.ROLLBACK_ONLY:
                 del self.branches[branch.xid]
                 continue
             reason = f"it was not prepared within {branch.timeout_s:g} s"
@@ -334,7 +345,7 @@ class JournalTransactionStore:
     def session_lost(self, session: str) -> list[BranchState]:
         """Nobody is behind a session any more: gives up what it works in, or has begun, and returns that."""
         lost = [one for one in self.branches.values() if session in one.sessions or session == one.owner]
-        given_up = [one for one in lost if one.state in (State.ACTIVE, State.IDLE) and not one.busy]
+        given_up = [one for one in lost if one.state in (BranchPhase.ACTIVE, BranchPhase.IDLE) and not one.busy]
         for branch in lost:
             branch.session_lost = True
         for branch in given_up:
@@ -342,25 +353,25 @@ class JournalTransactionStore:
         return given_up
 
 
-def _ok(branch: BranchState) -> Step:
-    return Step(Answer(XACode.OK, branch.epoch))
+def _ok(branch: BranchState) -> VerbStep:
+    return VerbStep(Answer(XACode.OK, branch.epoch))
 
 
-def _durable(branch: BranchState, record: Record) -> Step:
-    return Step(Answer(XACode.OK, branch.epoch), record=record, durable=True)
+def _durable(branch: BranchState, record: Record) -> VerbStep:
+    return VerbStep(Answer(XACode.OK, branch.epoch), record=record, durable=True)
 
 
-def _committed(asked: Asked, epoch: int) -> Step:
+def _committed(asked: VerbRequest, epoch: int) -> VerbStep:
     """To whoever asks of a branch that is committed."""
     if asked.verb in (Verb.COMMIT, Verb.COMMIT_ONE_PHASE, Verb.DECIDE, Verb.RESOLVE):
-        return Step(Answer(XACode.OK, epoch))  # the answer to the first one was lost
+        return VerbStep(Answer(XACode.OK, epoch))  # the answer to the first one was lost
     error = BranchNotKnown(asked.xid, XACode.NOTA, "it was committed")
     error.finished = "committed"
-    return Step(None, error)
+    return VerbStep(None, error)
 
 
-def _refuse(asked: Asked, kind: type[TransactionError], code: XACode, reason: str) -> Step:
-    return Step(None, kind(asked.xid, code, reason))
+def _refuse(asked: VerbRequest, kind: type[TransactionError], code: XACode, reason: str) -> VerbStep:
+    return VerbStep(None, kind(asked.xid, code, reason))
 
 
 def _stale(asked: int, known: int) -> str:
@@ -368,8 +379,8 @@ def _stale(asked: int, known: int) -> str:
     return f"this is for {when} use of the id: {asked}, and not {known}"
 
 
-def _heuristic(asked: Asked, branch: BranchState) -> Step:
+def _heuristic(asked: VerbRequest, branch: BranchState) -> VerbStep:
     committed = branch.heuristic_commit
     code = XACode.HEURCOM if committed else XACode.HEURRB
     what = "committed" if committed else "rolled back"
-    return Step(None, HeuristicOutcome(asked.xid, code, f"an operator has {what} it"))
+    return VerbStep(None, HeuristicOutcome(asked.xid, code, f"an operator has {what} it"))

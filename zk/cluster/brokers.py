@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError, CorruptData, Fenced
-from metamq.zk.cluster.epochs import Claim, Known, Reign, highest_epoch, next_epoch, taken_back, with_reign
+from metamq.zk.cluster.epochs import Known, KnownState, Reign, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.cluster.registrations import (
     BrokerAddress,
     Member,
@@ -106,7 +106,7 @@ def known(stored: StateAt | None) -> Known:
     return Known(stored[0].epoch, stored[1], stored[0].reigns) if stored is not None else Known()
 
 
-def next_term(stored: StateAt | None, registration: Registration, claims: Iterable[Claim] = ()) -> BrokerState:
+def next_term(stored: StateAt | None, registration: Registration, claims: Iterable[KnownState] = ()) -> BrokerState:
     """The state under which this replica starts as master. `claims`: what other replicas know.
 
     Raises Fenced when ZooKeeper was taken back, when another replica is the master, or is to be the first one, and when
@@ -136,7 +136,7 @@ def next_term(stored: StateAt | None, registration: Registration, claims: Iterab
     return BrokerState(epoch, state.master, tuple(sorted([*others, me])), state.generation + is_new, reigns)
 
 
-async def become_master(session: Session, registration: Registration, claims: Iterable[Claim] = ()) -> Mastership:
+async def become_master(session: Session, registration: Registration, claims: Iterable[KnownState] = ()) -> Mastership:
     """Raise the epoch and register as master of the broker id; call it again after every lost session.
 
     Waits for the session of a former master that cannot be shown to be dead. Raises ConfigError when that one is still

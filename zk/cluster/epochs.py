@@ -40,7 +40,7 @@ GONE = "ZooKeeper was taken back, or this broker was removed by `metamq cluster 
 IF_REMOVED = "If it was removed, leave it off, or give it an empty data folder: it is a new broker then"
 
 
-class Claim(NamedTuple):
+class KnownState(NamedTuple):
     """What a replica's data folder knows of its broker id's state node."""
 
     replica: int
@@ -62,7 +62,7 @@ def master_of_epoch(epoch: int) -> int:
     return (epoch - 1) % CLASSES
 
 
-def highest_epoch(epoch: int, claims: Iterable[Claim]) -> int:
+def highest_epoch(epoch: int, claims: Iterable[KnownState]) -> int:
     """The highest epoch that is known: the state node's, or a replica's."""
     return max([epoch, *(claim.epoch for claim in claims)])
 
@@ -96,7 +96,7 @@ def with_reign(reigns: Sequence[Reign], epoch: int, master: int) -> tuple[Reign,
     return (*reigns, (epoch, master))[-REIGNS_KEPT:]
 
 
-def taken_back(known: Known, claims: Iterable[Claim]) -> str:
+def taken_back(known: Known, claims: Iterable[KnownState]) -> str:
     """Why a state node is older than what replicas know, or was once; empty when it is not."""
     epoch, version, _reigns = known
     for claim in sorted(claims, key=lambda claim: (-claim.epoch, -claim.state_version, claim.replica)):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from metamq.errors import ConfigError
-from metamq.zk.cluster.epochs import Claim
+from metamq.zk.cluster.epochs import KnownState
 from metamq.zk.documents import number, read_document, text
 from metamq.zk.nodes import Delete, Node, Op
 
@@ -53,9 +53,9 @@ class BrokerAddress:
     generation: int = 0
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> KnownState:
         """What it knew of the state when it registered."""
-        return Claim(self.replica, self.epoch, self.state_version, self.generation)
+        return KnownState(self.replica, self.epoch, self.state_version, self.generation)
 
     @property
     def address(self) -> str:
@@ -90,9 +90,9 @@ class Registration:
     """Its folder is a new one, or an older copy, in the place of one that had data; nobody has accepted that yet."""
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> KnownState:
         """What its folder knows of the state."""
-        return Claim(self.replica, self.epoch, self.state_version, self.generation)
+        return KnownState(self.replica, self.epoch, self.state_version, self.generation)
 
     @property
     def member(self) -> Member:

@@ -30,7 +30,7 @@ from metamq.zk.cluster.brokers import (
     read_state,
     state_json,
 )
-from metamq.zk.cluster.epochs import Claim, highest_epoch, next_epoch, taken_back, with_reign
+from metamq.zk.cluster.epochs import KnownState, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.cluster.registrations import Patience, address_of, is_ours, replica_json, without_slave_node
 from metamq.zk.documents import broker_numbers, passing_over
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
@@ -164,7 +164,7 @@ async def _refused(session: Session, broker_id: int) -> Refused | Unknown:
 def promoted(
     stored: StateAt,
     registration: Registration,
-    claims: Iterable[Claim] = (),
+    claims: Iterable[KnownState] = (),
     *,
     accept_loss: bool = False,
     handed_over: bool = False,
@@ -201,7 +201,7 @@ async def take_over(
     registration: Registration,
     state: BrokerState,
     version: int,
-    claims: Iterable[Claim] = (),
+    claims: Iterable[KnownState] = (),
     *,
     accept_loss: bool = False,
     handed_over: bool = False,
@@ -239,7 +239,7 @@ async def take_over(
 
 
 async def _taken_over(
-    session: Session, registration: Registration, held: Mastership, claims: Iterable[Claim]
+    session: Session, registration: Registration, held: Mastership, claims: Iterable[KnownState]
 ) -> Mastership:
     """It was done before, and the answer lost; with the session of then the master's node may be gone."""
     there = await session.get_or_none(session.paths.master(registration.broker_id))

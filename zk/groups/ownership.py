@@ -40,7 +40,7 @@ Watcher = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedOffset:
     """A committed position: `offset` is the next message to read, `epoch` the master's term that wrote the one before.
 
     `topic_id` is that of the topic when it was committed; another id now means that the topic was made anew.
@@ -61,13 +61,13 @@ class OffsetRecord:
 
     generation: int
     consumer: str
-    committed: Committed | None
+    committed: CommittedOffset | None
     kept_by: str = ""
-    published: Committed | None = None
+    published: CommittedOffset | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Ownership:
     """Ownership of one partition. `version` is that of the offset node after our last write to it.
 
     `committed` is what is committed; on a claim it may carry another topic id than `topic_id`, the present one.
@@ -79,7 +79,7 @@ class Claim:
     consumer_id: str
     generation: int
     version: int
-    committed: Committed | None
+    committed: CommittedOffset | None
     kept_by: str = ""
 
 
@@ -105,7 +105,7 @@ async def claim(
     *,
     freed: Watcher,
     kept_by: str = "",
-) -> Claim | NotYet:
+) -> Ownership | NotYet:
     """Take the partition if nobody has it. On NotYet, `freed` is called once it may be free.
 
     A node of our own session is taken over: it is what is left of a claim whose answer was lost. Raises ConnectionLost,
@@ -137,7 +137,7 @@ async def claim(
                 left_behind = None
             continue
         version = stored[1] + 1 if stored else 0
-        return Claim(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
+        return Ownership(group, tp, topic_id, consumer_id, record.generation, version, record.committed, kept_by)
 
 
 async def prepare(session: Session, group: str, topic: str) -> None:
@@ -153,13 +153,13 @@ def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
     return replace(before, generation=generation, consumer=consumer_id)
 
 
-async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Claim:
+async def commit(session: Session, held: Ownership, offset: int, epoch: int) -> Ownership:
     """Commit `offset`, the next message to read, and give the claim as it stands then.
 
     Raises OwnershipLost when the partition has been claimed since, ConnectionLost when it is not known whether it is
     committed: commit again, the same or a later offset, with the claim of before. One at a time per partition.
     """
-    committed = Committed(offset, epoch, held.topic_id)
+    committed = CommittedOffset(offset, epoch, held.topic_id)
     while True:
         data = _to_json(OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by))
         try:
@@ -170,7 +170,7 @@ async def commit(session: Session, held: Claim, offset: int, epoch: int) -> Clai
         return replace(held, version=held.version + 1, committed=committed)
 
 
-async def publish(session: Session, held: Claim, offset: int) -> None:
+async def publish(session: Session, held: Ownership, offset: int) -> None:
     """Say how far the owner is, where the offset is kept elsewhere. Nothing is done when the claim is not the last one.
 
     The claim's next write finds another version, and that the claim is still its own. Raises ConnectionLost.
@@ -178,12 +178,12 @@ async def publish(session: Session, held: Claim, offset: int) -> None:
     stored = await read_offset(session, held.group, held.tp)
     if stored is None or (stored[0].generation, stored[0].consumer) != (held.generation, held.consumer_id):
         return
-    record = replace(stored[0], published=Committed(offset, -1, held.topic_id))
+    record = replace(stored[0], published=CommittedOffset(offset, -1, held.topic_id))
     with contextlib.suppress(BadVersion, NoNode):  # whoever wrote since knows better
         await session.set(session.paths.offset(held.group, *held.tp), _to_json(record), stored[1])
 
 
-async def release(session: Session, held: Claim, final: tuple[int, int] | None = None) -> None:
+async def release(session: Session, held: Ownership, final: tuple[int, int] | None = None) -> None:
     """Give the partition up, committing `final` (offset, epoch) in the same transaction.
 
     Raises OwnershipLost when it has been claimed since, ConnectionLost when the outcome is not known: release again.
@@ -205,16 +205,16 @@ async def release(session: Session, held: Claim, final: tuple[int, int] | None =
             return
 
 
-def _last_write(session: Session, held: Claim, final: tuple[int, int] | None) -> Op:
+def _last_write(session: Session, held: Ownership, final: tuple[int, int] | None) -> Op:
     offset_path = session.paths.offset(held.group, *held.tp)
     if final is None:
         return Check(offset_path, held.version)
-    committed = Committed(final[0], final[1], held.topic_id)
+    committed = CommittedOffset(final[0], final[1], held.topic_id)
     record = OffsetRecord(held.generation, held.consumer_id, committed, held.kept_by)
     return SetData(offset_path, _to_json(record), held.version)
 
 
-async def _still_ours(session: Session, held: Claim) -> Claim:
+async def _still_ours(session: Session, held: Ownership) -> Ownership:
     """The claim with the version that its offset node has now, if the last claim is still this one."""
     stored = await read_offset(session, held.group, held.tp)
     if stored is None:
@@ -233,7 +233,7 @@ async def read_offset(session: Session, group: str, tp: TopicPartition) -> tuple
     return None if node is None else (_from_json(group, tp, node.data), node.version)
 
 
-async def reset_offset(session: Session, group: str, tp: TopicPartition, committed: Committed | None) -> None:
+async def reset_offset(session: Session, group: str, tp: TopicPartition, committed: CommittedOffset | None) -> None:
     """Set the committed position from outside (None: as if never committed). An owner's next commit is refused.
 
     Raises ConnectionLost; doing it again is harmless.
@@ -301,11 +301,11 @@ def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
         committed = None
         if document["next"] is not None:
             epoch = number(document["epoch"], low=-1)  # -1: set from outside, and not known
-            committed = Committed(number(document["next"]), epoch, text(document["topic_id"]))
+            committed = CommittedOffset(number(document["next"]), epoch, text(document["topic_id"]))
         kept_by = text(document.get("kept_by", ""))
         published = document.get("published")
         if published is not None:
-            published = Committed(number(published[0]), -1, text(published[1]))
+            published = CommittedOffset(number(published[0]), -1, text(published[1]))
         return OffsetRecord(number(document["generation"]), text(document["consumer"]), committed, kept_by, published)
 
     hint = "`metamq group reset` writes it anew."

@@ -26,7 +26,7 @@ class _Failure(NamedTuple):
     """Trying again soon is not going to help; silence may be a server that is busy."""
 
 
-class Attempts:
+class ConnectAttempts:
     """Written by one thread, read by any: a dictionary keeps its keys once it can be seen."""
 
     def __init__(self, servers: Sequence[Server]) -> None:

@@ -27,13 +27,13 @@ from typing import Self
 
 from metamq.errors import ClosedError
 from metamq.zk.errors import ConnectionLost
-from metamq.zk.session.session import Session, State
+from metamq.zk.session.session import Session, SessionState
 
 _RENEWALS_PER_TIMEOUT = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class LeaseGrant:
     """What one answered request grants: in which session, when it was sent, under which time-out."""
 
     generation: int
@@ -46,7 +46,7 @@ class Term:
         return self.sent_ns + self.timeout_ms * 1_000_000 * 2 // 3
 
 
-def renewed(term: Term | None, answered: Term) -> Term:
+def renewed(term: LeaseGrant | None, answered: LeaseGrant) -> LeaseGrant:
     """The lease after one more answer; answers may come in any order, and from a session that is over."""
     if term is None or answered.generation > term.generation:
         return answered
@@ -55,7 +55,7 @@ def renewed(term: Term | None, answered: Term) -> Term:
     return answered
 
 
-def remaining_ns(term: Term | None, generation: int, is_lost: bool, now_ns: int) -> int:
+def remaining_ns(term: LeaseGrant | None, generation: int, is_lost: bool, now_ns: int) -> int:
     """How long the lease of session `generation` is still valid at `now_ns`; 0 when it is not."""
     if term is None or is_lost or term.generation != generation:
         return 0
@@ -80,7 +80,7 @@ class Lease:
         """`confirm` asks what else is to hold for the lease to be renewed; it may raise ConnectionLost."""
         self._session = session
         self._confirm = confirm
-        self._term: Term | None = None
+        self._term: LeaseGrant | None = None
         self._beginning = 0
         """How often it was begun anew."""
         self._timer: asyncio.Task[None] | None = None
@@ -101,7 +101,7 @@ class Lease:
         return self._remaining_ns() // 1_000_000
 
     def _remaining_ns(self) -> int:
-        is_lost = self._session.state is State.LOST
+        is_lost = self._session.state is SessionState.LOST
         return remaining_ns(self._term, self._session.generation, is_lost, now_ns())
 
     async def start(self) -> None:
@@ -170,4 +170,4 @@ class Lease:
         await self._session.sync()
         is_confirmed = self._confirm is None or await self._confirm()
         if is_confirmed and beginning == self._beginning:
-            self._term = renewed(self._term, Term(generation, sent_ns, timeout_ms))
+            self._term = renewed(self._term, LeaseGrant(generation, sent_ns, timeout_ms))

@@ -39,7 +39,7 @@ from kazoo.retry import KazooRetry
 
 from metamq.errors import TooManyThreads
 from metamq.threads import start
-from metamq.zk.session.attempts import Attempts
+from metamq.zk.session.attempts import ConnectAttempts
 
 log = logging.getLogger("metamq.zk")
 
@@ -96,7 +96,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
     is_over = False
     """Whether the session is to be given up at the next attempt to connect."""
 
-    def __init__(self, client: KazooClient, patience_s: float, attempts: Attempts) -> None:
+    def __init__(self, client: KazooClient, patience_s: float, attempts: ConnectAttempts) -> None:
         super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
         self._first_patience_s = self._patience_s = patience_s
         self._attempts = attempts
@@ -186,7 +186,7 @@ class Link:
             ),
             logger=kazoo_log,
         )
-        self.attempts = Attempts(client.hosts)  # as kazoo spells them
+        self.attempts = ConnectAttempts(client.hosts)  # as kazoo spells them
         self._connection = _Connection(client, patience_s, self.attempts)
         client._connection = self._connection
         client.add_listener(self._state_changed)

@@ -12,7 +12,7 @@ import asyncio
 import struct
 from collections.abc import Callable, Sequence
 
-from metamq.zk.session.attempts import Attempts
+from metamq.zk.session.attempts import ConnectAttempts
 
 REFUSED_WITHIN_S = 3.0
 """So long it takes at most to try once more after a server has closed the connection."""
@@ -27,7 +27,7 @@ _TIMEOUT_MS = 1000
 
 
 async def is_refused_alone(
-    attempts: Attempts, is_suspended: Callable[[], bool], hosts: Sequence[tuple[str, int]]
+    attempts: ConnectAttempts, is_suspended: Callable[[], bool], hosts: Sequence[tuple[str, int]]
 ) -> bool:
     """Looks as long as the session has no connection; True once it is refused for ever."""
     while is_suspended():
@@ -37,7 +37,7 @@ async def is_refused_alone(
     return False
 
 
-async def _is_refused(attempts: Attempts, is_suspended: Callable[[], bool]) -> bool:
+async def _is_refused(attempts: ConnectAttempts, is_suspended: Callable[[], bool]) -> bool:
     """Whether a server closes the connection once more, in the time in which each is tried again."""
     loop = asyncio.get_running_loop()
     before, deadline = attempts.closed, loop.time() + REFUSED_WITHIN_S

@@ -69,9 +69,9 @@ __all__ = [
     "Op",
     "Session",
     "SessionExpired",
+    "SessionState",
     "SetData",
     "Stat",
-    "State",
     "ZooKeeperError",
 ]
 
@@ -91,7 +91,7 @@ _LOOK_S = 0.05
 """How often the reasons are looked at while there is no connection."""
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """What is known of the session; see the module."""
 
     CONNECTED = "connected"
@@ -100,9 +100,9 @@ class State(enum.Enum):
 
 
 _STATES = {
-    KazooState.CONNECTED: State.CONNECTED,
-    KazooState.SUSPENDED: State.SUSPENDED,
-    KazooState.LOST: State.LOST,
+    KazooState.CONNECTED: SessionState.CONNECTED,
+    KazooState.SUSPENDED: SessionState.SUSPENDED,
+    KazooState.LOST: SessionState.LOST,
 }
 
 
@@ -118,7 +118,7 @@ class Session:
         """Not for use from outside: `await Session.open(...)`."""
         self.servers = servers
         self.paths = Paths(root)
-        self.state = State.LOST
+        self.state = SessionState.LOST
         self.session_id = 0
         self.negotiated_timeout_ms = timeout_ms
         self.generation = 0
@@ -129,7 +129,7 @@ class Session:
         self._slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._answers: set[asyncio.Future[Any]] = set()
         self._watches = Watches(self._loop, self._in_loop)
-        self._listeners: list[Callable[[State], None]] = []
+        self._listeners: list[Callable[[SessionState], None]] = []
         self._state_waiters: set[asyncio.Future[None]] = set()
         self._closed: asyncio.Future[None] | None = None
         self._refused: asyncio.Task[None] | None = None
@@ -144,7 +144,7 @@ class Session:
         patient: bool = True,
         root: str = DEFAULT_ROOT,
         make_chroot: bool = False,
-        on_state: Callable[[State], None] | None = None,
+        on_state: Callable[[SessionState], None] | None = None,
     ) -> Session:
         """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made only on `make_chroot`.
 
@@ -347,7 +347,7 @@ class Session:
         while True:
             self._check_open()
             # The link knows first. When it has lost what the loop still believes in, the event is on its way.
-            if self.state is State.CONNECTED and self._link.live_session_id == self.session_id:
+            if self.state is SessionState.CONNECTED and self._link.live_session_id == self.session_id:
                 return
             waiter = self._loop.create_future()
             self._state_waiters.add(waiter)
@@ -356,7 +356,7 @@ class Session:
             finally:
                 self._state_waiters.discard(waiter)
 
-    def on_state(self, callback: Callable[[State], None]) -> Callable[[], None]:
+    def on_state(self, callback: Callable[[SessionState], None]) -> Callable[[], None]:
         """Call `callback` with each state from now on, in the loop; the answer ends that. `close` is no new state."""
         self._listeners.append(callback)
 
@@ -380,7 +380,7 @@ class Session:
             await asyncio.wait({self._closed})
             return
         self._closed = stopped = self._loop.create_future()
-        self.state = State.LOST
+        self.state = SessionState.LOST
         if self._refused is not None:
             self._refused.cancel()
         for answer in list(self._answers):
@@ -496,28 +496,28 @@ class Session:
     def _state_changed_in_thread(self, state: str, session_id: int, timeout_ms: int) -> None:
         self._in_loop(self._state_changed, _STATES[state], session_id, timeout_ms)
 
-    def _state_changed(self, state: State, session_id: int, timeout_ms: int) -> None:
+    def _state_changed(self, state: SessionState, session_id: int, timeout_ms: int) -> None:
         if self._closed is not None:
             return
         self.state = state
-        if state is State.CONNECTED:
+        if state is SessionState.CONNECTED:
             self.negotiated_timeout_ms = timeout_ms
             if session_id != self.session_id:
                 self.session_id = session_id
                 self.generation += 1
             log.info("ZooKeeper at %s: connected, session 0x%x", self.servers, session_id)
-        elif state is State.SUSPENDED:
+        elif state is SessionState.SUSPENDED:
             log.warning("ZooKeeper at %s: connection lost, trying again", self.servers)
         else:
             log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
         self._wake()
-        if state is State.SUSPENDED and (self._refused is None or self._refused.done()):
+        if state is SessionState.SUSPENDED and (self._refused is None or self._refused.done()):
             self._refused = asyncio.ensure_future(self._leave_what_refuses())
         for listener in list(self._listeners):
             self._loop.call_soon(listener, state)
 
     async def _leave_what_refuses(self) -> None:
-        if await is_refused_alone(self._link.attempts, lambda: self.state is State.SUSPENDED, self._hosts):
+        if await is_refused_alone(self._link.attempts, lambda: self.state is SessionState.SUSPENDED, self._hosts):
             log.warning(
                 "ZooKeeper at %s gives sessions, and refuses this one for ever: it was replaced, or restored from a "
                 "copy. Beginning a new session", self.servers,
@@ -527,7 +527,7 @@ class Session:
     def _wake(self) -> None:
         for waiter in list(self._state_waiters):
             _settle(waiter, None)
-        if self.state is not State.CONNECTED:
+        if self.state is not SessionState.CONNECTED:
             self._watches.fire_all()
 
 

@@ -191,7 +191,7 @@ def test_an_acknowledgement_of_what_was_not_sent_ends_the_link(link: Link, held_
     end = link.front.offset(TOPIC)
     size = stored_bytes(link.front)
     result = link.attach((end, size))
-    assert (result.decision, result.offset, result.position) == (sync.Decision.FROM, end, size)
+    assert (result.decision, result.offset, result.position) == (sync.SyncDecision.FROM, end, size)
     link.push(sync.Ack(sync.ACK, EPOCH, 0, 0, [(1, size + held_position, 0)]))
     assert f"is acknowledged to byte {size + held_position:,}, which was not sent" in link.is_refused()
 
@@ -208,7 +208,7 @@ def test_what_is_out_of_order_or_of_nothing_known_changes_nothing(link: Link) ->
     link.push(sync.Ack(sync.ACK, EPOCH, 0, 0, [(1, 10, 10), (2**62, 2**62, 0)]))
     link.push(sync.Detach(sync.DETACH, EPOCH, [1, 2, 2**62]))
     for handle in (1, 1, 2):
-        assert link.attach(end, handle).decision == sync.Decision.FROM
+        assert link.attach(end, handle).decision == sync.SyncDecision.FROM
     link.push(sync.Detach(sync.DETACH, EPOCH, [1]))
     link.push(sync.Ack(sync.ACK, EPOCH, 0, 0, [(1, 2**62, 2**62), (2, end[1], end[1])]))
     link.push(sync.Leave(sync.LEAVE, EPOCH))
@@ -225,7 +225,7 @@ def test_topics_that_are_not_there_are_waited_for(link: Link) -> None:
     asked = [sync.AttachPartition(n, *name, 10**6 * (n == 2), 0, 0, 5, 500, 5, []) for n, name in enumerate(names)]
     link.push(sync.Attach(sync.ATTACH, EPOCH, asked))
     results = link.hears(sync.Attached).results
-    assert [(result.handle, result.decision) for result in results] == [(n, sync.Decision.WAIT) for n in range(3)]
+    assert [(result.handle, result.decision) for result in results] == [(n, sync.SyncDecision.WAIT) for n in range(3)]
 
 
 @pytest.mark.parametrize(("more_offsets", "more_bytes"), [(0, 8), (0, -1), (1, 0), (-1, 0), (-1, -8)])
@@ -236,9 +236,9 @@ def test_a_log_that_ends_where_no_batch_of_the_master_does_is_refused_and_the_ma
     size = stored_bytes(link.front)
     one = size // BATCHES
     result = link.attach((2 + more_offsets, 2 * one + more_bytes))
-    assert result.decision == sync.Decision.REFUSE, result.reason
+    assert result.decision == sync.SyncDecision.REFUSE, result.reason
     assert "no batch of the master's begins there" in result.reason
-    assert link.attach((2, 2 * one)).decision == sync.Decision.FROM, "as it really is"
+    assert link.attach((2, 2 * one)).decision == sync.SyncDecision.FROM, "as it really is"
     copy = link.hears(sync.Copy)
     assert [entry[:2] for entry in copy.entries] == [[1, 2 * one]]
     assert link.front.cluster.broker.running
@@ -250,7 +250,7 @@ def test_a_connection_is_one_link(link: Link) -> None:
     assert isinstance(error, ProtocolError)
     assert "is a link already" in str(error)
     assert [slave["replica"] for slave in slaves(link.front)] == [REPLICA]
-    assert link.attach().decision == sync.Decision.FROM
+    assert link.attach().decision == sync.SyncDecision.FROM
 
 
 def test_who_joins_again_elsewhere_leaves_the_former_link(link: Link) -> None:
@@ -258,7 +258,7 @@ def test_who_joins_again_elsewhere_leaves_the_former_link(link: Link) -> None:
     with pytest.raises(EOFError):
         link.client.answer()
     assert [slave["replica"] for slave in slaves(link.front)] == [REPLICA]
-    assert again.attach().decision == sync.Decision.FROM
+    assert again.attach().decision == sync.SyncDecision.FROM
 
 
 def test_half_a_frame_and_then_the_end(link: Link) -> None:

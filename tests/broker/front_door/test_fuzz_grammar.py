@@ -38,7 +38,7 @@ from metamq.wire.commands import (
     unpack,
     unpack_list,
 )
-from metamq.wire.connection import ClientConnection, Request, ServerConnection, State
+from metamq.wire.connection import ClientConnection, ConnectionState, Request, ServerConnection
 from metamq.wire.frames import encode_frame
 from metamq.wire.limits import FRAME_BYTES_MAX, REQUEST_ENTRIES_MAX
 
@@ -147,7 +147,7 @@ class Grammar:
 def feed(end: Any, data: bytes, chance: random.Random, taken: Callable[[Any], None]) -> None:
     """In pieces that end at any byte. Raises what the end does."""
     at = 0
-    while at < len(data) and end.state is not State.CLOSED:
+    while at < len(data) and end.state is not ConnectionState.CLOSED:
         buffer = end.next_buffer()
         size = min(len(buffer), len(data) - at, chance.choice([1, 3, 17, 300, 1 << 20, 1 << 20]))
         buffer[:size] = data[at : at + size]
@@ -216,7 +216,7 @@ def fuzz_ends(frames: int, seed: int) -> Counter[str]:
             feed(server, hello + b"".join(chance.choices(pool, k=60)), chance, requested)
         except ProtocolError:
             counted["connection refused"] += 1
-        assert server.state in (State.OPEN, State.STREAMING, State.CLOSED)
+        assert server.state in (ConnectionState.OPEN, ConnectionState.STREAMING, ConnectionState.CLOSED)
         client = ClientConnection("broker:1", "fuzz")
         sent = b""
         try:

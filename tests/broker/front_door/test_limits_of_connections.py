@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from metamq.broker.front_door import admission, protocol
-from metamq.broker.front_door.admission import Admission, Place
+from metamq.broker.front_door.admission import Admission, ConnectionFate
 from metamq.broker.front_door.answer_memory import AnswerMemory
 from metamq.broker.process import server
 from metamq.client.net.blocking_connection import BlockingConnection
@@ -281,11 +281,11 @@ def test_a_place_that_is_kept_is_lost_by_silence(
 def test_what_becomes_of_each() -> None:
     counted = Admission(2, per_address_max=30)
     found = [counted.enter(f"host {n}") for n in range(2 + admission.SLOTS_KEPT + admission.LINGERING_MAX + 1)]
-    expected = [Place.SERVED] * 2 + [Place.KEPT] * admission.SLOTS_KEPT
-    assert found == [*expected, *[Place.TOLD] * admission.LINGERING_MAX, Place.CLOSED]
+    expected = [ConnectionFate.SERVED] * 2 + [ConnectionFate.KEPT] * admission.SLOTS_KEPT
+    assert found == [*expected, *[ConnectionFate.TOLD] * admission.LINGERING_MAX, ConnectionFate.CLOSED]
     for n in range(len(found)):
         counted.leave(f"host {n}")
-    assert [counted.enter("one") for _ in range(2)] == [Place.SERVED] * 2
+    assert [counted.enter("one") for _ in range(2)] == [ConnectionFate.SERVED] * 2
     assert counted._by_address == {"one": 2}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metamq.broker.front_door import look_ups
-from metamq.broker.front_door.slices import SLICE_S, Slices, Work
+from metamq.broker.front_door.slices import SLICE_S, SlicedWork, Slices
 from metamq.errors import ProtocolError, Timeout
 from metamq.testing import Cluster
 from metamq.wire import columns, status
@@ -147,7 +147,7 @@ def test_connections_take_turns() -> None:
 
         owners = {"much": Owner(2), "little": Owner(1)}
         for name, count in [("much", 50), ("much", 50), ("little", 3)]:
-            work = Work()
+            work = SlicedWork()
             work.steps = steps(name, count)  # type: ignore[assignment]
             slices.add(owners[name], work)
         await asyncio.gather(*(owner.finished.wait() for owner in owners.values()))
@@ -170,7 +170,7 @@ def test_a_step_that_is_longer_than_a_slice_counts(monkeypatch: pytest.MonkeyPat
                 now_s += 4 * SLICE_S
                 yield
 
-        owner, work = Owner(1), Work()
+        owner, work = Owner(1), SlicedWork()
         work.steps = steps()  # type: ignore[assignment]
         Slices().add(owner, work)
         await owner.finished.wait()
@@ -192,8 +192,8 @@ def test_a_fault_of_one_request_does_not_keep_the_others_waiting() -> None:
             if self.fails:
                 raise RuntimeError("a fault of ours")
 
-    def work() -> Work:
-        made = Work()
+    def work() -> SlicedWork:
+        made = SlicedWork()
         made.steps = (None for _ in range(3))
         return made
 

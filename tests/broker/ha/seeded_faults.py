@@ -15,7 +15,7 @@ from metamq.broker import __main__ as broker
 from metamq.broker.data.partition import Partition
 from metamq.broker.ha import keeper, role, service
 from metamq.broker.ha.group_transfer import GroupTransferService
-from metamq.broker.ha.handshake import Decision, Side, Verdict, decide
+from metamq.broker.ha.handshake import Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.ha.role import Cast, Role, cast
 from metamq.broker.ha.service import HAService
 from metamq.testing import BrokerProcess
@@ -49,9 +49,9 @@ def cut_at_the_wrong_place() -> None:
     """A former master keeps what only it has, if the new log has a batch that ends in the same place. And it serves its
     log all the same when a slave in sync has something else."""
 
-    def wrong(master: Side | None, slave: Side) -> Verdict:
+    def wrong(master: Side | None, slave: Side) -> SyncVerdict:
         verdict = decide(master, slave)
-        if master is not None and verdict.decision is Decision.FROM and slave.end.position <= master.end.position:
+        if master is not None and verdict.decision is SyncDecision.FROM and slave.end.position <= master.end.position:
             return verdict._replace(offset=slave.end.offset, position=slave.end.position)
         return verdict
 

@@ -94,7 +94,7 @@ def test_statistics_from_another_thread_disturb_no_acknowledgement(tmp_path: Pat
                 looking = pool.submit(look)
                 try:
                     for end in range(1, 3000):
-                        place.copies.append((connection.Mark(end, end), 0.0))
+                        place.copies.append((connection.ReplicaEnd(end, end), 0.0))
                         place.sent_position = end
                         place.copied(end, end)
                         assert place.held == place.flushed == (end, end)

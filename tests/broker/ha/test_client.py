@@ -68,7 +68,7 @@ class SlaveEnd:
     def attached(self) -> list[sync.AttachPartition]:
         return [partition for frame in self.said if isinstance(frame, sync.Attach) for partition in frame.partitions]
 
-    def decides(self, handle: int, decision: sync.Decision, offset: int = 0, position: int = 0) -> None:
+    def decides(self, handle: int, decision: sync.SyncDecision, offset: int = 0, position: int = 0) -> None:
         self.hears(sync.Attached(sync.ATTACHED, EPOCH, [sync.AttachResult(handle, decision, offset, position, "")]))
 
     def hears(self, frame: sync.FromMaster, body: bytes = b"") -> None:
@@ -94,7 +94,7 @@ def test_what_was_deleted_before_it_was_flushed_is_not_waited_for(tmp_path: Path
         await topics.apply({"t": FLUSHED, "other": other}, {})
         slave = SlaveEnd(topics)
         for handle in (1, 2):
-            slave.decides(handle, sync.Decision.FROM)
+            slave.decides(handle, sync.SyncDecision.FROM)
         master.append()
         batch = master.partition.log.read_position(0, 1000).data
         entries = [(handle, 0, len(batch), 1) for handle in (1, 2)]
@@ -120,7 +120,7 @@ def test_a_slave_flushes_what_it_had_written_when_it_attaches(tmp_path: Path, fl
         batch = master.partition.log.read_position(0, 1000).data
         partition.append_replicated(batch, 0)
         slave = SlaveEnd(topics)
-        slave.decides(1, sync.Decision.FROM, 1, len(batch))
+        slave.decides(1, sync.SyncDecision.FROM, 1, len(batch))
         flushed = len(batch) if flushes else 0
         await slave.acknowledges(lambda ack: [(1, len(batch), flushed)] == [tuple(entry) for entry in ack.copied])
         assert partition.log.flushed_position == flushed
@@ -140,16 +140,16 @@ def test_a_generation_is_followed_once_the_last_log_is_decided_upon(
         other = replace(FLUSHED, topic="other")
         await topics.apply({"t": FLUSHED, "other": other}, {})
         slave = SlaveEnd(topics)
-        slave.decides(1, sync.Decision.WAIT)
-        slave.decides(2, sync.Decision.FROM)
+        slave.decides(1, sync.SyncDecision.WAIT)
+        slave.decides(2, sync.SyncDecision.FROM)
         assert slave.followed == []
         await slave.speaks(lambda: len(slave.attached()) == 3)
         again = slave.attached()[-1]
         assert (again.topic, slave.followed) == ("t", [])
         if ends == "decided":
-            slave.decides(again.handle, sync.Decision.FROM)
+            slave.decides(again.handle, sync.SyncDecision.FROM)
         else:
-            slave.decides(again.handle, sync.Decision.WAIT)
+            slave.decides(again.handle, sync.SyncDecision.WAIT)
             await topics.apply({"other": other}, {})
         assert slave.followed == [2]
         slave.link.close()
@@ -180,7 +180,7 @@ def test_what_a_slave_has_is_flushed_once_its_topic_asks_for_that(tmp_path: Path
         await topics.apply({"t": TOPIC}, {})
         slave = SlaveEnd(topics)
         topics.flush_changed = slave.link.flushes_now
-        slave.decides(1, sync.Decision.FROM)
+        slave.decides(1, sync.SyncDecision.FROM)
         master.append()
         batch = bytes(master.partition.log.read_position(0, 1000).data)
         slave.hears(sync.Data(sync.DATA, EPOCH, 1, [(1, 0, len(batch), 0)], []), batch)

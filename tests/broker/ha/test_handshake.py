@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from metamq.broker.ha.handshake import Decision, Place, Side, Verdict, begin_where_needed, decide
+from metamq.broker.ha.handshake import LogPosition, Side, SyncDecision, SyncVerdict, begin_where_needed, decide
 
 BYTES = 10
 """Of one message, in these logs."""
@@ -21,8 +21,8 @@ def side(
 ) -> Side:
     return Side(
         topic_id,
-        Place(start, start * BYTES),
-        Place(end, end * BYTES),
+        LogPosition(start, start * BYTES),
+        LogPosition(end, end * BYTES),
         end if stable is None else stable,
         [(epoch, offset, offset * BYTES) for epoch, offset in epochs.items()],
         generation,
@@ -35,13 +35,13 @@ class Case(NamedTuple):
     name: str
     master: Side | None
     slave: Side
-    decision: Decision
+    decision: SyncDecision
     offset: int
     reason: str
     level: int = logging.DEBUG
 
 
-FROM, RESET, WAIT, REFUSE = Decision
+FROM, RESET, WAIT, REFUSE = SyncDecision
 INFO, WARNING, ERROR = logging.INFO, logging.WARNING, logging.ERROR
 
 CASES = [
@@ -331,13 +331,13 @@ def test_case(case: Case) -> None:
 
 
 def test_every_decision_has_a_case() -> None:
-    assert {case.decision for case in CASES} == set(Decision)
+    assert {case.decision for case in CASES} == set(SyncDecision)
 
 
 def test_offsets_and_positions_that_contradict_each_other_are_not_believed() -> None:
-    master = Side("id", Place(0, 0), Place(100, 900), 100, [(1, 0, 0)], 1)
-    slave = Side("id", Place(0, 0), Place(90, 1000), 0, [(1, 0, 0)], 1)
-    assert decide(master, slave)[:3] == (Decision.FROM, 0, 0)
+    master = Side("id", LogPosition(0, 0), LogPosition(100, 900), 100, [(1, 0, 0)], 1)
+    slave = Side("id", LogPosition(0, 0), LogPosition(90, 1000), 0, [(1, 0, 0)], 1)
+    assert decide(master, slave)[:3] == (SyncDecision.FROM, 0, 0)
 
 
 def test_rocketmqs_samples_of_the_consistent_point() -> None:
@@ -345,13 +345,15 @@ def test_rocketmqs_samples_of_the_consistent_point() -> None:
     master = {1: 0, 2: 300, 3: 450}
     assert decide(side(master, 700), side({1: 0, 2: 300}, 450)).offset == 450
     assert decide(side(master, 700), side(master, 600)).offset == 600
-    assert decide(side({5: 10, 6: 310}, 700, start=10), side({1: 0, 2: 300}, 700, stable=0)).decision is Decision.RESET
+    assert (
+        decide(side({5: 10, 6: 310}, 700, start=10), side({1: 0, 2: 300}, 700, stable=0)).decision is SyncDecision.RESET
+    )
     assert decide(side(master, 700), side({**master, 4: 700}, 800, stable=700)).offset == 700
 
 
 @pytest.mark.parametrize(("needed", "begins_anew"), [(1 << 63, False), (50, False), (49, True)])
 def test_a_slave_that_lacks_what_its_masters_log_needs_begins_anew(needed: int, begins_anew: bool) -> None:
-    slave = Side("t", Place(50, 500), Place(80, 800), 80, [(1, 50, 500)], 0)
-    goes_on = Verdict(Decision.FROM, 80, 800, "", logging.DEBUG)
-    found = begin_where_needed(needed, slave, goes_on, Place(10, 100))
-    assert found[:3] == ((Decision.RESET, 10, 100) if begins_anew else goes_on[:3])
+    slave = Side("t", LogPosition(50, 500), LogPosition(80, 800), 80, [(1, 50, 500)], 0)
+    goes_on = SyncVerdict(SyncDecision.FROM, 80, 800, "", logging.DEBUG)
+    found = begin_where_needed(needed, slave, goes_on, LogPosition(10, 100))
+    assert found[:3] == ((SyncDecision.RESET, 10, 100) if begins_anew else goes_on[:3])

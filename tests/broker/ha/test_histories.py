@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metamq.broker.ha import handshake
-from metamq.broker.ha.handshake import Decision, Place, Side, Verdict, decide
+from metamq.broker.ha.handshake import LogPosition, Side, SyncDecision, SyncVerdict, decide
 from metamq.broker.log.disk.epochs import EpochList
 
 REPLICAS = 3
@@ -26,15 +26,15 @@ class Batch(NamedTuple):
     number: int
     """Unlike any other's: two logs are equal when their numbers are."""
     epoch: int
-    begin: Place
-    end: Place
+    begin: LogPosition
+    end: LogPosition
 
 
 class Replica:
     def __init__(self, number: int) -> None:
         self.number = number
         self.shadow: list[Batch] = []
-        self.start = Place(0, 0)
+        self.start = LogPosition(0, 0)
         self.epochs = EpochList()
         self.stable = 0
         self.generation = 1
@@ -46,7 +46,7 @@ class Replica:
         self.is_linked = False
 
     @property
-    def end(self) -> Place:
+    def end(self) -> LogPosition:
         return self.shadow[-1].end if self.shadow else self.start
 
     @property
@@ -65,14 +65,14 @@ class Replica:
         self.epochs = self.epochs.add(batch.epoch, *batch.begin)
         self.shadow.append(batch)
 
-    def cut(self, place: Place) -> None:
+    def cut(self, place: LogPosition) -> None:
         assert self.start <= place <= self.end
         assert place in {self.start, self.end, *(batch.end for batch in self.log)}, "not at a boundary"
         self.shadow = [batch for batch in self.shadow if batch.end <= place]
         self.epochs = self.epochs.cut(place.position)
         self.stable = min(self.stable, place.offset)
 
-    def reset(self, place: Place, shadow_below: list[Batch]) -> None:
+    def reset(self, place: LogPosition, shadow_below: list[Batch]) -> None:
         self.shadow, self.start, self.epochs, self.stable = shadow_below, place, EpochList(), place.offset
 
     def expire(self, count: int, *, remembers: bool) -> None:
@@ -98,7 +98,7 @@ class World:
         self.is_up = True
         """The master of the state is there, and serves."""
         self.batches = 0
-        self.decisions: list[Decision] = []
+        self.decisions: list[SyncDecision] = []
         self.begin_term(self.replicas[0])
 
     def begin_term(self, master: Replica) -> None:
@@ -118,7 +118,7 @@ class World:
             return
         self.batches += 1
         count = 1 + number % 2
-        end = Place(replica.end.offset + count, replica.end.position + 8 * count)
+        end = LogPosition(replica.end.offset + count, replica.end.position + 8 * count)
         replica.take(Batch(self.batches, replica.term, replica.end, end))
         if replica.alone and (replica is not self.master or self.insync == {replica.member}):
             replica.stable = end.offset
@@ -174,7 +174,7 @@ class World:
         if self.generation == replica.generation:
             assert set(readable) <= set(replica.log) | set(master.log), "what readers saw is gone"
         if common is not None:
-            assert verdict.decision is Decision.FROM, "emptied without need"
+            assert verdict.decision is SyncDecision.FROM, "emptied without need"
             assert (verdict.offset, verdict.position) == common, "cut too much"
 
     def promote(self, replica: Replica, number: int) -> None:
@@ -218,7 +218,7 @@ class World:
         replica.expire(1 + number, remembers=number % 2 == 0)
 
 
-def common_end(one: Replica, other: Replica) -> Place | None:
+def common_end(one: Replica, other: Replica) -> LogPosition | None:
     """Up to where two logs are equal; None when they have no batch in common."""
     common = None
     start = max(one.start, other.start)
@@ -229,11 +229,11 @@ def common_end(one: Replica, other: Replica) -> Place | None:
     return common
 
 
-def carry_out(verdict: Verdict, slave: Replica, master: Replica) -> None:
-    place = Place(verdict.offset, verdict.position)
-    assert verdict.decision in (Decision.FROM, Decision.RESET), verdict.reason
+def carry_out(verdict: SyncVerdict, slave: Replica, master: Replica) -> None:
+    place = LogPosition(verdict.offset, verdict.position)
+    assert verdict.decision in (SyncDecision.FROM, SyncDecision.RESET), verdict.reason
     below = [batch for batch in master.shadow if batch.end <= place]
-    if verdict.decision is Decision.RESET:
+    if verdict.decision is SyncDecision.RESET:
         slave.reset(place, below)
     else:
         slave.cut(place)
@@ -272,7 +272,7 @@ def random_events(seed: int) -> list[tuple[Event, int, int]]:
     return [(chance.choice(EVENTS), chance.randrange(REPLICAS), chance.randrange(4)) for _ in range(60)]
 
 
-def run_many(count: int) -> set[Decision]:
+def run_many(count: int) -> set[SyncDecision]:
     return {decision for seed in range(count) for decision in run(random_events(seed)).decisions}
 
 
@@ -283,7 +283,7 @@ def test_after_the_handshake_a_slaves_log_is_its_masters(events: list[tuple[Even
 
 
 def test_the_histories_come_to_every_outcome() -> None:
-    assert run_many(100) == {Decision.FROM, Decision.RESET}
+    assert run_many(100) == {SyncDecision.FROM, SyncDecision.RESET}
 
 
 def ends_with_the_log(patch: pytest.MonkeyPatch) -> None:

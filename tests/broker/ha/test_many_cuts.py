@@ -93,7 +93,8 @@ def test_thousands_of_cuts_leave_the_loop_to_others_and_what_comes_behind_them_w
         is_slow = True
         cut_to = end // BATCHES
         results = [
-            sync.attach_result(number + 1, sync.Decision.FROM, 1, cut_to, "it is cut") for number in range(PARTITIONS)
+            sync.attach_result(number + 1, sync.SyncDecision.FROM, 1, cut_to, "it is cut")
+            for number in range(PARTITIONS)
         ]
         turns = 0
         link.received(as_received(sync.Attached(sync.ATTACHED, EPOCH, results)), memoryview(b""))
