@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and its plot from a result file, so that no figure there was typed by hand.
+"""Writes docs/performance.md and its plot from a result file, so no figure there is typed by hand.
 
 python bench/report.py [bench/results/latest.json]
 """
@@ -15,28 +15,28 @@ WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches
 
 INTRODUCTION = """# Performance
 
-Measured by `./dev bench`, written by `bench/report.py` from `bench/results/latest.json`. A speed means nothing
-without the machine, so each stands beside what the same machine does with system calls alone in the same run:
+`./dev bench` measures the figures; `bench/report.py` writes this page from `bench/results/latest.json`. A speed means
+nothing without the machine, so each is compared with the same machine's speed with system calls alone, in the same run:
 
 * **loopback**: one process sends, another receives;
-* **copy and write**: one sends, another receives and writes to a file, in the page cache: what producing cannot beat;
-* **read and send**: one reads a file from the page cache and sends, another receives: what fetching cannot beat.
+* **copy and write**: one sends, another receives and writes to a file in the page cache: the upper limit of producing;
+* **read and send**: one reads a file from the page cache and sends, another receives: the upper limit of fetching.
 
 The broker is a process of its own. Figures are medians of the rounds of one run; a ratio is taken in each round, of
-figures of the same minute. Before each, the disk has what was written, and free memory has been touched: a virtual
-machine may give freed memory back to its host, and to use that again costs up to six times as much
+figures of the same minute. Before each figure, all written data is on the disk, and free memory has been touched. A
+virtual machine may give freed memory back to its host, and its next use costs up to six times as much
 (`bench/settle.py`).
 """
 
 HOW = """
 ## How to read them
 
-`send` is one call and one Delivery a message; `send_many` one call for all. `iteration` is `for message in consumer`;
-`batches` yields verified batches and touches nothing in them; `values` makes every value a `bytes` object; `arrow`
-makes a RecordBatch. The listener is `consumer.run(listener)` with one thread. Producing includes the last
-acknowledgement; consuming begins when the consumer has connected.
+`send` is one call and one Delivery a message; `send_many` is one call for all. `iteration` is
+`for message in consumer`; `batches` yields verified batches and touches nothing in them; `values` makes every value a
+`bytes` object; `arrow` makes a RecordBatch. The listener is `consumer.run(listener)` with one thread. The time of
+producing includes the last acknowledgement; the time of consuming begins when the consumer has connected.
 
-A consumer of 1,000 partitions sends no more with a poll than one of 4: a fetch session carries only what changed.
+A consumer of 1,000 partitions sends no more with a poll than a consumer of 4: a fetch session carries only changes.
 """
 
 
@@ -62,7 +62,7 @@ def _latency(results: dict[str, Any]) -> list[str]:
     lines = ["", "## Latency", "", "| | p50 | p99 | p99.9 |", "|---|---|---|---|"]
     names = {
         "round_trip": "`send(...).result()`, blocking",
-        "raw_round_trip": "the same four wake-ups, of threads and processes, with system calls alone",
+        "raw_round_trip": "the same four wake-ups of threads and processes, with system calls alone",
         "end_to_end": "from `send` to the loop, 1,000 messages/s",
     }
     for key, name in names.items():
@@ -77,7 +77,7 @@ def _lifecycle(results: dict[str, Any]) -> list[str]:
         "",
         "## Start-up, recovery, memory",
         "",
-        "| log | up after a clean stop | up after kill -9 | up after kill -9, nothing flushed: all of it is checked |",
+        "| log | up after a clean stop | up after kill -9 | up after kill -9, nothing flushed: all is checked |",
         "|---|---|---|---|",
     ]
     lines += [
@@ -100,17 +100,17 @@ def _rebalance(results: dict[str, Any]) -> list[str]:
         "",
         "## Rebalance",
         "",
-        "Ten members, 100 partitions, handlers of up to 10 ms; until everything is owned again:",
+        "Ten members, 100 partitions, handlers of up to 10 ms. Seconds until every partition has an owner again:",
         "",
     ]
     lines += ["| event | seconds |", "|---|---|"]
     lines += [f"| {event} | {results[f'{event}_s']:.2f} |" for event in ("join", "leave", "kill")]
-    lines += ["", "For a kill, after the end of the session of the killed one."]
+    lines += ["", "For a kill, the time begins when the killed member's session ends."]
     return lines
 
 
 def _replication(results: dict[str, Any]) -> list[str]:
-    lines = ["", "## Replication", "", "A master and a slave, both in sync, beside the client on the same cores:", ""]
+    lines = ["", "## Replication", "", "A master and a slave, both in sync, on the same cores as the client:", ""]
     lines += ["| `send_many` | async | sync | sync / async |", "|---|---|---|---|"]
     lines += [
         f"| {row['message_bytes']:,.0f} B | {row['async'] / 1e6:.2f} M/s | {row['sync'] / 1e6:.2f} M/s "
@@ -126,9 +126,9 @@ def _replication(results: dict[str, Any]) -> list[str]:
         f"* a slave that was away catches up at {caught_up['bytes_per_s'] / 1e9:.2f} GB/s while the master serves "
         "1,000 messages/s; a copy from file to file over loopback makes "
         f"{caught_up['raw_bytes_per_s'] / 1e9:.2f} GB/s;",
-        f"* from the request to promote a slave to the first write that it acknowledged: {promoted['living_s']:.2f} s "
-        f"when the master lives, {promoted['dead_s']:.2f} s when it was just killed with -9;",
-        f"* taking a byte costs the master {cpu['alone']:.2f} ns of processor time, replicating it "
+        f"* from the request to promote a slave to the first write that it acknowledges: {promoted['living_s']:.2f} s "
+        f"with a living master, {promoted['dead_s']:.2f} s with a master just killed with -9;",
+        f"* to take a byte costs the master {cpu['alone']:.2f} ns of processor time, to replicate it "
         f"{cpu['replicated']:.2f} ns more.",
     ]
     return lines
@@ -136,17 +136,17 @@ def _replication(results: dict[str, Any]) -> list[str]:
 
 def _transactions(results: dict[str, Any]) -> list[str]:
     commits, branch, recovery, beside = (results[part] for part in ("commits", "open_branch", "recovery", "beside"))
-    faces = results.get("faces")
-    by_face = [] if faces is None else [
-        f"* by what belongs together, a single client's transaction takes {faces['one_broker_ms']:.2f} ms with one "
-        f"broker, {faces['two_brokers_ms']:.2f} ms over two, {faces['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in "
-        f"sqlite3, and {faces['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
+    apis = results.get("faces")
+    by_api = [] if apis is None else [
+        f"* a single client's transaction takes {apis['one_broker_ms']:.2f} ms with one broker, "
+        f"{apis['two_brokers_ms']:.2f} ms over two, {apis['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in "
+        f"sqlite3, and {apis['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
     ]  # fmt: skip
     return [
         "",
         "## Transactions",
         "",
-        "Ten messages of 1 KiB in each; nothing is acknowledged before it is on the disk, which makes "
+        "Each has ten messages of 1 KiB. Nothing is acknowledged before it is on the disk. The disk makes "
         f"{commits['fsyncs_per_s']:,.0f} fsyncs/s of 160 KiB, and takes {commits['fsync_p50_ms']:.2f} ms for one of "
         "10 KiB at the median:",
         "",
@@ -155,13 +155,13 @@ def _transactions(results: dict[str, Any]) -> list[str]:
         f"{commits['two_to_one']:.2f} of it;",
         f"* a single client's commit takes {commits['single_p50_ms']:.2f} ms at the median: "
         f"{commits['over_two_fsyncs_ms']:.2f} ms more than two fsyncs;",
-        *by_face,
+        *by_api,
         f"* a branch with {branch['messages']:,} messages in batches of about 100 takes up to "
         f"{branch['mb']:.1f} MB in the broker;",
-        f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal, "
-        f"{recovery['branches']:,.0f} prepared branches, serves again after {recovery['s']:.2f} s;",
+        f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal and "
+        f"{recovery['branches']:,.0f} prepared branches serves again after {recovery['s']:.2f} s;",
         f"* `send_many` of 1 KiB without a transaction makes {beside['with'] / 1e6:.2f} M/s while 1,000 branches are "
-        f"open, and {beside['without'] / 1e6:.2f} M/s while none is: {beside['ratio']:.2f} of it.",
+        f"open, and {beside['without'] / 1e6:.2f} M/s while none is open: {beside['ratio']:.2f} of it.",
     ]
 
 
@@ -171,8 +171,8 @@ def _spark(measured: dict[str, Any]) -> list[str]:
     lines.append(
         "A session of `local[2]` with the recommended settings, all columns, written nowhere (`noop`). The ceiling is "
         "a source in Python that yields the same RecordBatch again and again: Spark's own path from the Python worker "
-        "into the JVM. Broker, workers and JVM share the cores. The scan reads the broker's files, which are on its "
-        "machine; beside it, one that has the broker send everything (`readFiles=false`), as it is between machines."
+        "into the JVM. Broker, workers and JVM share the cores. In the column `scan` tasks read the broker's files on "
+        "the same machine; in `sent` the broker sends everything (`readFiles=false`), as between machines."
     )
     lines += ["", "| bytes | scan | sent | ceiling | scan / ceiling | sent / ceiling |", "|---|---|---|---|---|---|"]
     for row in measured["scans"]:
@@ -183,7 +183,7 @@ def _spark(measured: dict[str, Any]) -> list[str]:
     lines += ["", "Rows per second, and MB/s of values."]
     lines += [
         "",
-        f"The sink, rows of {sink['value_bytes']:.0f} bytes that Spark makes itself, until `save()` returns: "
+        f"The sink, with rows of {sink['value_bytes']:.0f} bytes that Spark makes itself, until `save()` returns: "
         f"{sink['at_least_once'] / 1e6:.2f} M rows/s at least once, {sink['least_to_noop']:.2f} of the "
         f"{sink['noop'] / 1e6:.2f} M that the query alone makes; {sink['exactly_once'] / 1e6:.2f} M exactly once, "
         f"{sink['exactly_to_least']:.2f} of at least once.",
@@ -198,15 +198,15 @@ def _spark(measured: dict[str, Any]) -> list[str]:
 
 def _beside_kafka(rates: dict[str, float]) -> str:
     return (
-        f"Rows of 100 bytes in {rates['partitions']} partitions, read by Spark's own source for Kafka, which is the "
-        f"JVM's, from a Kafka with its defaults (4.3, one node): {rates['kafka'] / 1e6:.2f} M rows/s; "
-        f"the same rows by `metamq`, sent as well, {rates['metamq'] / 1e6:.2f} M, {rates['ratio']:.1f} times that."
+        f"Rows of 100 bytes in {rates['partitions']} partitions: Spark's own source for Kafka, which runs in the JVM, "
+        f"reads {rates['kafka'] / 1e6:.2f} M rows/s from a Kafka with its defaults (4.3, one node). The `metamq` "
+        f"source reads the same rows, also sent, at {rates['metamq'] / 1e6:.2f} M: {rates['ratio']:.1f} times that."
     )
 
 
 def _checks(found: list[dict[str, Any]]) -> list[str]:
-    lines = ["", "## Against what was promised", ""]
-    lines += ["Targets in messages per second are for a loopback of 2 GB/s, and scaled by what it is here.", ""]
+    lines = ["", "## Targets", ""]
+    lines += ["Targets in messages per second are for a loopback of 2 GB/s, and scaled by this machine's loopback.", ""]
     lines += ["| | figure | target | |", "|---|---|---|---|"]
     for check in found:
         mark = "reached" if check["reached"] else "**missed**"
@@ -215,7 +215,7 @@ def _checks(found: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Share of the raw limit that each way reaches, as a picture."""
+    """Draws the share of the raw limit that each way reaches."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -256,7 +256,10 @@ def main() -> None:
     if "remark" in results:
         lines += ["", results["remark"]]
     if machine["gives_memory_back"]:
-        lines += ["", "The machine gave freed memory back to its host meanwhile, so figures of writing vary by chance."]
+        lines += [
+            "",
+            "The machine gave freed memory back to its host in the run, so figures of writing vary by chance.",
+        ]
     for part, write in (
         ("throughput", _throughput),
         ("latency", _latency),
