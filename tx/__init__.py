@@ -1,12 +1,12 @@
-"""XA transactions: the broker's transaction journal and store, and the application's faces of it."""
+"""XA transactions: the broker's transaction journal and store, and the APIs for applications."""
 
 if __name__ != "metamq.tx":
     raise ImportError(f"import metamq.tx, not {__name__}: a bare import makes a second copy of every class")
 
 from metamq.client.net.branches import BranchDescription
-from metamq.tx.app.faces import XAResource
 from metamq.tx.app.resource import TM, Vote
 from metamq.tx.app.transactions import RecoveredXid
+from metamq.tx.app.xa_resource import XAResource
 from metamq.tx.database.coordinator import Coordinator, Settled
 from metamq.tx.database.dbtx import create_outcome_table, dbtx
 from metamq.tx.database.manager import join_transaction

@@ -1,7 +1,7 @@
 """Transactions for asyncio: the same names as `metamq.tx`, on any asyncio loop."""
 
 from metamq.client.net.branches import BranchDescription
-from metamq.tx.app.aio_faces import XAResource
+from metamq.tx.app.aio_xa_resource import XAResource
 from metamq.tx.app.resource import TM, Vote
 from metamq.tx.database.aio_dbtx import create_outcome_table, dbtx
 from metamq.wire.xa import XACode, Xid

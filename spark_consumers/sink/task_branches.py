@@ -132,9 +132,9 @@ class TaskBranches:
     def _put(self, broker_id: int, encoded: Encoded) -> None:
         self._waiting.setdefault(broker_id, deque()).append(encoded)
         if broker_id not in self._running:
-            self._running[broker_id] = asyncio.ensure_future(self._bring(broker_id))
+            self._running[broker_id] = asyncio.ensure_future(self._send_unsent(broker_id))
 
-    async def _bring(self, broker_id: int) -> None:
+    async def _send_unsent(self, broker_id: int) -> None:
         """Sends what waits for a broker, until nothing does."""
         waiting = self._waiting[broker_id]
         try:

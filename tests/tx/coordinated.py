@@ -45,7 +45,7 @@ def die_at(point: str) -> None:
 
         coordinator._Part.prepare = preparing  # type: ignore[method-assign]
     else:
-        tell = Coordinator._tell
+        tell = Coordinator._commit_parts
 
         def telling(self: Coordinator, gtrid: str, parts: list[Any]) -> None:
             at = [part.name for part in parts].index(name) + (when == "behind")
@@ -54,7 +54,7 @@ def die_at(point: str) -> None:
             die()
             tell(self, gtrid, parts)
 
-        Coordinator._tell = telling  # type: ignore[method-assign]
+        Coordinator._commit_parts = telling  # type: ignore[method-assign]
 
 
 def main() -> None:

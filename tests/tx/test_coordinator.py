@@ -207,17 +207,17 @@ def test_a_resource_that_is_down_is_told_later(
 ) -> None:
     down = shop.cluster.brokers[1]
     with Coordinator(tmp_path, resources(), recover_every_s=0.2) as coordinator:
-        original = coordinator._tell
+        original = coordinator._commit_parts
 
         def tell_while_it_is_down(gtrid: str, parts: list[Any]) -> None:
             down.kill()
             databases.server.crash()
             original(gtrid, parts)
 
-        coordinator._tell = tell_while_it_is_down  # type: ignore[method-assign]
+        coordinator._commit_parts = tell_while_it_is_down  # type: ignore[method-assign]
         with coordinator.begin() as tx:
             work(tx, topic, "1")
-        coordinator._tell = original  # type: ignore[method-assign]
+        coordinator._commit_parts = original  # type: ignore[method-assign]
         assert len(coordinator._log.open) == 1
         databases.server.start()
         assert "queue" in coordinator.recover().left

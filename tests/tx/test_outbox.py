@@ -14,7 +14,7 @@ from metamq import Producer, aio
 from metamq.client.producer.producer_core import ProducerCore
 from metamq.errors import BranchMisuse, BranchNotKnown, BufferFull, RolledBack, TopicNotFound
 from metamq.testing import Cluster
-from metamq.tx.app.outbox import TOGETHER
+from metamq.tx.app.outbox import TURN_MESSAGES
 from tests.one_zookeeper import cluster
 from tests.parts import values_to_end, wait_until
 
@@ -171,9 +171,9 @@ def test_waiting_for_room_beside_the_end_lets_the_loop_go_on(running: Cluster) -
             await producer.tpc_begin(producer.xid(1, "beside"))
             one = producer._transactions.of(asyncio.current_task())
             assert one is not None
-            one.outbox._enough_bytes = 1 << 30  # all of it is left to the end
+            one.outbox._wake_bytes = 1 << 30  # all of it is left to the end
             for _ in range(5):
-                producer.send_many("beside", [bytes(100)] * TOGETHER)
+                producer.send_many("beside", [bytes(100)] * TURN_MESSAGES)
             async with hold_up(producer._core, "beside"):
                 settling = asyncio.create_task(one.outbox.settle())
                 while not one.outbox._is_running:  # noqa: ASYNC110
@@ -191,7 +191,7 @@ def test_waiting_for_room_beside_the_end_lets_the_loop_go_on(running: Cluster) -
             await producer.tpc_commit()
 
     asyncio.run(main())
-    assert len(read(running, "beside")) == 1 + 5 * TOGETHER
+    assert len(read(running, "beside")) == 1 + 5 * TURN_MESSAGES
 
 
 def test_a_topic_that_is_not_there_is_told_before_the_end(running: Cluster) -> None:
@@ -230,7 +230,7 @@ def test_what_is_rolled_back_meanwhile_is_not_prepared_in_part(running: Cluster)
             with pytest.raises(BranchMisuse, match="rolled back meanwhile"):
                 await producer.tpc_prepare()
             await rolling_back
-            producer._all_left()
+            producer._leave_all()
             with pytest.raises(BranchNotKnown):
                 await producer.tpc_commit(xid)
 
@@ -300,7 +300,7 @@ def test_a_prepare_that_was_cancelled_in_the_middle_of_a_batch_loses_nothing_in_
             await producer.tpc_begin(producer.xid(1, "halfway"))
             one = producer._transactions.of(asyncio.current_task())
             assert one is not None
-            one.outbox._enough_bytes = 1 << 30  # all of it is left to the end
+            one.outbox._wake_bytes = 1 << 30  # all of it is left to the end
             for number in range(400):
                 producer.send("halfway", b"%04d" % number + bytes(96))
             running.broker.freeze()  # it does not answer to SEND

@@ -96,7 +96,7 @@ def test_a_rollback_that_reaches_nobody_says_what_happens_next(
     with monkeypatch.context() as patch:
         patch.setattr(TxClient, "ask", unreachable)
         producer.tpc_rollback()
-    assert f"transaction {xid} is rolled back, and a broker could not be told: " in caplog.text
+    assert f"transaction {xid} is rolled back, but a broker did not answer: " in caplog.text
     assert "after its time-out" in caplog.text
     producer.send(topic, b"after").result(60)
     assert shop.seen(topic) == [b"after"]
@@ -118,7 +118,7 @@ def test_a_rollback_with_asyncio_that_reaches_nobody_says_what_happens_next(
             await producer.send(topic, b"after")
 
     asyncio.run(scenario())
-    assert "is rolled back, and a broker could not be told: " in caplog.text
+    assert "is rolled back, but a broker did not answer: " in caplog.text
     assert shop.seen(topic) == [b"after"]
 
 
@@ -190,7 +190,7 @@ def test_what_is_prepared_outlives_its_producer_and_what_was_forgotten_is_told(
     with Producer[bytes](shop.cluster.zookeeper) as closed:
         xid = begun(closed, topic)
         closed.tpc_prepare()
-    assert f"{xid} is prepared, and stays so" in caplog.text
+    assert f"{xid} is prepared, and stays prepared" in caplog.text
     with Producer[bytes](shop.cluster.zookeeper) as forgetful:
         forgotten = begun(forgetful, topic)
     assert f"{forgotten} was not committed, and is rolled back" in caplog.text
@@ -251,8 +251,8 @@ def test_what_is_not_allowed_when(producer: Producer[bytes], topic: str) -> None
     refused(producer.tpc_commit, "without an id needs a tpc_begin")
     refused(producer.tpc_rollback, "without an id needs a tpc_begin")
     xid = begun(producer, topic)
-    refused(lambda: producer.tpc_begin(new_xid(producer)), "is under way")
-    refused(lambda: producer.transaction().__enter__(), "is under way")
+    refused(lambda: producer.tpc_begin(new_xid(producer)), "is open in this thread or task")
+    refused(lambda: producer.transaction().__enter__(), "is open in this thread or task")
     refused(lambda: producer.tpc_commit(xid), "with an id is not allowed in a transaction")
     refused(lambda: producer.tpc_rollback(xid), "with an id is not allowed in a transaction")
     refused(producer.tpc_recover, "not allowed in a transaction")
@@ -260,7 +260,7 @@ def test_what_is_not_allowed_when(producer: Producer[bytes], topic: str) -> None
     refused(producer.tpc_prepare, "was called before")
     producer.tpc_rollback()
     with producer.transaction():
-        refused(lambda: producer.tpc_begin(xid), "is under way")
+        refused(lambda: producer.tpc_begin(xid), "is open in this thread or task")
         refused(producer.tpc_prepare, "needs a tpc_begin")
         refused(producer.tpc_commit, "without an id needs a tpc_begin")
 

@@ -1,1 +1,1 @@
-"""The application's side of transactions: XAResource and the faces that stand on it."""
+"""The application's side of transactions: XAResource, and the APIs that are built on it."""

@@ -1,4 +1,4 @@
-"""The asyncio Producer that `metamq.aio` hands out: metamq.client's, with transactions."""
+"""The asyncio Producer that `metamq.aio` exports: metamq.client's Producer with transactions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from metamq.client.producer.outgoing import Delivery, ManyDelivery
 from metamq.client.producer.producer import FLUSH_TIMEOUT_S
 from metamq.client.producer.producer_face import Key
 from metamq.client.typevars import T
-from metamq.tx.app.transactional import TransactionalFace, Unentered, current_task
-from metamq.tx.app.transactions import Open, RecoveredXid, misuse, warn_of_untold
+from metamq.tx.app.transactional import EnterOnce, TransactionalProducer, current_task
+from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, misuse, warn_of_unreached
 from metamq.wire.xa import Verb, Xid
 
 log = logging.getLogger("metamq.tx")
 
 
-class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
+class Producer(TransactionalProducer[T], aio_producer.BaseProducer[T]):
     __doc__ = aio_producer.BaseProducer.__doc__
 
     def _owner(self) -> asyncio.Task[Any] | None:
@@ -36,7 +36,7 @@ class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
         partition: str | None,
         timestamp: datetime | int | None,
     ) -> Delivery | None:
-        self._check_beside()
+        self._check_outside_blocks()
         one = self._transactions.of(self._owner())
         if one is None:
             return None
@@ -44,7 +44,7 @@ class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
         return one.outbox.add(topic, self._message(value, key, headers, partition, timestamp))
 
     def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
-        self._check_beside()
+        self._check_outside_blocks()
         one = self._transactions.of(self._owner())
         if one is None:
             return None
@@ -52,7 +52,7 @@ class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
         return one.outbox.add_many(topic, self._messages(values, keys))
 
     async def drain(self) -> None:
-        """Waits until the buffer, or that of this task's transaction, is below half of its bound. Cancel-safe."""
+        """Waits until the buffer, or that of this task's transaction, is below half of its limit. Cancel-safe."""
         self._check_usable()
         one = self._transactions.of(self._owner())
         if one is not None:
@@ -60,18 +60,18 @@ class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
         await self._core.drain()
 
     def transaction(self, *, timeout_s: float = 0.0) -> _Block:
-        """What this task sends in the block is seen by everybody when that ends, or by nobody when it raises.
+        """Returns a block for messages of this task. Readers see all of them after the block, or none if it raises.
 
             async with producer.transaction():
                 producer.send("orders", b"17")
                 producer.send("stock", b"-1")
 
-        See metamq.Producer.transaction. What other tasks send is not part of it, also when this one has made them.
+        See metamq.Producer.transaction. Messages of other tasks are not part of it, also of tasks that this one starts.
         """
         return _Block(self, timeout_s)
 
-    async def _roll_back(self, one: Open) -> None:
-        warn_of_untold(one, await self._transactions.rollback(one))
+    async def _roll_back(self, one: OpenTransaction) -> None:
+        warn_of_unreached(one, await self._transactions.rollback(one))
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
@@ -114,20 +114,20 @@ class Producer(TransactionalFace[T], aio_producer.BaseProducer[T]):
     async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
         """Flushes and closes; further calls do nothing. Open transactions are rolled back, prepared ones stay.
 
-        Raises as `flush`.
+        Raises as `flush` does.
         """
         if self._opened and not self._closed and "_known_transactions" in self.__dict__:
-            for one in self._all_left():
+            for one in self._leave_all():
                 try:
                     if self._ends_with_the_producer(one):
                         await self._roll_back(one)
-                except Exception as error:  # the rest is to be closed all the same
+                except Exception as error:  # the other transactions must be closed, too
                     log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
         await super().close(timeout)
 
 
-class _Block(Unentered):
-    """What transaction() gives."""
+class _Block(EnterOnce):
+    """The result of transaction()."""
 
     _way = "async with"
 

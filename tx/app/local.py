@@ -1,14 +1,14 @@
 """Transactions of the queue alone: no database, no coordinator; over one broker, or several.
 
-    one broker        START .. SEND, END, COMMIT_ONE_PHASE: one request for a small one
-    several           1  START at one of them, the decider: from here on nobody but this master can decide
-                      2  PREPARE at the others, each told whose decision it follows
-                      3  DECIDE at the decider: the decision, durable, and kept
+    one broker        START .. SEND, END, COMMIT_ONE_PHASE: one request for a small transaction
+    several           1  START at one of them, the decider: from here on only this master can decide
+                      2  PREPARE at the others, with the decider whose decision they follow
+                      3  DECIDE at the decider: the decision is durable, and kept
                       4  COMMIT at the others; then FORGET at the decider
 
-All branches have the same id. A client that dies before 3 leaves branches that nobody decides about: their brokers ask
-the decider, who then never will (RESOLVE). One that dies after 3 leaves what brokers tell one another
-(metamq.broker.transactions.followers). So the client needs no log, and nobody has to run a recoverer.
+All branches have the same id. If a client dies before 3, its branches have no decision: their brokers ask the decider,
+which then never decides to commit (RESOLVE). If it dies after 3, the brokers ask one another
+(metamq.broker.transactions.followers). So the client needs no log, and the operator needs no recoverer.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class LocalWork(GlobalTransaction):
         branch_timeout_s: float,
         answer_s: float,
     ) -> None:
-        """`is_chosen`: the id is the application's: somebody else may use it. So the branch is begun before it can be
-        committed: without an answer its broker is asked about this use of the id, which only START's answer tells."""
+        """`is_chosen`: the application has chosen the id, so another client may use it, too. Then START goes first, by
+        itself: its answer has the epoch. If the commit gets no answer, the broker is asked about that epoch only."""
         super().__init__(cluster, staging, xid.gtrid, branch_timeout_s=branch_timeout_s, answer_s=answer_s)
         self.xid = xid
         self._is_chosen = is_chosen
         self.in_doubt = False
-        """The decision is on its way, or was made: nothing may be rolled back."""
+        """True once the decision may have been made: then nothing may be rolled back."""
 
     def xid_at(self, broker_id: int) -> Xid:
-        """The same everywhere."""
+        """Returns the id, which is the same at all brokers."""
         return self.xid
 
     async def commit_at_once(self) -> None:
-        """Commits without a prepare() before. Raises RolledBack, OutcomeUnknown, ConnectError, and so on: when it is
-        not OutcomeUnknown, nothing is committed, and rollback() is called for."""
+        """Commits without prepare(). Raises RolledBack, OutcomeUnknown, ConnectError, and so on. After an error other
+        than OutcomeUnknown nothing is committed, and the caller must call rollback()."""
         try:
             await self._commit_at_once()
         except BranchNotKnown as error:  # its broker was restarted, or another one is the master
             raise RolledBack(self.xid, XACode.RBTRANSIENT, error.reason) from error
 
     async def rollback(self) -> list[MetamqError]:
-        """As Work.rollback(); nothing while the decision is in doubt: its brokers find out."""
+        """See GlobalTransaction.rollback(). Does nothing while the decision is in doubt: the brokers find it out."""
         return [] if self.in_doubt else await super().rollback()
 
     async def _commit_at_once(self) -> None:
@@ -96,10 +96,10 @@ class LocalWork(GlobalTransaction):
         except MetamqError as error:
             self.in_doubt = error.outcome == "unknown"
             raise
-        await self._tell(branch)
+        await self._commit_followers(branch)
 
-    async def _tell(self, decider: Branch) -> None:
-        """It is committed. What cannot be told now, the brokers tell one another."""
+    async def _commit_followers(self, decider: Branch) -> None:
+        """Commits at the followers after the decision. If one does not answer, its broker asks the decider later."""
         failures = await self.commit()
         try:
             if not failures:
@@ -107,4 +107,4 @@ class LocalWork(GlobalTransaction):
         except MetamqError as error:
             failures = [error]
         for failure in failures:
-            log.info("transaction %s is committed; brokers that were not told will ask: %s", self.xid, failure)
+            log.info("transaction %s is committed; brokers that did not answer ask the decider: %s", self.xid, failure)

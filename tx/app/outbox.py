@@ -1,11 +1,11 @@
-"""The messages of one transaction between `send`, which never waits for the network, and their brokers.
+"""The queue of one transaction between `send`, which never waits for the network, and the brokers.
 
-`send` puts a message into a queue, from the thread that the transaction belongs to. The producer's loop takes them on
-into batches, which go out when they are full: in a task once there is enough for one, or a topic to ask for; what is
-left, which is all of a small transaction, at its end. The first that fails fails the transaction: what is sent after it
-is refused, and it cannot be committed.
+`send` puts a message into the queue, in the thread that the transaction belongs to. The producer's loop moves messages
+from the queue into batches, and sends full batches. A task does this when the queue has enough for a batch, or when a
+topic's configuration is missing. The rest, which is all of a small transaction, goes at the end of the transaction. The
+first error fails the transaction: it refuses later messages, and cannot be committed.
 
-A savepoint is a place in the queue. While there is one, nothing behind it goes out: so it can be taken back.
+A savepoint is a place in the queue. While there is one, messages behind it stay in the queue, and can be taken back.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from metamq.tx.app.staging import AnyMessage, size_of_all
 from metamq.tx.app.work import GlobalTransaction
 from metamq.wire.xa import XACode
 
-TOGETHER = 500
+TURN_MESSAGES = 500
 """Messages that go into batches in one turn of the loop."""
-ENOUGH_BYTES = 64 * 1024
-"""When so much waits, or a batch's worth, it is taken on: to wake the loop for less costs more than it brings."""
-WAIT_HINT = "Look at it behind the transaction's end: only then is it known."
+WAKE_BYTES = 64 * 1024
+"""Bytes in the queue that start the task, if a batch is not smaller: waking the loop for less costs more than it
+saves."""
+WAIT_HINT = "Look at the result after the end of the transaction: it is known only then."
 
 
 class _Item(NamedTuple):
-    """Messages that were sent by one call, TOGETHER at most."""
+    """Messages that were sent by one call, at most TURN_MESSAGES."""
 
     topic: str
     messages: list[AnyMessage]
@@ -40,7 +41,7 @@ class _Item(NamedTuple):
 
 
 class Outbox:
-    """`add` is for the thread or task of the transaction, the rest for the producer's loop."""
+    """The thread or task of the transaction calls `add` and `add_many`; the producer's loop calls the rest."""
 
     def __init__(
         self, owner: DeliveryOwner, loop: asyncio.AbstractEventLoop, work: GlobalTransaction, options: ProducerOptions
@@ -48,53 +49,53 @@ class Outbox:
         self.failed: MetamqError | None = None
         self.ended = False
         self.closed = False
-        """It is prepared, or to be: nothing more is taken."""
+        """True if it is prepared, or will be: it takes no more messages."""
         self._owner = owner
         self._loop = loop
         self._work = work
         self._limit_bytes = options.buffer_bytes
-        self._enough_bytes = min(ENOUGH_BYTES, options.batch_bytes, options.buffer_bytes // 2)
+        self._wake_bytes = min(WAKE_BYTES, options.batch_bytes, options.buffer_bytes // 2)
         self._lock = threading.Lock()
         self._queue: deque[_Item] = deque()
         self._queued = 0
         self._bytes = 0
         self._kept_from: int | None = None
-        """While there is a savepoint: how many messages were sent before the first one."""
+        """Messages that were sent before the first savepoint; None: there is no savepoint."""
         self._added = 0
-        self._is_called = False
-        """The loop was told to take on what is here, and has not come to its end yet."""
+        self._is_scheduled = False
+        """True if the loop was woken for the queue, and has not yet found it empty."""
         self._is_running = False
         self._pump: asyncio.Task[None] | None = None
         self._run_end: asyncio.Future[None] | None = None
-        """Of the _run() that is under way, in whatever task; made by who waits for it."""
+        """The future of the running _run(), in any task; made by the task that waits for it."""
         self._given_up = False
         self._placeholders: dict[str, OutgoingBatch] = {}
 
     @property
     def is_used(self) -> bool:
-        """Whether anything was sent, and not taken back."""
+        """True if a message was sent and not taken back."""
         return self._added > 0
 
     @property
     def is_full(self) -> bool:
-        """Whether more waits here than the producer's buffer may hold."""
+        """True if the queue has more bytes than the producer's buffer may hold."""
         return self._bytes >= self._limit_bytes
 
     def add(self, topic: str, message: AnyMessage) -> Delivery:
-        """Takes a message. Raises what failed the transaction; BufferFull."""
+        """Takes a message. Raises the error that failed the transaction; BufferFull."""
         batch = self._put(topic, [message])
         timestamp_us = None if isinstance(message, bytes) else message.timestamp_us
         return _TransactionDelivery(self, self._owner, batch, timestamp_us or -1)
 
     def add_many(self, topic: str, messages: list[AnyMessage]) -> ManyDelivery:
-        """Takes messages: all of them, or none. Raises as add()."""
+        """Takes all of the messages, or none. Raises as add()."""
         return _TransactionManyDelivery(self, self._owner, self._put(topic, messages), len(messages))
 
     def _put(self, topic: str, messages: list[AnyMessage]) -> OutgoingBatch:
-        """The bound may be exceeded by one call. Returns what is done when the transaction is."""
-        parts = [messages[at : at + TOGETHER] for at in range(0, len(messages), TOGETHER)]
+        """Queues messages; one call may exceed the limit. Returns a batch that is done when the transaction is."""
+        parts = [messages[at : at + TURN_MESSAGES] for at in range(0, len(messages), TURN_MESSAGES)]
         items = [_Item(topic, part, size_of_all(part)) for part in parts]
-        with self._lock:  # also against end(), which is to find the placeholder of what was taken
+        with self._lock:  # also against end(), which must find the placeholder of each queued message
             self.check()
             if self.is_full:
                 raise BufferFull(self._limit_bytes)
@@ -106,32 +107,32 @@ class Outbox:
                 self._bytes += item.bytes
             self._queued += len(messages)
             self._added += len(messages)
-            call = not self._is_called and (self._bytes >= self._enough_bytes or not self._work.knows(topic))
-            self._is_called = self._is_called or call
+            call = not self._is_scheduled and (self._bytes >= self._wake_bytes or not self._work.knows(topic))
+            self._is_scheduled = self._is_scheduled or call
         if call:
             self._owner.in_loop(self._begin)
         return batch
 
     def check(self) -> None:
-        """Raises what failed the transaction."""
+        """Raises the error that failed the transaction."""
         if self.failed is not None:
             raise self.failed.with_traceback(None)
         if self.ended or self.closed or self._given_up:
             raise BranchMisuse(
-                self._work.name, XACode.PROTO, "the transaction takes no more: it is prepared, or has ended"
+                self._work.name, XACode.PROTO, "the transaction takes no more messages: it is prepared, or has ended"
             )
 
     # -- savepoints ---------------------------------------------------------------------------------------------------
 
     def savepoint(self) -> int:
-        """From here on messages wait. Returns what take_back() takes."""
+        """Keeps later messages in the queue. Returns the argument for take_back()."""
         with self._lock:
             if self._kept_from is None:
                 self._kept_from = self._added
             return self._added
 
     def take_back(self, to: int) -> None:
-        """What was sent since that savepoint is not sent."""
+        """Removes the messages sent since that savepoint."""
         with self._lock:
             while self._added > to:
                 item = self._queue.pop()
@@ -166,9 +167,8 @@ class Outbox:
         except Exception as error:
             self.failed = ConfigError(f"the partitioner failed: {error!r}")
             self.failed.__cause__ = error
-        except (
-            BaseException
-        ):  # what was on its way is neither here nor in the Work: without it nothing may be committed
+        except BaseException:
+            # The messages of this turn are neither in the queue nor in `_work`: a commit would miss them.
             if not self._given_up:
                 reason = "it was interrupted while its messages were sent, and can only be rolled back"
                 self.failed = RolledBack(self._work.name, XACode.RBROLLBACK, reason)
@@ -180,18 +180,18 @@ class Outbox:
                 self._run_end = None
 
     def _next(self) -> tuple[str, list[AnyMessage]] | None:
-        """Some messages to one topic, as many as may go."""
+        """Takes messages of one topic from the queue, as many as may go in one turn."""
         with self._lock:
             queue = self._queue
             done = self._added - self._queued
-            room = TOGETHER if self._kept_from is None else min(TOGETHER, self._kept_from - done)
-            if not queue or room <= 0:
-                self._is_called = False
+            limit = TURN_MESSAGES if self._kept_from is None else min(TURN_MESSAGES, self._kept_from - done)
+            if not queue or limit <= 0:
+                self._is_scheduled = False
                 return None
             item = queue.popleft()
             self._forget(item)
             topic, taken, _bytes = item
-            while queue and queue[0].topic == topic and len(taken) + len(queue[0].messages) <= room:
+            while queue and queue[0].topic == topic and len(taken) + len(queue[0].messages) <= limit:
                 item = queue.popleft()
                 self._forget(item)
                 taken += item.messages
@@ -210,8 +210,8 @@ class Outbox:
             await asyncio.wait([self._run_end])
 
     async def until_half(self) -> None:
-        """Waits until half of the bound is free, or all that a savepoint does not keep has gone. Raises what failed the
-        transaction; BufferFull when what it keeps leaves no room."""
+        """Waits until half of the limit is free, or only messages behind a savepoint are left. Raises the error that
+        failed the transaction; BufferFull if the messages behind the savepoint fill the queue."""
         while self._bytes > self._limit_bytes // 2:
             self._begin()
             await self._until_run_ends()
@@ -222,13 +222,13 @@ class Outbox:
                 return
 
     async def settle(self) -> None:
-        """Waits until the Work has all of it. Raises what failed the transaction."""
+        """Waits until `_work` has all messages. Raises the error that failed the transaction."""
         with self._lock:
             self._kept_from = None
         while self.failed is None and not self._given_up and (self._queue or self._is_under_way):
             if self._is_under_way:
                 await self._until_run_ends()
-            else:  # without a task: nobody else waits for it
+            else:  # in this task: no other task waits for it
                 await self._run()
         if self.failed is not None:
             raise self.failed
@@ -236,18 +236,18 @@ class Outbox:
             raise BranchMisuse(self._work.name, XACode.PROTO, "the transaction was rolled back meanwhile")
 
     async def give_up(self) -> None:
-        """Stops, and lets go of what waits."""
+        """Stops sending, and drops the queue."""
         self._given_up = True
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
-            self._pump = None  # one that never ran does not say so itself
+            self._pump = None  # a task that never ran does not do this itself
         with self._lock:
             self._queue.clear()
             self._queued = self._bytes = 0
 
     def end(self, error: MetamqError | None) -> None:
-        """The transaction is committed, or has failed: its deliveries say so."""
+        """Completes the deliveries: the transaction is committed, or has failed."""
         with self._lock:
             batches = [] if self.ended else list(self._placeholders.values())
             self.ended = True
@@ -261,7 +261,7 @@ def _check_ended(outbox: Outbox) -> None:
 
 
 class _TransactionDelivery(Delivery):
-    """Of a message in a transaction: done when that ends; where it is stored, the broker does not say."""
+    """The delivery of a message in a transaction: done at its end. The broker does not report the message's offset."""
 
     __slots__ = ("_outbox", "_timestamp_us")
 
@@ -283,7 +283,7 @@ class _TransactionDelivery(Delivery):
 
 
 class _TransactionManyDelivery(ManyDelivery):
-    """As _TransactionDelivery, of many."""
+    """The delivery of many messages; see _TransactionDelivery."""
 
     __slots__ = ("_count", "_outbox")
 

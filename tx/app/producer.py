@@ -1,4 +1,4 @@
-"""The blocking Producer that `metamq` hands out: metamq.client's, with transactions."""
+"""The blocking Producer that `metamq` exports: metamq.client's Producer with transactions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from metamq.client.producer.outgoing import Delivery, ManyDelivery
 from metamq.client.producer.producer_face import Key
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
-from metamq.tx.app.transactional import TransactionalFace, Unentered
-from metamq.tx.app.transactions import Open, RecoveredXid, misuse, warn_of_untold
+from metamq.tx.app.transactional import EnterOnce, TransactionalProducer
+from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, misuse, warn_of_unreached
 from metamq.wire.xa import Verb, Xid
 
 log = logging.getLogger("metamq.tx")
 
 
-class Producer(TransactionalFace[T], producer.BaseProducer[T]):
+class Producer(TransactionalProducer[T], producer.BaseProducer[T]):
     __doc__ = producer.BaseProducer.__doc__
 
     def _owner(self) -> threading.Thread:
@@ -36,74 +36,75 @@ class Producer(TransactionalFace[T], producer.BaseProducer[T]):
         partition: str | None,
         timestamp: datetime | int | None,
     ) -> Delivery | None:
-        self._check_beside()
+        self._check_outside_blocks()
         one = self._transactions.of(self._owner())
         if one is None:
             return None
         self._check_usable()
         message = self._message(value, key, headers, partition, timestamp)
-        self._wait_for_room(one)
+        self._wait_for_capacity(one)
         return one.outbox.add(topic, message)
 
     def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
-        self._check_beside()
+        self._check_outside_blocks()
         one = self._transactions.of(self._owner())
         if one is None:
             return None
         self._check_usable()
         messages = self._messages(values, keys)
-        self._wait_for_room(one)
+        self._wait_for_capacity(one)
         return one.outbox.add_many(topic, messages)
 
-    def _wait_for_room(self, one: Open) -> None:
+    def _wait_for_capacity(self, one: OpenTransaction) -> None:
         if one.outbox.is_full and self._core.wait_s != 0:
             self._background.run(one.outbox.until_half())
 
     def transaction(self, *, timeout_s: float = 0.0) -> _Block:
-        """What this thread sends in the block is seen by everybody when that ends, or by nobody when it raises.
+        """Returns a block for messages of this thread. Readers see all of them after the block, or none if it raises.
 
             with producer.transaction():
                 producer.send("orders", b"17")
                 producer.send("stock", b"-1")
 
-        Over any number of topics, partitions and brokers; what other threads send meanwhile is not part of it. Leaving
-        waits until it is committed, durably, whatever the topics' own settings are. `timeout_s`: brokers roll back what
-        is not committed so long after the block has begun; 0 is their own (30 s, after its first batch). Gives the
-        transaction's id, which logs and `metamq tx list` show.
+        A transaction spans any number of topics, partitions and brokers. Messages of other threads are not part of it.
+        Leaving the block waits until the transaction is committed and durable, for any settings of the topics.
+        `timeout_s`: brokers roll back a transaction that is not committed this long after the block has begun; 0 is
+        their own limit (30 s, after the first batch). `with` gives the transaction's id, as in logs and `metamq tx
+        list`.
 
-        Leaving raises RolledBack, ConnectError and so on: then nothing of it is ever seen; or OutcomeUnknown: all of it
-        is, or nothing, and the brokers find out by themselves. Transactions are not nested: BranchMisuse.
+        Leaving raises RolledBack, ConnectError and so on: then readers never see any of it. OutcomeUnknown: readers see
+        all of it, or nothing, and the brokers find out which. Transactions cannot be nested: BranchMisuse.
         """
         return _Block(self, timeout_s)
 
-    def _roll_back(self, one: Open) -> None:
+    def _roll_back(self, one: OpenTransaction) -> None:
         if isinstance(self._core.accumulator.closed_by, ForkedError):  # a child that leaves its parent's block
             return
-        warn_of_untold(one, self._background.run(self._transactions.rollback(one)))
+        warn_of_unreached(one, self._background.run(self._transactions.rollback(one)))
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
     def tpc_begin(self, xid: Xid | str, *, timeout_s: float = 0.0) -> None:
-        """From here on what this thread sends is part of the transaction `xid`, until tpc_commit() or tpc_rollback().
+        """Adds what this thread sends to the transaction `xid`, from now until tpc_commit() or tpc_rollback().
 
-        Raises BranchMisuse within a transaction, ConfigError for an id that is none.
+        Raises BranchMisuse in a transaction, ConfigError for an invalid id.
         """
         self._check_usable()
         self._begin(self._xid_of(xid), timeout_s, is_tpc=True)
 
     def tpc_prepare(self) -> bool:
-        """Makes sure that it can be committed, whatever happens. False: nothing was sent, nothing is to be committed.
+        """Prepares: the transaction can be committed, whatever happens. False: nothing was sent, so do not commit.
 
-        Raises BranchMisuse outside of a transaction, and the second time; RolledBack and so on when it cannot be
-        prepared: then, and when it is interrupted, only tpc_rollback() is left.
+        Raises BranchMisuse outside of a transaction, and the second time; RolledBack and so on if it cannot be
+        prepared. After an error or an interrupt only tpc_rollback() is allowed.
         """
         return self._background.run(self._transactions.prepare(self._to_prepare()))
 
     def tpc_commit(self, xid: Xid | str | None = None) -> None:
-        """Commits it; without tpc_prepare() before, in one phase. `xid`: one that tpc_recover() gave.
+        """Commits the transaction; without tpc_prepare() before, in one phase. `xid`: an id from tpc_recover().
 
-        Raises BranchMisuse: without an id outside of a transaction, with one inside; BranchNotKnown for an id that no
-        broker knows. OutcomeUnknown, ConnectError: call it again. After an error in one phase the transaction is over.
+        Raises BranchMisuse without an id outside of a transaction, and with an id inside; BranchNotKnown if no broker
+        knows the id. OutcomeUnknown, ConnectError: call it again. After an error in one phase the transaction is over.
         """
         if xid is not None:
             self._background.run(self._transactions.finish(self._outside("tpc_commit()", xid), Verb.COMMIT))
@@ -115,10 +116,10 @@ class Producer(TransactionalFace[T], producer.BaseProducer[T]):
         self._leave(one)
 
     def tpc_rollback(self, xid: Xid | str | None = None) -> None:
-        """Rolls it back, whatever it is; `xid`: one that tpc_recover() gave. Raises as tpc_commit().
+        """Rolls the transaction back; `xid`: an id from tpc_recover(). Raises as tpc_commit().
 
-        Where a broker cannot be told: after a tpc_prepare() it raises, and is to be called again, since that broker may
-        have prepared it. Before one it warns: the broker rolls it back after its time-out.
+        If a broker does not answer after a tpc_prepare(), this raises: call it again, since that broker may have
+        prepared it. Without a tpc_prepare() it logs a warning: the broker rolls it back after its time-out.
         """
         if xid is not None:
             self._background.run(self._transactions.finish(self._outside("tpc_rollback()", xid), Verb.ROLLBACK))
@@ -128,9 +129,9 @@ class Producer(TransactionalFace[T], producer.BaseProducer[T]):
         self._leave(one)
 
     def tpc_recover(self) -> list[RecoveredXid]:
-        """What is prepared at the brokers, whoever began it: for tpc_commit(xid) and tpc_rollback(xid).
+        """Returns the transactions that are prepared at the brokers, for tpc_commit(xid) and tpc_rollback(xid).
 
-        All of it, or ConnectError. Raises BranchMisuse within a transaction.
+        Returns those of all clients, or raises ConnectError. Raises BranchMisuse in a transaction.
         """
         self._check_usable()
         if self._transactions.of(self._owner()) is not None:
@@ -143,17 +144,17 @@ class Producer(TransactionalFace[T], producer.BaseProducer[T]):
         Raises as `flush` does.
         """
         if not self._closed and "_known_transactions" in self.__dict__:
-            for one in self._all_left():
+            for one in self._leave_all():
                 try:
                     if self._ends_with_the_producer(one):
                         self._roll_back(one)
-                except Exception as error:  # the rest is to be closed all the same
+                except Exception as error:  # the other transactions must be closed, too
                     log.warning("transaction %s is rolled back by its brokers after its time: %s", one.xid, error)
         super().close(timeout)
 
 
-class _Block(Unentered):
-    """What transaction() gives."""
+class _Block(EnterOnce):
+    """The result of transaction()."""
 
     _way = "with"
 

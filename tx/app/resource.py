@@ -1,7 +1,7 @@
-"""XAResource: the verbs of XA at one broker, for who coordinates transactions. The core of both faces.
+"""XAResource: the verbs of XA at one broker, for a transaction coordinator. The core of both APIs.
 
-One branch is worked in at a time, as XA has it of a thread of control; others may be suspended. What is sent is
-gathered into batches, and goes out when one is full and at end().
+A resource works in one branch at a time, as XA defines for a thread of control; others may be suspended. It collects
+messages into batches. A batch goes out when it is full and at end().
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class TM(enum.IntFlag):
 
 
 class Vote(enum.Enum):
-    """What prepare() answers."""
+    """The answer of prepare()."""
 
-    OK = "prepared: it is to be committed or rolled back"
+    OK = "prepared: commit it or roll it back"
     RDONLY = "there was nothing in it: it is finished"
 
 
@@ -67,16 +67,16 @@ _ENDS = {TM.SUCCESS: Verb.END, TM.FAIL: Verb.FAIL, TM.SUSPEND: Verb.SUSPEND}
 
 @dataclass(frozen=True, slots=True)
 class XAOptions:
-    """Settings of who sends in transactions; construction validates."""
+    """Settings of a resource; construction validates."""
 
     batch_bytes: int = BATCH_TARGET_BYTES
-    """A batch goes out at this size."""
+    """The size at which a batch goes out."""
     max_message_bytes: int = MESSAGE_BYTES_MAX
     compression: str | None = None
     """None, "lz4" or "zstd"."""
     partitioner: str | Partitioner = "key_hash"
     request_timeout_s: float = ANSWER_S
-    """After so long without an answer a verb's outcome is unknown."""
+    """Seconds without an answer after which the outcome of a verb is unknown."""
 
     def __post_init__(self) -> None:
         limits = {
@@ -89,20 +89,20 @@ class XAOptions:
         partitioner_named(self.partitioner)
 
 
-class _Joined:
+class _WorkBranch:
     """A branch that this resource has begun or joined."""
 
     def __init__(self, branch: Branch, staging: Staging) -> None:
         self.branch = branch
         self.staging = staging
         self.unsent: deque[list[Encoded]] = deque()
-        """Batches that the broker has not said to have. A group that went out together goes out together again."""
+        """Batches that the broker has not acknowledged. A repeated request has the same batches."""
         self.unsure: Verb | None = None
-        """Begins or ends work in it, and got no answer: called again, it may find itself done."""
+        """The last START, END or similar verb if it got no answer: a repeated call may find that it was done."""
 
 
 class XACore:
-    """Belongs to the loop that it is opened in. What the methods do, and raise, is told by metamq.tx.XAResource."""
+    """Belongs to the loop that opens it. See metamq.tx.XAResource for its methods and their errors."""
 
     def __init__(self, broker_id: int, options: XAOptions) -> None:
         if type(broker_id) is not int or broker_id < 0:
@@ -121,11 +121,11 @@ class XACore:
         self._closed_by: MetamqError = ClosedError("XAResource", "it was never opened", hint="Use `async with`.")
         self.is_forked = False
         self._place = ""
-        """Which cluster it is."""
+        """Identifies the cluster."""
         self._timeout_s = 0.0
-        self._current: _Joined | None = None
-        self._others: dict[Xid, _Joined] = {}
-        """Suspended, or ended and not finished yet."""
+        self._current: _WorkBranch | None = None
+        self._others: dict[Xid, _WorkBranch] = {}
+        """Branches that are suspended, or ended and not finished yet."""
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
@@ -140,17 +140,17 @@ class XACore:
         tell_of_forks(self)
 
     def forked(self) -> None:
-        """In a fork's child: nothing works any more."""
+        """Makes the resource unusable in a fork's child."""
         self.is_forked = True
         self._cluster = None
         self._closed_by = ForkedError("XAResource")
 
     def is_same_rm(self, other: XACore) -> bool:
-        """Whether both reach the same broker id of the same cluster."""
+        """True if both reach the same broker id of the same cluster."""
         return self.broker_id == other.broker_id and self._place == other._place
 
     async def close(self) -> None:
-        """Disconnects; may be repeated. What is not prepared is rolled back by its broker some seconds later."""
+        """Disconnects; may be repeated. The broker rolls back what is not prepared some seconds later."""
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             self._closed_by = closed_client("XAResource")
@@ -173,7 +173,9 @@ class XACore:
         if verb is None:
             raise _invalid(xid, f"start() takes NOFLAGS, JOIN or RESUME, not {flags!r}")
         if self._current is not None:
-            raise BranchMisuse(_valid(xid), XACode.PROTO, f"{self._current.branch.xid} is worked in", hint="end() it.")
+            raise BranchMisuse(
+                _valid(xid), XACode.PROTO, f"the resource works in {self._current.branch.xid}", hint="end() it."
+            )
         work = self._others.get(_valid(xid))
         if work is None or (verb is Verb.START and work.unsure is not verb):
             work = self._joined(xid)
@@ -190,11 +192,11 @@ class XACore:
         self._others.pop(xid, None)
         self._current = work
 
-    def _joined(self, xid: Xid) -> _Joined:
-        return _Joined(Branch(xid, self.broker_id, self._session_name), Staging(self._routes))
+    def _joined(self, xid: Xid) -> _WorkBranch:
+        return _WorkBranch(Branch(xid, self.broker_id, self._session_name), Staging(self._routes))
 
     async def _is_worked_in(self, branch: Branch, verb: Verb) -> bool:
-        """Whether the first call was carried out, where the second one is refused."""
+        """True if the first call was carried out, after the repeated call was refused."""
         for one in await self._open_client().branches(self.broker_id, all_of_them=True):
             if one.xid == branch.xid and one.state == "active" and branch.epoch in (0, one.epoch):
                 branch.epoch = one.epoch
@@ -216,13 +218,13 @@ class XACore:
         )
         work = self._current
         if work is None:
-            raise BranchMisuse("(none)", XACode.PROTO, "no branch is worked in", hint="start() one.")
+            raise BranchMisuse("(none)", XACode.PROTO, "the resource works in no branch", hint="start() one.")
         assert self._cluster is not None
         work.staging.add(await self._cluster.topic(topic), message)
         full = work.staging.full(self.broker_id)
         if full:
             work.unsent.append(full)
-            await self._bring(client, work)
+            await self._send_unsent(client, work)
 
     async def end(self, xid: Xid, flags: TM) -> None:
         verb = _ENDS.get(flags)
@@ -235,28 +237,28 @@ class XACore:
         else:
             work = self._others.get(_valid(xid))
         if work is None:
-            raise BranchMisuse(xid, XACode.PROTO, "it is not worked in here")
+            raise BranchMisuse(xid, XACode.PROTO, "the resource does not work in it")
         if verb is Verb.FAIL:
             work.unsent.clear()
         elif rest := work.staging.rest(self.broker_id):
             work.unsent.append(rest)
-        await self._bring(self._open_client(), work, verb)
+        await self._send_unsent(self._open_client(), work, verb)
 
-    async def _bring(self, client: TxClient, work: _Joined, last: Verb | None = None) -> None:
-        """Sends what is unsent, and a verb behind it. What fails may be done again: nothing is left out."""
+    async def _send_unsent(self, client: TxClient, work: _WorkBranch, last: Verb | None = None) -> None:
+        """Sends the unsent batches, then the verb. After an error the same call sends all that is missing."""
         while work.unsent or last is not None:
             batches = work.unsent[0] if work.unsent else []
             is_last = last is not None and len(work.unsent) <= 1
             verbs = [Verb.SEND] if batches else []
             if last is not None and is_last:
                 verbs.append(last)
-            await self._bring_once(client, work, verbs, batches)
+            await self._send_once(client, work, verbs, batches)
             if batches:
                 work.unsent.popleft()
             if is_last:
                 return
 
-    async def _bring_once(self, client: TxClient, work: _Joined, verbs: list[Verb], batches: list[Encoded]) -> None:
+    async def _send_once(self, client: TxClient, work: _WorkBranch, verbs: list[Verb], batches: list[Encoded]) -> None:
         try:
             await client.ask(work.branch, verbs, batches, timeout_s=self._options.request_timeout_s)
             work.unsure = None
@@ -266,7 +268,7 @@ class XACore:
         except BranchMisuse:
             if verbs[-1] is Verb.SEND or work.unsure is not verbs[-1]:
                 raise
-            work.branch.batches += len(batches)  # the work was ended by the first call, and has these
+            work.branch.batches += len(batches)  # the first call has ended the work, and stored these batches
 
     # -- the end of a branch ------------------------------------------------------------------------------------------
 
@@ -303,9 +305,9 @@ class XACore:
             raise
 
     async def recover(self, flags: TM) -> list[BranchDescription]:
-        if not flags & TM.STARTRSCAN:  # all of them were given at the start of the scan
+        if not flags & TM.STARTRSCAN:  # the start of the scan returned all of them
             return []
-        # Those that follow another broker's decision end by themselves, and are not the caller's to decide about.
+        # A branch that follows another broker's decision ends without the caller's decision.
         return [one for one in await self._open_client().branches(self.broker_id) if one.follows is None]
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -316,20 +318,20 @@ class XACore:
         self._timeout_s = float(timeout_s)
 
     def _branch_of(self, xid: Xid) -> Branch:
-        """As it is known here; of one that another process has begun only the id is."""
+        """Returns the known branch; for one that another process has begun, a branch with its id only."""
         work = self._others.get(_valid(xid))
         if work is None and self._current is not None and self._current.branch.xid == xid:
             work = self._current
         return work.branch if work is not None else Branch(xid, self.broker_id, self._session_name)
 
     def _messages_of(self, xid: Xid) -> int:
-        """How many messages were sent in the branch from here; -1: it is not known here."""
+        """Returns the number of messages that this resource sent in the branch; -1: it does not know the branch."""
         work = self._others.get(xid)
         return -1 if work is None else work.staging.taken[self.broker_id]
 
 
 def _valid(xid: Xid) -> Xid:
-    """Itself. Raises WrongType; BranchMisuse with the code of XA when a part of it is too long, or empty."""
+    """Returns `xid`. Raises WrongType; BranchMisuse with the code of XA if a part of it is too long, or empty."""
     if not isinstance(xid, Xid):
         raise wrong_type("`xid`", "a metamq.tx.Xid", xid)
     try:

@@ -1,4 +1,4 @@
-"""The messages of a branch before they go to its broker: gathered into batches by partition. No I/O."""
+"""The messages of a branch before they go to its broker: batches by partition. No I/O."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place = tuple[str, str, int, int]
 
 
 class StagedMessage(NamedTuple):
-    """A message as it was checked."""
+    """A message after its checks."""
 
     value: bytes
     key: bytes | None = None
@@ -34,15 +34,15 @@ class StagedMessage(NamedTuple):
 
 
 OPEN_BYTES_MAX = 16 * 1024 * 1024
-"""Of batches that are not full: with many partitions they would come to more than a frame, and than anybody expects.
-Their number is bounded, too: each is an entry in a header."""
+"""Limit of batches that are not full: with many partitions these would be larger than a frame, and use much memory.
+Their number has a limit, too: each is an entry in a header."""
 
 AnyMessage = StagedMessage | bytes
-"""As it was checked; the bytes alone where it is nothing but a value."""
+"""A message after its checks; bytes if it has nothing but a value."""
 
 
 def size_of_all(messages: Sequence[AnyMessage]) -> int:
-    """Bytes that messages count for."""
+    """Returns the bytes that the messages count for in the buffer."""
     values = [one for one in messages if isinstance(one, bytes)]
     size = sum(map(len, values)) + MESSAGE_OVERHEAD_BYTES * len(values)
     if len(values) < len(messages):
@@ -51,19 +51,19 @@ def size_of_all(messages: Sequence[AnyMessage]) -> int:
 
 
 class _Route(NamedTuple):
-    """Where the messages of one topic may go."""
+    """The partitions for the messages of one topic."""
 
     topic: TopicBuffer
     places: list[Place]
-    """By their numbers in the topic."""
+    """All partitions, by their numbers in the topic."""
     free: list[Place]
-    """Those that messages without a key take turns over."""
+    """The partitions that messages without a key use in turns."""
 
 
 class Routes:
-    """A producer's settings, and where the topics' messages go: made once a configuration, not once a transaction.
+    """A producer's settings and the partitions of its topics: made once per configuration, not per transaction.
 
-    `only`: the broker ids that messages may go to; None: any.
+    `only`: the broker ids that messages may go to; None: all.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Routes:
         self._known: dict[str, _Route] = {}
 
     def of(self, config: TopicConfig) -> _Route:
-        """The topic's."""
+        """Returns the topic's route."""
         known = self._known.get(config.topic)
         if known is not None and known.topic.config is config:
             return known
@@ -95,7 +95,7 @@ class Routes:
 
 
 class Staging:
-    """What was sent in the branches of one transaction and is not at its broker yet. For one loop."""
+    """The messages of one transaction that its brokers do not have yet. For one loop."""
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
@@ -104,7 +104,7 @@ class Staging:
         self._full: dict[int, list[tuple[Place, OutgoingBatch]]] = {}
         self._turn: dict[str, int] = {}
         self.taken: Counter[int] = Counter()
-        """Messages by broker id. Each is to arrive: PREPARE tells how many, so that one that was lost is noticed."""
+        """Messages by broker id. PREPARE sends the number, so that the broker notices a lost message."""
 
     def add_many(self, config: TopicConfig, messages: Sequence[AnyMessage], start: int) -> int:
         """Takes messages from `start` on, up to one that fills a batch; returns the index of the next.
@@ -120,9 +120,9 @@ class Staging:
         return len(messages)
 
     def add(self, config: TopicConfig, message: AnyMessage) -> int:
-        """Takes a message; returns the broker id that it goes to, whose batches are then to be looked at.
+        """Takes a message; returns the id of the broker that it goes to: the caller then sends its full batches.
 
-        Raises MessageTooLarge, PartitionNotFound, and ConfigError when its partition is at another broker.
+        Raises MessageTooLarge, PartitionNotFound, and ConfigError if the partition is at another broker.
         """
         return self._add(self._routes.of(config), message)
 
@@ -137,7 +137,7 @@ class Staging:
         if self._routes.only is not None and broker_id not in self._routes.only:
             raise ConfigError(
                 f"partition {partition_name(broker_id, index)} of {topic!r} is not at broker {min(self._routes.only)}",
-                hint="A branch is at one broker. `producer.transaction()` spans as many as it takes.",
+                hint="A branch is at one broker. `producer.transaction()` spans any number of brokers.",
             )
         batch = self._open.get(place)
         if batch is None:
@@ -151,7 +151,7 @@ class Staging:
         return broker_id
 
     def _add_values(self, route: _Route, messages: Sequence[AnyMessage]) -> bool:
-        """Takes all of them at once, if they are values alone and fill no batch; else none."""
+        """Takes all of the messages if they are values alone and fill no batch; else none."""
         values = [one for one in messages if isinstance(one, bytes)]
         if not values or len(values) < len(messages) or self._routes.only is not None:
             return False
@@ -178,7 +178,7 @@ class Staging:
             self._close(list(self._open))
 
     def _close(self, places: Iterable[Place]) -> None:
-        """Nothing more goes into these batches; some may be closed already."""
+        """Moves these batches to the full ones; some may be there already."""
         for place in places:
             batch = self._open.pop(place, None)
             if batch is not None:
@@ -189,10 +189,10 @@ class Staging:
         return size >= self._routes.batch_bytes or messages >= BATCH_COUNT_MAX
 
     def _next(self, route: _Route) -> Place:
-        """The partition whose turn it is; it changes with each batch, not with each message."""
+        """Returns the partition whose turn it is; it changes with each batch, not with each message."""
         free, topic = route.free, route.topic.topic
         turn = self._turn.get(topic)
-        if turn is None:  # somewhere: most transactions are small, and would all go to the same partition
+        if turn is None:  # a random start: most transactions are small, and would all go to the first partition
             turn = random.randrange(len(free))
         elif free[turn % len(free)] not in self._open:
             turn += 1
@@ -201,15 +201,15 @@ class Staging:
 
     @property
     def full_at(self) -> list[int]:
-        """The broker ids for which a batch is full."""
+        """The broker ids that have a full batch."""
         return list(self._full)
 
     def full(self, broker_id: int) -> list[Encoded]:
-        """The batches for a broker that are full, in order. Raises MessageTooLarge."""
+        """Returns and removes the full batches for a broker, in order. Raises MessageTooLarge."""
         return [self._encoded(place, batch) for place, batch in self._full.pop(broker_id, [])]
 
     def rest(self, broker_id: int) -> list[Encoded]:
-        """All that is left for a broker: fits one request. Raises MessageTooLarge."""
+        """Returns and removes all batches for a broker: they fit one request. Raises MessageTooLarge."""
         self._close([place for place in self._open if place[2] == broker_id])
         return self.full(broker_id)
 

@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio Producer have in common of transactions."""
+"""The transactions of a producer: the common part of the blocking and the asyncio Producer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metamq.client.producer.producer_face import Key, ProducerFace, as_bytes, ch
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.staging import AnyMessage, StagedMessage
-from metamq.tx.app.transactions import Open, Transactions, misuse
+from metamq.tx.app.transactions import OpenTransaction, Transactions, misuse
 from metamq.wire.xa import Xid
 from metamq.words import count
 from metamq.zk.names import parse_partition
@@ -24,64 +24,64 @@ from metamq.zk.names import parse_partition
 log = logging.getLogger("metamq.tx")
 
 _working_in: ContextVar[tuple[weakref.ref[Block], ...]] = ContextVar("working_in", default=())
-"""Blocks that were entered in this context; it may have left them meanwhile. Unlike a thread, which a pool may give to
-somebody else between a block's beginning and its end, a context is its user's alone."""
+"""Blocks that were entered in this context; some may have ended since. A thread pool may give a thread to another user
+between the beginning and the end of a block; a context has one user only."""
 
 
 class Block(Protocol):
-    """What has a `send` of its own, so that the producer's is not to be called in it: a dbtx."""
+    """A block with a `send` of its own, such as a dbtx. In it the producer's `send` must not be called."""
 
     @property
     def is_active(self) -> bool: ...
 
 
-class TransactionalFace(ProducerFace[T]):
-    """While any thread or task works in a transaction, `send` and `send_many` of this producer look whose it is.
+class TransactionalProducer(ProducerFace[T]):
+    """A producer with transactions. If a thread or task works in a transaction, `send` and `send_many` look it up.
 
-    Only for so long `_has_transactions` is set: a producer without transactions pays for a look at that.
+    `_has_transactions` is set only while there is one: a producer without transactions pays for that check alone.
     """
 
     Error = MetamqError
-    """As PEP 249 wants it of connections: the root of what is raised."""
+    """The root of all errors, as PEP 249 demands it of connections."""
     ProgrammingError = BranchMisuse
 
     _known_transactions: Transactions
 
     def _owner(self) -> Any:
-        raise AssertionError("a face knows who calls it")
+        raise AssertionError("a subclass returns its thread or task")
 
     @property
     def _transactions(self) -> Transactions:
         known = self.__dict__.get("_known_transactions")
-        if known is None:  # to two threads that come first, at once: setdefault() has them take the same
+        if known is None:  # setdefault(): two threads that come first at the same time must get the same object
             known = self.__dict__.setdefault("_known_transactions", Transactions(self._core))
         return cast(Transactions, known)
 
-    def _begin(self, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
+    def _begin(self, xid: Xid, timeout_s: float, *, is_tpc: bool) -> OpenTransaction:
         check_seconds("timeout_s", timeout_s, optional=False)
         transactions = self._transactions
-        self._check_beside(xid)
+        self._check_outside_blocks(xid)
         with transactions.lock:
             one = transactions.begin(self._owner(), xid, timeout_s, is_tpc=is_tpc)
             self._has_transactions = True
         return one
 
     def _abandon(self) -> None:
-        """The caller goes on without its transaction, whatever becomes of that."""
+        """Frees the caller from its transaction, in whatever state that is."""
         one = self._transactions.of(self._owner())
         if one is not None:
             self._leave(one)
 
-    def _leave(self, one: Open) -> None:
-        """It is over, whoever says so: nothing more is sent in it."""
+    def _leave(self, one: OpenTransaction) -> None:
+        """Ends the work in a transaction: later messages are not part of it."""
         transactions = self._transactions
         with transactions.lock:
             transactions.leave(one)
             self._has_transactions = transactions.any
 
     def _enter_block(self, block: Block) -> None:
-        """Until _leave_block() this producer's own sends are refused in this context: what is sent so would go out at
-        once, whatever becomes of the block."""
+        """Refuses this producer's own sends in this context until _leave_block(): they would go out at once, also if
+        the block fails."""
         transactions = self._transactions
         with transactions.lock:
             transactions.blocks.add(block)
@@ -95,8 +95,8 @@ class TransactionalFace(ProducerFace[T]):
             transactions.blocks.discard(block)
             self._has_transactions = transactions.any
 
-    def _check_beside(self, xid: object = "(none)") -> None:
-        """Raises BranchMisuse in a block."""
+    def _check_outside_blocks(self, xid: object = "(none)") -> None:
+        """Raises BranchMisuse inside of a block."""
         blocks = self._transactions.blocks
         if not blocks:
             return
@@ -105,22 +105,23 @@ class TransactionalFace(ProducerFace[T]):
                 raise misuse(
                     xid,
                     "this is in a dbtx block of the producer, and would not be part of it",
-                    hint="`tx.send` sends with the block: `with dbtx(connection, producer) as tx`. For what is to go "
-                    "out whatever becomes of the block take another Producer, or send behind it.",
+                    hint="`tx.send` sends with the block: `with dbtx(connection, producer) as tx`. For a message that "
+                    "does not belong to the block use another Producer, or send it after the block.",
                 )
 
-    def _all_left(self) -> list[Open]:
-        """All transactions are over: those of every thread or task."""
+    def _leave_all(self) -> list[OpenTransaction]:
+        """Leaves the transactions of all threads and tasks. Returns them."""
         transactions = self._transactions
         with transactions.lock:
             found = transactions.leave_all()
             self._has_transactions = transactions.any
         return found
 
-    def _ends_with_the_producer(self, one: Open) -> bool:
-        """What is prepared stays, as PEP 249 has it of connections; what was forgotten is said."""
+    def _ends_with_the_producer(self, one: OpenTransaction) -> bool:
+        """Logs a transaction that the producer's close finds open. True if it must be rolled back: a prepared one
+        stays, as PEP 249 demands it of connections."""
         if one.prepared:
-            log.warning("transaction %s is prepared, and stays so: tpc_recover() finds it", one.xid)
+            log.warning("transaction %s is prepared, and stays prepared: tpc_recover() finds it", one.xid)
         elif one.prepared is None:
             log.warning("transaction %s was not committed, and is rolled back with its producer", one.xid)
         return not one.prepared
@@ -155,13 +156,13 @@ class TransactionalFace(ProducerFace[T]):
         all_keys = list(keys)
         if len(all_keys) != len(plain):
             problem = f"send_many() got {count(len(all_keys), 'key')} for {count(len(plain), 'value')}"
-            raise ConfigError(problem, hint="Give one for each; None is no key.")
+            raise ConfigError(problem, hint="Give one for each; None means no key.")
         return [self._message(value, key, None, None, None) for value, key in zip(plain, all_keys, strict=True)]
 
     # -- PEP 249 ------------------------------------------------------------------------------------------------------
 
     def xid(self, format_id: int, gtrid: bytes | str, bqual: bytes | str = b"") -> Xid:
-        """The id of a transaction, for tpc_begin(). Text is encoded in UTF-8. Raises ConfigError."""
+        """Returns the id of a transaction, for tpc_begin(). Text is encoded in UTF-8. Raises ConfigError."""
         parts = [part.encode() if isinstance(part, str) else part for part in (gtrid, bqual)]
         return Xid(format_id, *parts).check()
 
@@ -172,11 +173,11 @@ class TransactionalFace(ProducerFace[T]):
         if isinstance(xid, str):
             return Xid.parse(xid)
         if not isinstance(xid, Xid):
-            raise wrong_type("`xid`", "what xid() gives", xid)
+            raise wrong_type("`xid`", "the result of xid()", xid)
         return xid.check()
 
-    def _to_prepare(self) -> Open:
-        """Raises BranchMisuse when it is not the time."""
+    def _to_prepare(self) -> OpenTransaction:
+        """Returns the transaction for tpc_prepare(). Raises BranchMisuse if the call is not allowed now."""
         self._check_usable()
         one = self._tpc()
         if one is None:
@@ -185,12 +186,12 @@ class TransactionalFace(ProducerFace[T]):
             raise misuse(one.xid, "tpc_prepare() was called before")
         return one
 
-    def _tpc(self) -> Open | None:
+    def _tpc(self) -> OpenTransaction | None:
         one = self._transactions.of(self._owner())
         return one if one is not None and one.is_tpc else None
 
-    def _inside(self, call: str) -> Open:
-        """The caller's two-phase transaction. Raises BranchMisuse outside of one."""
+    def _inside(self, call: str) -> OpenTransaction:
+        """Returns the caller's two-phase transaction. Raises BranchMisuse if there is none."""
         self._check_usable()
         one = self._tpc()
         if one is None:
@@ -198,7 +199,7 @@ class TransactionalFace(ProducerFace[T]):
         return one
 
     def _outside(self, call: str, xid: Xid | str) -> Xid:
-        """The id. Raises BranchMisuse within a transaction."""
+        """Returns the id. Raises BranchMisuse inside of a transaction."""
         self._check_usable()
         known = self._transactions.of(self._owner())
         if known is not None:
@@ -206,27 +207,27 @@ class TransactionalFace(ProducerFace[T]):
         return self._xid_of(xid)
 
 
-class Unentered:
-    """A block that says so when it was never entered: what was meant to be in it went out at once."""
+class EnterOnce:
+    """A block that warns if it was never entered: then its messages were sent without a transaction."""
 
     _way: str
     _entered = False
 
     def _entering(self, xid: Xid) -> Xid:
-        """`xid`. Raises BranchMisuse the second time."""
+        """Returns `xid`. Raises BranchMisuse the second time."""
         if self._entered:
-            raise misuse(xid, "what transaction() gives is entered once", hint="Call it for each block.")
+            raise misuse(xid, "a transaction() block can be entered once", hint="Call transaction() for each block.")
         self._entered = True
         return xid
 
     def __del__(self) -> None:
         if not self._entered:
-            text = f"transaction() was never entered, and holds nothing together: `{self._way} producer.transaction():`"
+            text = f"transaction() was never entered, and has no effect: use `{self._way} producer.transaction():`"
             warnings.warn(text, RuntimeWarning, stacklevel=2, source=self)
 
 
 def current_task() -> asyncio.Task[Any] | None:
-    """None outside of a loop, too."""
+    """Returns the current task; None outside of a task, also outside of a loop."""
     try:
         return asyncio.current_task()
     except RuntimeError:

@@ -1,11 +1,11 @@
-"""The transactions of one producer: one at a time of each thread, or asyncio task. The core of both faces.
+"""The transactions of one producer: one at a time for each thread, or asyncio task. The core of both APIs.
 
     begin ─▶ send ... ─▶ commit                      producer.transaction(), and tpc_commit() without tpc_prepare()
                      └─▶ prepare ─▶ commit           tpc_*
                      └─▶ rollback
 
-Whoever works in a transaction is known by its thread (of the blocking Producer) or task (of asyncio's), as XA has it of
-threads of control: what other threads send meanwhile is not part of it.
+A transaction belongs to a thread (of the blocking Producer) or to a task (of the asyncio Producer), as XA defines it
+for threads of control. Messages of other threads or tasks are not part of it.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class RecoveredXid(Xid):
     """An Xid that tpc_recover() has found prepared."""
 
     prepared: datetime
-    """When, at the first of its brokers."""
+    """Time of its PREPARE, the earliest of all brokers."""
     owner: str
-    """Host, process and session that began it."""
+    """Host, process and session of the client that began it."""
     database: str
     """The broker ids at which it is prepared, as "0,2"."""
     messages: int
@@ -60,7 +60,7 @@ _routes: WeakKeyDictionary[ProducerCore, Routes] = WeakKeyDictionary()
 
 
 def routes_of(core: ProducerCore) -> Routes:
-    """A producer's, for all of its transactions."""
+    """Returns the producer's routes, which all of its transactions use."""
     routes = _routes.get(core)
     if routes is None:
         options = core.options
@@ -74,8 +74,8 @@ def routes_of(core: ProducerCore) -> Routes:
     return routes
 
 
-class Open:
-    """A transaction under way."""
+class OpenTransaction:
+    """A transaction that has begun and not ended."""
 
     def __init__(
         self, core: ProducerCore, routes: Routes, owner: Owner, xid: Xid, timeout_s: float, *, is_tpc: bool
@@ -84,9 +84,9 @@ class Open:
         self.xid = xid
         self.is_tpc = is_tpc
         self.prepared: bool | None = None
-        """Whether there is something to commit; None: it is not prepared."""
+        """True if there is something to commit; False if not; None: it is not prepared."""
         self.was_tried = False
-        """To prepare it: what of that was done, when it did not succeed, nobody knows."""
+        """True once prepare() was called. If it did not succeed, some brokers may have prepared their branches."""
         staging = Staging(routes)
         self.work = LocalWork(
             core.cluster, staging, xid, is_chosen=is_tpc, branch_timeout_s=timeout_s, answer_s=ANSWER_S
@@ -95,65 +95,65 @@ class Open:
 
 
 class Transactions:
-    """Of one producer. What is `async` is for its loop; the rest for the thread or task that the transaction is of."""
+    """The transactions of one producer. The loop calls the `async` methods; the owner's thread or task the others."""
 
     def __init__(self, core: ProducerCore) -> None:
         self.lock = threading.Lock()
-        """Held by who begins or leaves anything here."""
+        """Held while a transaction or a block begins or is left."""
         self.blocks: WeakSet[Any] = WeakSet()
-        """What has a `send` of its own, and was entered: the producer's is refused in it."""
+        """Entered blocks with a `send` of their own: inside of them the producer's `send` is refused."""
         self._core = core
         self._routes = routes_of(core)
-        self._open: dict[Owner, Open] = {}
+        self._open: dict[Owner, OpenTransaction] = {}
 
-    def of(self, owner: Owner | None) -> Open | None:
-        """The transaction that a thread or task works in."""
+    def of(self, owner: Owner | None) -> OpenTransaction | None:
+        """Returns the transaction that a thread or task works in."""
         return self._open.get(owner) if owner is not None else None
 
     @property
     def any(self) -> bool:
-        """Whether any thread or task works in one, or a block was entered."""
+        """True if a thread or task works in a transaction, or a block was entered."""
         return bool(self._open or self.blocks)
 
-    def _check_untried(self, one: Open) -> None:
-        """Raises what failed it; BranchMisuse where its prepare() was interrupted, also when that has not ended yet."""
+    def _check_untried(self, one: OpenTransaction) -> None:
+        """Raises the error that failed it; BranchMisuse if its prepare() was interrupted, or still runs."""
         if one.was_tried:
             if one.outbox.failed is not None:
                 raise one.outbox.failed.with_traceback(None)
             raise misuse(one.xid, "its tpc_prepare() was interrupted, or has failed: it can only be rolled back")
 
-    def begin(self, owner: Owner | None, xid: Xid, timeout_s: float, *, is_tpc: bool) -> Open:
-        """From here on what `owner` sends is part of it. With the lock.
+    def begin(self, owner: Owner | None, xid: Xid, timeout_s: float, *, is_tpc: bool) -> OpenTransaction:
+        """Begins a transaction, which takes what `owner` sends from now on. The caller holds the lock.
 
         Raises BranchMisuse; ConfigError outside of any task.
         """
         if owner is None:
-            raise ConfigError("a transaction is worked in by a task", hint="Call it in a coroutine.")
-        for gone in [each for each in self._open if _is_gone(each)]:  # its brokers roll it back after its time
+            raise ConfigError("a transaction needs an asyncio task", hint="Call it in a coroutine.")
+        for gone in [each for each in self._open if _is_gone(each)]:  # its brokers roll it back after its time-out
             self._open.pop(gone, None)
         known = self._open.get(owner)
         if known is not None:
             kind = "a two-phase transaction" if known.is_tpc else "a transaction"
-            raise misuse(xid, f"{kind}, {known.xid}, is under way here")
-        self._open[owner] = made = Open(self._core, self._routes, owner, xid, timeout_s, is_tpc=is_tpc)
+            raise misuse(xid, f"{kind}, {known.xid}, is open in this thread or task")
+        self._open[owner] = made = OpenTransaction(self._core, self._routes, owner, xid, timeout_s, is_tpc=is_tpc)
         return made
 
-    def leave(self, one: Open) -> None:
-        """What its owner sends from here on is part of nothing. With the lock."""
+    def leave(self, one: OpenTransaction) -> None:
+        """Leaves a transaction: it takes no more messages of its owner. The caller holds the lock."""
         if self._open.get(one.owner) is one:
             del self._open[one.owner]
 
-    def leave_all(self) -> list[Open]:
-        """Nobody works in anything any more. With the lock."""
+    def leave_all(self) -> list[OpenTransaction]:
+        """Leaves all transactions, and returns them. The caller holds the lock."""
         found = list(self._open.values())
         self._open.clear()
         return found
 
-    # -- the loop's ---------------------------------------------------------------------------------------------------
+    # -- in the loop --------------------------------------------------------------------------------------------------
 
-    async def prepare(self, one: Open) -> bool:
-        """Prepares it everywhere; False when there is nothing in it. Raises what makes it impossible: then, and when it
-        is interrupted, it can only be rolled back."""
+    async def prepare(self, one: OpenTransaction) -> bool:
+        """Prepares it at all brokers; returns False if there is nothing in it. After an error or an interrupt it can
+        only be rolled back."""
         self._check_untried(one)
         one.was_tried = True
         await one.outbox.settle()
@@ -165,9 +165,9 @@ class Transactions:
         one.prepared = bool(one.work.prepared)
         return one.prepared
 
-    async def commit(self, one: Open) -> None:
-        """Commits it, prepared or not. Raises OutcomeUnknown: then what is prepared is to be committed again, and what
-        was not is found out about by its brokers. After any other error it is rolled back."""
+    async def commit(self, one: OpenTransaction) -> None:
+        """Commits it, prepared or not. Raises OutcomeUnknown: the caller must commit a prepared transaction again; for
+        one that is not prepared the brokers find the outcome. After any other error it is rolled back."""
         if one.prepared is not None:
             for error in await one.work.commit():
                 raise error
@@ -188,23 +188,23 @@ class Transactions:
             raise
         one.outbox.end(None)
 
-    async def rollback(self, one: Open) -> list[MetamqError]:
-        """Rolls it back; returns what failed: unless it is prepared, its brokers roll it back after its time."""
+    async def rollback(self, one: OpenTransaction) -> list[MetamqError]:
+        """Rolls it back; returns the errors. A broker that failed rolls it back after its time-out, if not prepared."""
         await one.outbox.give_up()
         failures = await one.work.rollback()
         reason = one.outbox.failed or RolledBack(one.xid, XACode.RBROLLBACK, "its transaction was rolled back")
         one.outbox.end(reason)
         return failures
 
-    async def tpc_rollback(self, one: Open) -> None:
-        """Rolls it back. Raises where a branch that was not told may be prepared, which nothing would end: then it is
-        to be called again."""
+    async def tpc_rollback(self, one: OpenTransaction) -> None:
+        """Rolls it back. Raises if a broker that did not answer may have prepared its branch: nothing would end that
+        branch, so the caller must call again."""
         failures = await self.rollback(one)
         if failures and (one.prepared or one.was_tried):
             raise failures[0]
-        warn_of_untold(one, failures)
+        warn_of_unreached(one, failures)
 
-    # -- transactions that others have left ---------------------------------------------------------------------------
+    # -- transactions that other clients have left --------------------------------------------------------------------
 
     async def _broker_ids(self) -> list[int]:
         session = self._core.cluster.session
@@ -212,7 +212,7 @@ class Transactions:
         return sorted(int(name) for name in names if name.isdecimal())
 
     async def recover(self) -> list[RecoveredXid]:
-        """What is prepared, at whatever broker. All of it, or an error."""
+        """Returns the transactions that are prepared at any broker. Returns all of them, or raises."""
         client = TxClient(self._core.cluster)
         found: dict[Xid, list[BranchDescription]] = {}
         for broker_id in await self._broker_ids():
@@ -222,9 +222,9 @@ class Transactions:
         return [_recovered(xid, branches) for xid, branches in found.items()]
 
     async def finish(self, xid: Xid, verb: Verb) -> None:
-        """COMMIT or ROLLBACK at every broker that knows it. Raises BranchNotKnown when none does, or when a ROLLBACK
-        comes to one that has committed it: no other is asked then. Raises what a broker that did not do it answered, or
-        that it did not: then it is to be called again."""
+        """Does COMMIT or ROLLBACK at every broker that knows the id. Raises BranchNotKnown if no broker knows it. If a
+        ROLLBACK finds that a broker has committed it, raises that at once, and asks no other broker. Raises the error
+        of a broker that refused or did not answer: then the caller must call again."""
         client, session = TxClient(self._core.cluster), new_session()
         not_known: list[BranchNotKnown] = []
         failed: list[MetamqError] = []
@@ -247,18 +247,18 @@ class Transactions:
 
     def _is_mixed(self, xid: Xid, broker_id: int) -> TransactionError:
         what = f"it is committed at broker {broker_id}, and now rolled back at others"
-        return TransactionError(xid, XACode.HEURMIX, what, hint="Only what was never committed may be rolled back.")
+        return TransactionError(xid, XACode.HEURMIX, what, hint="Roll back only what was never committed.")
 
 
 def _is_gone(owner: Owner) -> bool:
     return not owner.is_alive() if isinstance(owner, threading.Thread) else owner.done()
 
 
-def warn_of_untold(one: Open, failures: Sequence[MetamqError]) -> None:
-    """Its rollback did not reach these brokers."""
+def warn_of_unreached(one: OpenTransaction, failures: Sequence[MetamqError]) -> None:
+    """Logs that the rollback did not reach these brokers."""
     for failure in failures:
         log.warning(
-            "transaction %s is rolled back, and a broker could not be told: %s. It was not prepared, so it is never "
+            "transaction %s is rolled back, but a broker did not answer: %s. It was not prepared, so it is never "
             "committed: that broker ends it after its time-out, and refuses the id until then",
             one.xid,
             failure,
@@ -266,7 +266,7 @@ def warn_of_untold(one: Open, failures: Sequence[MetamqError]) -> None:
 
 
 def misuse(xid: object, reason: str, hint: str | None = None) -> BranchMisuse:
-    """The error, to be raised."""
+    """Returns the error."""
     return BranchMisuse(xid, XACode.PROTO, reason, hint=hint)
 
 

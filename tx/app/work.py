@@ -1,7 +1,7 @@
-"""A global transaction under way: messages to any number of brokers, a branch at each. The core of every face but XA's.
+"""An open global transaction: messages to any number of brokers, a branch at each. The core of every API except XA's.
 
-A branch begins with the first batch that goes to its broker. A small transaction so costs one request a broker to
-prepare it, and one to commit it: START, SEND, END and PREPARE travel together.
+A branch begins with the first batch that goes to its broker. So a small transaction costs one request per broker to
+prepare it, and one to commit it: START, SEND, END and PREPARE go in one request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from metamq.tx.app.staging import AnyMessage, Staging
 from metamq.wire.xa import FORMAT_ID, Verb, XACode, Xid
 
 _DECIDING = (Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
-"""Verbs without whose answer nobody knows what becomes of the transaction."""
+"""Verbs that decide: without their answer the outcome of the transaction is unknown."""
 
 
 class GlobalTransaction:
@@ -34,15 +34,15 @@ class GlobalTransaction:
         answer_s: float,
         patience_s: float = 0.0,
     ) -> None:
-        """`staging`: None where batches come ready made, by send_encoded(). `branch_timeout_s`: brokers roll back what
-        is not prepared after so long, from now on; 0 is their own, from when they hear of it. `patience_s`: so long a
-        broker is waited for that a branch is to begin at, or that cannot go on with one at present; at least
-        `answer_s`, and not at all."""
+        """`staging`: None if the caller makes the batches, for send_encoded(). `branch_timeout_s`: brokers roll back
+        what is not prepared this long after now; 0 is their own limit, from their START on. `patience_s`: seconds to
+        wait for a broker at which a branch begins, or that cannot go on with a branch now. For a new branch the wait is
+        at least `answer_s`."""
         self.gtrid = gtrid
         self.branches: dict[int, Branch] = {}
-        """By broker id: what was begun."""
+        """Branches that were begun, by broker id."""
         self.prepared: dict[int, Branch] = {}
-        """What is to be committed or rolled back."""
+        """Branches that must be committed or rolled back, by broker id."""
         self._cluster = cluster
         self._client = TxClient(cluster)
         self._staging = staging
@@ -54,21 +54,21 @@ class GlobalTransaction:
         self._patience_s = patience_s
 
     def xid_at(self, broker_id: int) -> Xid:
-        """The branch's id at a broker."""
+        """Returns the id of the branch at a broker."""
         return Xid(FORMAT_ID, self.gtrid, str(broker_id).encode())
 
     @property
     def name(self) -> str:
-        """As errors and the log have it, and `metamq tx show` takes it."""
+        """The name for errors, the log, and `metamq tx show`."""
         return self.xid_at(0).whole
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was sent."""
+        """True if nothing was sent."""
         return not self.branches and not self._taken
 
     def knows(self, topic: str) -> bool:
-        """Whether the topic's configuration is known, as far as the client was told. Any thread."""
+        """True if the client knows the topic's configuration. Any thread."""
         return topic in self._cluster.configs
 
     async def send(self, topic: str, message: AnyMessage) -> None:
@@ -76,8 +76,8 @@ class GlobalTransaction:
         await self.send_many(topic, [message])
 
     async def send_many(self, topic: str, messages: Sequence[AnyMessage]) -> None:
-        """Takes messages; sends batches that have become full. Raises TopicNotFound, MessageTooLarge, ConfigError, and
-        TransactionError when a broker has given up the branch."""
+        """Takes messages; sends full batches. Raises TopicNotFound, MessageTooLarge, ConfigError, and TransactionError
+        if a broker has given up the branch."""
         staging = self._staging
         assert staging is not None
         config = await self._cluster.topic(topic)
@@ -88,8 +88,8 @@ class GlobalTransaction:
                 await self._ask(broker_id, [Verb.SEND], staging.full(broker_id))
 
     async def send_encoded(self, broker_id: int, batches: Sequence[Encoded]) -> None:
-        """Sends batches that somebody else has made, after those before; one call at a time for each broker. Raises
-        as send_many()."""
+        """Sends the caller's batches, after those before; one call at a time for each broker. Raises as
+        send_many()."""
         self._taken[broker_id] += sum(one.messages for one in batches)
         await self._ask(broker_id, [Verb.SEND], batches)
 
@@ -106,7 +106,7 @@ class GlobalTransaction:
         timeout_s = self._answer_s
         if branch is None:
             left_s = self._left_s(broker_id)
-            timeout_s = max(timeout_s, self._patience_s)  # nothing is lost by waiting
+            timeout_s = max(timeout_s, self._patience_s)  # a new branch has nothing to lose by waiting
             branch = self.branches[broker_id] = Branch(self.xid_at(broker_id), broker_id, self._session)
             verbs = [Verb.START, *verbs]
         try:
@@ -120,19 +120,19 @@ class GlobalTransaction:
             what = f"{error.reason}; nothing was decided, and it can only be rolled back"
             raise RolledBack(branch.xid, XACode.RBCOMMFAIL, what) from error
         except BranchMisuse as error:
-            if error.code is XACode.DUPID:  # what goes by the id is somebody else's: nothing of it may be rolled back
+            if error.code is XACode.DUPID:  # another client uses the id: its branch must not be rolled back
                 del self.branches[broker_id]
             raise
 
     def _left_s(self, broker_id: int) -> float:
-        """Of the time-out, for a broker that has not heard of it. Raises RolledBack."""
+        """Returns the rest of the time-out, for a broker that has no branch yet. Raises RolledBack."""
         if not self._branch_timeout_s:
             return 0.0
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             reason = f"it was not committed within {self._branch_timeout_s:g} s"
             raise RolledBack(self.xid_at(broker_id), XACode.RBTIMEOUT, reason)
-        return max(left_s, 0.001)  # a broker takes 0 for its own
+        return max(left_s, 0.001)  # for a broker 0 means its own limit
 
     async def _finish(
         self, broker_id: int, last: Verb, follows: Sequence[int] = (), followers: Sequence[int] = ()
@@ -149,7 +149,7 @@ class GlobalTransaction:
         return sorted({*self.branches, *self._taken})
 
     async def prepare(self) -> None:
-        """Prepares every branch. Raises the first error; then rollback() is called for."""
+        """Prepares every branch. Raises the first error; then the caller must call rollback()."""
         results = await asyncio.gather(
             *(self._finish(broker_id, Verb.PREPARE) for broker_id in self.reached), return_exceptions=True
         )
@@ -158,7 +158,7 @@ class GlobalTransaction:
                 raise error
 
     async def commit_one_phase(self) -> None:
-        """Commits the one branch that there is. Raises RolledBack, OutcomeUnknown, ConnectError."""
+        """Commits the only branch. Raises RolledBack, OutcomeUnknown, ConnectError."""
         (broker_id,) = self.reached
         try:
             await self._finish(broker_id, Verb.COMMIT_ONE_PHASE)
@@ -166,31 +166,31 @@ class GlobalTransaction:
             await self._client.resolve(self.branches[broker_id], self._answer_s)
 
     async def commit(self) -> list[MetamqError]:
-        """Commits what is prepared; returns what failed: those branches stay prepared, for a recoverer."""
+        """Commits the prepared branches; returns the errors: failed branches stay prepared, for a recoverer."""
         return await self._each(self.prepared.values(), self._commit_one)
 
     async def rollback(self) -> list[MetamqError]:
-        """Rolls back whatever was begun; returns what failed: brokers give up by themselves what is not prepared."""
+        """Rolls back all branches; returns the errors. A broker gives up a branch that is not prepared by itself."""
         return await self._each(self.branches.values(), self._rollback_one)
 
     async def _commit_one(self, branch: Branch) -> None:
         await self._client.ask(branch, [Verb.COMMIT], timeout_s=self._answer_s)
 
     async def _rollback_one(self, branch: Branch) -> None:
-        if not branch.epoch and await self._is_somebody_elses(branch):
+        if not branch.epoch and await self._belongs_to_another(branch):
             return
         try:
             await self._client.ask(branch, [Verb.RESOLVE], timeout_s=self._answer_s)
         except BranchNotKnown:
-            return  # nor will it be, whatever is still on its way
+            return  # it cannot begin later either, also if a request is still on its way
         except BranchMisuse:  # it is prepared
             await self._client.ask(branch, [Verb.ROLLBACK], timeout_s=self._answer_s)
             return
-        raise TransactionError(branch.xid, XACode.RMERR, "it is committed, and was to be rolled back")
+        raise TransactionError(branch.xid, XACode.RMERR, "it is committed, and cannot be rolled back")
 
-    async def _is_somebody_elses(self, branch: Branch) -> bool:
-        """Where no answer to START came: an application may have chosen an id that is in use. Else the branch knows
-        its epoch from here on. Raises as branches()."""
+    async def _belongs_to_another(self, branch: Branch) -> bool:
+        """Returns True if the id belongs to another client. Called if START got no answer: an application may have
+        chosen an id that is in use. If False, the branch knows its epoch afterwards. Raises as branches()."""
         for one in await self._client.branches(branch.broker_id, all_of_them=True):
             if one.xid == branch.xid and one.owner != branch.session:
                 return True

@@ -23,12 +23,13 @@ class dbtx(DatabaseBlock):
             await connection.execute("INSERT INTO orders VALUES ($1)", "17")
             await tx.send("orders", b"17")
 
-    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode; or a blocking one, whose
-                 database this loop waits for. asyncpg's is not to be in a transaction(): the block begins one, and
-                 a transaction() inside of it is a savepoint.
-    producer:    a metamq.aio.Producer. Its own `send` would send past the block, and is refused inside.
-    The rest is as of metamq.tx.dbtx. To be cancelled rolls back; during the commit itself the database is asked what
-    became of it, and the messages follow that. Several tasks may send in one block.
+    connection:  of psycopg.AsyncConnection, asyncpg or aiosqlite, not in autocommit mode; or a blocking one: then the
+                 loop waits for the database. An asyncpg connection must not be in a transaction(): the block begins
+                 one, and a transaction() inside the block is a savepoint.
+    producer:    a metamq.aio.Producer. Its own `send` would send outside the block, and is refused inside.
+
+    For the rest see metamq.tx.dbtx. Cancelling rolls back. If the commit itself is cancelled, the block asks the
+    database for the outcome, and the messages follow it. Several tasks may send in one block.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class dbtx(DatabaseBlock):
         return await work
 
     async def __aenter__(self) -> Self:
-        """As metamq.tx.dbtx; also raises ConfigError where an asyncpg connection is in a transaction()."""
+        """See metamq.tx.dbtx. Also raises ConfigError if an asyncpg connection is in a transaction()."""
         await self._enter()
         return self
 
@@ -64,7 +65,7 @@ class dbtx(DatabaseBlock):
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises as Producer.send, and what a broker refuses the branch with."""
+        """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
         message = self._message(value, key, headers, partition, timestamp)
         async with self._one_call:
             await self._working().send(topic, message)
@@ -72,7 +73,7 @@ class dbtx(DatabaseBlock):
     async def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
     ) -> None:
-        """Sends messages with the transaction; `keys`, if given, one for each. Raises as send()."""
+        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises as send()."""
         messages = self._messages(values, keys)
         async with self._one_call:
             await self._working().send_many(topic, messages)
@@ -81,7 +82,7 @@ class dbtx(DatabaseBlock):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self._one_call.acquire()  # another task of the block may be sending
+            await self._one_call.acquire()  # another task may be sending in the block
         except asyncio.CancelledError as cancelled:
             await self._leave(cancelled)
             raise
@@ -94,7 +95,7 @@ class dbtx(DatabaseBlock):
 async def create_outcome_table(
     connection: AnyConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
 ) -> None:
-    """Makes the table in which this database decides about transactions, unless it is there. Commits."""
+    """Creates the table in which this database decides about transactions, unless it exists. Commits."""
     database = database_of(connection, paramstyle)
     await database.begin()
     await OutcomeTable(table).create(database)

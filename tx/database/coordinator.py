@@ -1,12 +1,12 @@
 """Coordinator: one transaction over several databases and the queue, by two-phase commit with a log of its own.
 
-    1  every resource prepares               what fails here rolls all of them back
-    2  the decision goes into the log        durable; what is not in there by now never will be committed
-    3  every resource commits                what cannot be told now is told by recover(), again and again
+    1  every resource prepares               if one fails, all roll back
+    2  the decision goes into the log        durable; without this record the transaction is never committed
+    3  every resource commits                recover() repeats this for each resource that does not answer now
 
-A resource is what has PEP 249's tpc_* methods: psycopg's connections, a Producer of metamq. With one resource only
-there is one phase and no record. What a process that dies leaves prepared, the next Coordinator with the same
-folder ends as the log says; nobody else knows how. It touches ids that begin with its log's own identity only.
+A resource has the tpc_* methods of PEP 249: psycopg's connections, a Producer of metamq. A transaction with one
+resource has one phase and no record. If a process dies, the next Coordinator with the same folder ends what it left
+prepared, as the log says; no other process can. A Coordinator changes only ids that begin with its log's identity.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from metamq.client.checks import check_seconds, wrong_type
 from metamq.errors import BranchMisuse, ClosedError, ConfigError, MetamqError, OutcomeUnknown, RolledBack
-from metamq.tx.app.transactional import TransactionalFace
+from metamq.tx.app.transactional import TransactionalProducer
 from metamq.tx.database.decision_log import DecisionLog, LogEnded
 from metamq.wire.xa import FORMAT_ID, XACode, Xid
 
 log = logging.getLogger("metamq.tx")
 
 INTRANS = 2
-"""libpq's word for a transaction that can be prepared. tpc_prepare() of one that has failed returns as if it were."""
+"""libpq's status of a transaction that can be prepared. tpc_prepare() of a failed one returns without an error."""
 RECOVER_EVERY_S = 5.0
 CLOSE_S = 10.0
 
 
 class TpcConnection(Protocol):
-    """What is used of a resource: PEP 249's optional two-phase commit."""
+    """The used methods of a resource: PEP 249's optional two-phase commit."""
 
     def xid(self, format_id: int, gtrid: str, bqual: str, /) -> Any: ...
     def tpc_begin(self, xid: Any, /) -> None: ...
@@ -46,12 +46,12 @@ class TpcConnection(Protocol):
 
 
 class Settled(NamedTuple):
-    """What one recover() has done."""
+    """The result of one recover()."""
 
     committed: int
     rolled_back: int
     left: tuple[str, ...] = ()
-    """Resources that could not be asked, or did not do it: it is tried again."""
+    """Resources that did not answer, or did not end a transaction. Recovery tries them again."""
 
 
 class _Part:
@@ -61,14 +61,14 @@ class _Part:
         self.name = name
         self.connection = connection
         self.is_own = is_own
-        """Whether the connection was made for this transaction, and is closed with it."""
+        """True if the connection was opened for this transaction; it is closed with the transaction."""
         self.xid = xid
         self.prepared = False
         self.ended = False
-        """It was told the outcome."""
+        """True if the resource has ended its part: it is committed or rolled back."""
 
     def prepare(self) -> bool:
-        """False when there is nothing to commit."""
+        """Prepares the part. Returns False if there is nothing to commit."""
         info = getattr(self.connection, "info", None)
         status = getattr(info, "transaction_status", None)
         if status is not None and int(status) != INTRANS:
@@ -77,11 +77,11 @@ class _Part:
         return self.prepared
 
     def close(self) -> None:
-        """Of a connection that was opened for it."""
+        """Closes the connection if it was opened for this transaction."""
         if self.is_own:
             try:
                 self.connection.close()
-            except Exception as error:  # it is over, whatever became of its transaction
+            except Exception as error:  # the part is over, also if the connection does not close
                 log.info("a connection of resource %r does not close: %s", self.name, error)
 
 
@@ -102,18 +102,19 @@ class CoordinatedTransaction:
 class Coordinator:
     """Transactions over several resources, for one process. Thread-safe; a transaction is one thread's.
 
-    folder:     where the decision log is kept: on a disk that is not lost, of this process alone. With it go the
-                outcomes of what is prepared: keep it as long as the resources.
-    resources:  by name: a function that opens a connection with PEP 249's tpc_* methods, as of psycopg, closed after
-                each transaction; or a blocking metamq.Producer.
+    folder:     holds the decision log, for this process alone. Use a disk that is not lost: without the log the outcome
+                of prepared transactions is lost. Keep the folder as long as the resources.
+    resources:  by name: a function that opens a connection with PEP 249's tpc_* methods, as psycopg's, which is closed
+                after each transaction; or a blocking metamq.Producer.
 
         with Coordinator("/var/lib/shop/decisions", {"orders": connect, "queue": producer}) as coordinator:
             with coordinator.begin() as tx:
                 tx["orders"].execute("INSERT ...")
                 tx["queue"].send("orders", b"17")
 
-    What former processes left is ended at once, and from then on by a thread, `recover_every_s` apart, while something
-    is left. Raises ConfigError while another process has the folder, CorruptData when the log is damaged.
+    The constructor ends the transactions that former processes left. A thread then repeats that every
+    `recover_every_s` seconds while something is left. Raises ConfigError while another process uses the folder, and
+    CorruptData if the log is damaged.
     """
 
     def __init__(
@@ -133,12 +134,12 @@ class Coordinator:
                 raise wrong_type(f"resource {name!r}", "a function that opens a connection, or a Producer", resource)
         self._resources = dict(resources)
         self._running: set[str] = set()
-        """Whose threads are at work."""
+        """The gtrids of transactions that a thread works on."""
         self._undecided: set[str] = set()
-        """Of which nobody knows whether they are in the log: only who opens it again finds out."""
+        """The gtrids that may or may not be in the log. The next process that opens the log finds out."""
         self._recovering = threading.Lock()
         self._unfinished = threading.Event()
-        """Something may be prepared that no thread works at."""
+        """Set if a transaction may be prepared that no thread works on."""
         self._closed = threading.Event()
         self._every_s = recover_every_s
         self._log = DecisionLog(Path(folder))
@@ -151,12 +152,12 @@ class Coordinator:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[CoordinatedTransaction]:
-        """Commits at the end of the block, or rolls back when it raises.
+        """Commits at the end of the block; rolls back if the block raises.
 
-        Entering raises StorageError once the log has failed: begin again with a new Coordinator on the same folder.
-        Leaving raises what a resource raised when it could not prepare: then nothing has happened, anywhere.
-        OutcomeUnknown: all of it happens, or nothing, once it is known. What could not be told to a resource after the
-        decision is not raised: it is logged, and told later.
+        Entering raises StorageError after the log has failed: begin again with a new Coordinator on the same folder.
+        Leaving raises the error of a resource that could not prepare: then nothing is committed at any resource.
+        OutcomeUnknown: recovery later commits all of it, or nothing. If a resource does not answer after the decision,
+        that is logged, and recovery commits there later.
         """
         self._check_open()
         self._log.check()
@@ -196,7 +197,8 @@ class Coordinator:
         return part
 
     def _connection(self, name: str) -> tuple[Any, bool]:
-        """And whether it is this transaction's own. Raises ConfigError for one without two phases."""
+        """Returns the connection, and True if it is opened for this transaction. Raises ConfigError for one without
+        two phases."""
         resource: Any = self._resources[name]
         if hasattr(resource, "tpc_begin"):
             return resource, False
@@ -219,26 +221,26 @@ class Coordinator:
             raise
         if prepared:
             self._decide(tx, tuple(part.name for part in prepared))
-        self._tell(tx.gtrid, parts)
+        self._commit_parts(tx.gtrid, parts)
 
     def _decide(self, tx: CoordinatedTransaction, names: tuple[str, ...]) -> None:
         try:
             self._log.commit(tx.gtrid, names)
-        except LogEnded:  # by another one's decision, or close(): nothing of this one is in it
+        except LogEnded:  # by another transaction's decision, or close(): the log has nothing of this one
             self._roll_back(tx)
             raise
         except BaseException as error:
-            # It may be on the disk, or not: this process leaves it alone from here on.
+            # The decision may be on the disk, or not: this process does not touch the transaction again.
             self._undecided.add(tx.gtrid)
             if not isinstance(error, MetamqError):
                 raise
             raise OutcomeUnknown(
-                _named(tx.gtrid), XACode.RMFAIL, f"the decision could not be written down: {error.problem}",
-                hint="Begin again with a new Coordinator on the same folder: it finds out, and ends it.",
+                _named(tx.gtrid), XACode.RMFAIL, f"the decision could not be written to the log: {error.problem}",
+                hint="Begin again with a new Coordinator on the same folder: it reads the log, and ends it.",
             ) from error  # fmt: skip
 
     def _commit_alone(self, tx: CoordinatedTransaction, part: _Part) -> None:
-        """One resource decides by itself; a transaction of psycopg that has failed would be rolled back in silence."""
+        """Commits with one resource, which decides. Checks first: psycopg would roll back a failed one in silence."""
         status = getattr(getattr(part.connection, "info", None), "transaction_status", None)
         if status is not None and int(status) != INTRANS:
             self._roll_back(tx)
@@ -246,7 +248,7 @@ class Coordinator:
         part.connection.tpc_commit()
         part.ended = True
 
-    def _tell(self, gtrid: str, parts: list[_Part]) -> None:
+    def _commit_parts(self, gtrid: str, parts: list[_Part]) -> None:
         done = True
         for part in parts:
             try:
@@ -254,15 +256,15 @@ class Coordinator:
                 part.ended = True
             except Exception as error:
                 done = False
-                log.warning("transaction %s is decided; %r is told later: %s", _named(gtrid), part.name, error)
+                log.warning("transaction %s is decided; %r commits it later: %s", _named(gtrid), part.name, error)
         if not done:
             self._unfinished.set()
             return
         try:
             self._log.ended(gtrid)
-        except Exception as error:  # who opens the log next tells them once more
+        except Exception as error:  # the next process that opens the log commits again
             log.warning(
-                "transaction %s is committed everywhere, and its log could not say so: %s", _named(gtrid), error
+                "transaction %s is committed everywhere, but its log could not record that: %s", _named(gtrid), error
             )
             self._unfinished.set()
 
@@ -276,28 +278,28 @@ class Coordinator:
                 self._unfinished.set()
 
     def _abandon(self, part: _Part) -> None:
-        """A Producer goes on without what it could not end, or was not told of, as after Ctrl-C; a connection is closed
-        with the block."""
-        if not part.ended and isinstance(part.connection, TransactionalFace):
+        """Frees a Producer from a transaction that did not end, as after Ctrl-C. A connection is closed with the
+        block instead."""
+        if not part.ended and isinstance(part.connection, TransactionalProducer):
             part.connection._abandon()
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
     def recover(self) -> Settled:
-        """Ends what is prepared and nobody works at, as the log says. May be called at any time; raises nothing that a
-        resource raises: `left` names it, and the log has the reason."""
+        """Ends prepared transactions that no thread works on, as the log says. May be called at any time. An error of
+        a resource is logged, not raised: `left` has the resource's name."""
         self._check_open()
         with self._recovering:
             try:
                 return self._recover()
             finally:
-                if self._closed.is_set():  # close() did not wait for so long
+                if self._closed.is_set():  # close() did not wait for this recovery
                     self._log.close()
 
     def _recover(self) -> Settled:
         self._log.check()
         self._unfinished.clear()
-        # Before the resources are asked: what is decided, or left, later, they may not show as it will be.
+        # Read before the resources are asked: they may not show yet what is decided later.
         busy = self._running | self._undecided
         decided = {gtrid: names for gtrid, names in list(self._log.open.items()) if gtrid not in busy}
         committed = rolled_back = 0
@@ -321,7 +323,7 @@ class Coordinator:
         return Settled(committed, rolled_back, left)
 
     def _recover_at(self, name: str) -> tuple[int, int]:
-        """Ends what is prepared at a resource. Raises whatever it raises."""
+        """Ends what is prepared at a resource. Raises the resource's errors."""
         connection, is_own = self._connection(name)
         counts = [0, 0]
         try:
@@ -334,7 +336,7 @@ class Coordinator:
                     continue
                 if gtrid in self._running or gtrid in self._undecided:
                     continue
-                self._check_open()  # the folder may be another Coordinator's soon, and with it what is prepared
+                self._check_open()  # after close() another Coordinator may have the folder and these transactions
                 commits = gtrid in self._log.open
                 getattr(connection, "rollback", lambda: None)()  # psycopg's tpc_recover() leaves a transaction open
                 (connection.tpc_commit if commits else connection.tpc_rollback)(xid)
@@ -352,7 +354,7 @@ class Coordinator:
                     self.recover()
                 except MetamqError as error:
                     if not self._closed.is_set():
-                        log.warning("recovery is to be tried again: %s", error)
+                        log.warning("recovery will be tried again: %s", error)
                         self._unfinished.set()
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -362,9 +364,9 @@ class Coordinator:
             raise ClosedError("Coordinator", hint="Make a new one.")
 
     def close(self) -> None:
-        """Ends recovery and lets go of the folder; may be repeated. The resources are the caller's.
+        """Ends recovery and releases the folder; may be repeated. The caller closes the resources.
 
-        While one of them does not answer to a recovery that is under way, the folder stays in use until it does.
+        If a resource does not answer to a running recovery, the folder stays in use until it does.
         """
         if not self._closed.is_set():
             self._closed.set()
@@ -387,7 +389,7 @@ class Coordinator:
 
 
 def _named(gtrid: str) -> str:
-    """As `metamq tx show` takes it."""
+    """Returns the name for logs and for `metamq tx show`."""
     return Xid(FORMAT_ID, gtrid.encode()).whole
 
 

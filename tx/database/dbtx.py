@@ -6,11 +6,11 @@
                                                  3  connection.commit()      the decision
                                                  4  commit the messages
 
-What goes wrong before 3 rolls both back. After 3 the messages are as good as sent: what 4 could not tell the brokers, a
-Recoverer does. When 3 itself fails only the database knows: it is asked on the spot, and where it cannot be, by a
-recoverer; until then the messages stay prepared. To be interrupted, or cancelled, is to fail.
+An error before 3 rolls both back. After 3 the messages are certain to be committed: if step 4 fails, a Recoverer does
+it. If 3 itself fails, only the database knows the outcome. dbtx asks the database at once; if that fails, a recoverer
+asks later, and until then the messages stay prepared. An interrupt or a cancellation counts as an error.
 
-The steps are written once, in `DatabaseBlock`; its faces are `dbtx` here and in metamq.tx.database.aio_dbtx.
+The steps are written once, in `DatabaseBlock`. Its APIs are `dbtx` here and in metamq.tx.database.aio_dbtx.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from metamq.client.producer.producer_face import as_bytes, checked_headers, key_
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, ForkedError, MetamqError
 from metamq.tx.app.staging import AnyMessage, StagedMessage, Staging
-from metamq.tx.app.transactional import TransactionalFace
+from metamq.tx.app.transactional import TransactionalProducer
 from metamq.tx.app.transactions import routes_of
 from metamq.tx.app.work import GlobalTransaction
 from metamq.tx.database.outcomes import ABORT, COMMIT, DEFAULT_TABLE, OutcomeTable, TransactionEnded
@@ -43,16 +43,16 @@ log = logging.getLogger("metamq.tx")
 
 _ENDED = "the connection was committed or rolled back in the block"
 _ENDED_HINT = (
-    "Rows that were committed so are there: see to them. Leave both to the block: no commit() or rollback() of the "
-    "connection in it, no `with connection:`, and with sqlite3 no executescript()."
+    "Rows that this committed are in the database: check them. Only the block may commit or roll back: no commit() or "
+    "rollback() of the connection in it, no `with connection:`, and with sqlite3 no executescript()."
 )
 _ASYNCIO_HINT = (
-    "Take a blocking one here; or `async with metamq.tx.aio.dbtx(connection, producer)` with a metamq.aio.Producer."
+    "Use a blocking one here; or `async with metamq.tx.aio.dbtx(connection, producer)` with a metamq.aio.Producer."
 )
 
 
 class DatabaseBlock(ABC):
-    """The transaction of one block. A face enters and leaves it, and says how a producer's coroutine is run."""
+    """The transaction of one block. A subclass enters and leaves it, and runs the producer's coroutines."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class DatabaseBlock(ABC):
 
     @abstractmethod
     async def _at_brokers(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs it in the producer's loop."""
+        """Runs the coroutine in the producer's loop."""
 
     @property
     def is_active(self) -> bool:
-        """Whether the block is entered, and not left."""
+        """True from entering the block until leaving it."""
         return self._work is not None
 
     async def _enter(self) -> None:
@@ -83,11 +83,11 @@ class DatabaseBlock(ABC):
         database.check_transactional()
         other = _last.get(id(database.connection))
         if other is not None and other._work is not None:
-            raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already: they are not nested")
+            raise BranchMisuse("(none)", XACode.PROTO, "the connection is in a dbtx already, and they cannot be nested")
         try:
             identity, self._mark = await self._outcomes.begin(database)
         except BaseException as error:
-            if database.began or isinstance(error, ConfigError):  # so that the table can be made on this connection
+            if database.began or isinstance(error, ConfigError):  # so that this connection can create the table
                 await database.rollback()
             raise
         _last[id(database.connection)] = self
@@ -95,7 +95,7 @@ class DatabaseBlock(ABC):
             producer._core.cluster, Staging(routes_of(producer._core)), identity + secrets.token_bytes(16),
             branch_timeout_s=self._timeout_s, answer_s=ANSWER_S,
         )  # fmt: skip
-        if isinstance(producer, TransactionalFace):
+        if isinstance(producer, TransactionalProducer):
             producer._enter_block(self)
 
     def _working(self) -> GlobalTransaction:
@@ -132,18 +132,18 @@ class DatabaseBlock(ABC):
 
     async def _leave(self, error: BaseException | None) -> None:
         forked = self._producer._core.accumulator.closed_by
-        if isinstance(forked, ForkedError):  # a child leaves its parent's block, whose connection it has, too
+        if isinstance(forked, ForkedError):  # a fork's child leaves the block of its parent, which has the connection
             if error is None:
                 raise forked.with_traceback(None)
             return
         work, self._work = self._work, None
         assert work is not None
-        if isinstance(self._producer, TransactionalFace):
+        if isinstance(self._producer, TransactionalProducer):
             self._producer._leave_block(self)
         if error is not None:
             try:
                 await self._warn_if_ended()
-            finally:  # also when that is cancelled: the connection may go on
+            finally:  # also if that is cancelled: the application may use the connection again
                 await self._roll_back(work)
             return
         try:
@@ -165,73 +165,74 @@ class DatabaseBlock(ABC):
             await self._find_out(work)
             raise
         if not work.is_empty:
-            await self._tell(work)
+            await self._commit_messages(work)
 
     async def _warn_if_ended(self) -> None:
-        """The block raises, and what it had committed before stays."""
+        """Warns if the connection was committed in the block: the block raises, and those rows stay."""
         try:
             await self._outcomes.check(self._database, self._mark)
         except TransactionEnded:
-            log.warning("%s, which then failed: what was committed so stays. %s", _ENDED, _ENDED_HINT)
+            log.warning("%s, which then failed: what was committed stays. %s", _ENDED, _ENDED_HINT)
         except Exception as error:  # PostgreSQL takes no more statements in a transaction that has failed
-            log.debug("whether the connection was committed in the block cannot be told: %s", error)
+            log.debug("unknown if the connection was committed in the block: %s", error)
 
     async def _roll_back(self, work: GlobalTransaction) -> None:
-        """Rolls back both; what fails is no worse than that this process had died."""
+        """Rolls back both. An error here has the same effect as the death of this process."""
         try:
             await self._database.rollback()
-        except Exception as error:  # it is gone, and its transaction with it
+        except Exception as error:  # the connection is gone, and its transaction with it
             log.warning("the database's transaction could not be rolled back: %s", error)
         try:
             failures = await self._at_brokers(work.rollback())
         except MetamqError as error:
             failures = [error]
         for failure in failures:
-            log.warning("a branch could not be rolled back: it is, after its time, or by a recoverer: %s", failure)
+            log.warning("a branch could not be rolled back now; its time-out or a recoverer does it: %s", failure)
 
     async def _find_out(self, work: GlobalTransaction) -> None:
-        """The commit has raised: the messages follow what the database has made of it, if it can be asked."""
+        """Asks the database for the outcome after its commit has raised; the messages follow the outcome."""
         try:
-            await self._database.rollback()  # a commit that may be repeated leaves the transaction open
+            await self._database.rollback()  # a commit that can be repeated leaves the transaction open
             outcome = None if work.is_empty else await self._outcomes.decide(self._database, work.gtrid)
         except Exception as error:
-            log.warning("only a recoverer can tell what became of a commit: %s", error)
+            log.warning("the outcome of a commit is unknown until a recoverer asks the database: %s", error)
             return
         if outcome == COMMIT:
-            await self._tell(work)
+            await self._commit_messages(work)
         elif outcome == ABORT:
             await self._roll_back(work)
 
-    async def _tell(self, work: GlobalTransaction) -> None:
-        """The database has decided: what fails from here on is not the block's, whose caller would do it again."""
+    async def _commit_messages(self, work: GlobalTransaction) -> None:
+        """Commits the messages after the database's decision. Errors are logged: if the block raised, the caller would
+        do the work again."""
         failures: Sequence[Exception]
         try:
             failures = await self._at_brokers(work.commit())
         except Exception as error:
             failures = [error]
         for failure in failures:
-            log.warning("messages that are decided to be committed wait for a recoverer: %s", failure)
+            log.warning("messages that must be committed wait for a recoverer: %s", failure)
 
 
 _last: WeakValueDictionary[int, DatabaseBlock] = WeakValueDictionary()
-"""Of each connection, by its id. One within another would commit half of that."""
+"""The last block of each connection, by the connection's id. A nested block would commit half of the outer one."""
 
 
 class dbtx(DatabaseBlock):
     """A transaction over a DB-API connection and any number of messages: both happen, or neither.
 
-    connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Its
-                 transaction is committed, or rolled back, on leaving the block: do neither inside. With sqlite3 it also
-                 begins with the block.
-    producer:    a blocking Producer; its settings hold for the messages, too. Its own `send` would send past the block,
-                 and is refused inside.
+    connection:  a DB-API (PEP 249) connection that is not in autocommit mode; sqlite3 and psycopg 3 are tested. Leaving
+                 the block commits its transaction, or rolls it back: do neither inside. With sqlite3 the transaction
+                 also begins with the block.
+    producer:    a blocking Producer; its settings also apply to these messages. Its own `send` would send outside the
+                 block, and is refused inside.
     table:       the outcome table, made once with `create_outcome_table(connection)`.
-    timeout_s:   a broker rolls back what is not prepared after so long; 0 is the broker's own (30 s).
+    timeout_s:   seconds after which a broker rolls back what is not prepared; 0 is the broker's own limit (30 s).
 
-    Leaving raises what the database raises; RolledBack, ConnectError and so on when the messages could not be prepared:
-    then nothing has happened; BranchMisuse where the connection was committed or rolled back in the block: no message
-    is sent, but what was committed so is. Only where the connection is lost during the commit nobody can tell yet.
-    A Recoverer has to run somewhere, for what is left by processes that die in between.
+    Leaving raises the database's errors. If the messages cannot be prepared it raises RolledBack, ConnectError and so
+    on: then nothing is committed. If the connection was committed or rolled back in the block, it raises BranchMisuse:
+    no message is sent, but committed rows stay. Only if the connection is lost during the commit, the outcome is
+    unknown. A Recoverer must run in some process: it ends what processes leave that die between the steps.
     """
 
     def __init__(
@@ -253,8 +254,8 @@ class dbtx(DatabaseBlock):
         return self._background.run(work)
 
     def __enter__(self) -> Self:
-        """Begins. Raises ConfigError without the table, or with autocommit; BranchMisuse within another dbtx of the
-        connection; and what the database raises."""
+        """Begins. Raises ConfigError if the table is missing, or with autocommit; BranchMisuse if the connection is in
+        another dbtx; and the database's errors."""
         at_once(self._enter())
         return self
 
@@ -268,7 +269,7 @@ class dbtx(DatabaseBlock):
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises as Producer.send, and what a broker refuses the branch with."""
+        """Sends a message with the transaction. Raises as Producer.send, and the error of a broker that refuses it."""
         work = self._working()
         message = self._message(value, key, headers, partition, timestamp)
         self._background.run(work.send(topic, message))
@@ -276,7 +277,7 @@ class dbtx(DatabaseBlock):
     def send_many(
         self, topic: str, values: Iterable[bytes], *, keys: Sequence[bytes | str | None] | None = None
     ) -> None:
-        """Sends messages with the transaction; `keys`, if given, one for each. Raises as send()."""
+        """Sends messages with the transaction; `keys`, if given, has one for each value. Raises as send()."""
         work = self._working()
         self._background.run(work.send_many(topic, self._messages(values, keys)))
 
@@ -289,6 +290,6 @@ class dbtx(DatabaseBlock):
 def create_outcome_table(
     connection: DatabaseConnection, table: str = DEFAULT_TABLE, *, paramstyle: str | None = None
 ) -> None:
-    """Makes the table in which this database decides about transactions, unless it is there. Commits."""
+    """Creates the table in which this database decides about transactions, unless it exists. Commits."""
     hint = "`await metamq.tx.aio.create_outcome_table(connection)` takes it."
     at_once(OutcomeTable(table).create(blocking_database_of(connection, paramstyle, hint)))

@@ -1,18 +1,18 @@
-"""The decision log of a Coordinator: which transactions are to be committed, and at which resources.
+"""The decision log of a Coordinator: the transactions that must be committed, and their resources.
 
     folder/lock            held by the one process that uses the folder
     folder/decisions       records: length (u32), CRC-32C (u32), and msgpack [kind, synced, ...]
-        0 ID      [0, synced, id]                whose log it is: begins every gtrid; made with the folder
-        1 COMMIT  [1, synced, gtrid, resources]  decided; on the disk before anybody is told
-        2 END     [2, synced, gtrid]             every resource has committed it; written, not waited for
+        0 ID      [0, synced, id]                the log's identity: begins every gtrid; made with the folder
+        1 COMMIT  [1, synced, gtrid, resources]  decided; on the disk before any resource commits
+        2 END     [2, synced, gtrid]             every resource has committed; written, not waited for
 
-What has no COMMIT was not decided, and is rolled back (presumed abort). `synced` is how many bytes were on the disk for
-sure when a record was written. So a torn tail is told from damage: if a later record proves that the place was on the
-disk, a decision may be lost there, and the log is refused.
+A transaction without a COMMIT was not decided, and is rolled back (presumed abort). `synced` is the number of bytes
+that were on the disk for sure when the record was written. It tells a torn tail from damage: if a later record proves
+that the damaged place was on the disk, a decision may be lost there, and the log is refused.
 
-Opening writes the log anew with what is open, to a file of its own, flushes that and puts it in the place of the old:
-also what a failed fsync left in the cache alone is on the disk then, before anybody acts on it. A failed write or fsync
-ends the log's life: whether the decision is there the next opening tells.
+Opening writes the open transactions to a new file, flushes it, and renames it to replace the old log. A failed fsync
+may have left records in the cache only: now they are on the disk, before any resource acts on them. After a failed
+write or fsync the log takes no more records. The next opening finds out if that decision is on the disk.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ COMPACT_BYTES = 1 << 20
 
 
 class LogEnded(StorageError):
-    """It takes no more, and has not taken this: something failed before, or it is closed."""
+    """The error of a log that has failed before, or is closed. This record was not written."""
 
     outcome: Outcome = "not_done"
 
 
 class DecisionLog:
-    """Thread-safe. Raises StorageError for what the disk refuses; LogEnded after that, and behind close()."""
+    """Thread-safe. Raises StorageError if the disk fails; LogEnded after that, and after close()."""
 
     def __init__(self, folder: Path, *, fsync: Callable[[int], None] = os.fsync) -> None:
-        """Opens the log, and makes it when it is not there. Raises ConfigError while another process has it,
+        """Opens the log; creates it if it does not exist. Raises ConfigError while another process uses it,
         CorruptData, StorageError."""
         self.open: dict[str, tuple[str, ...]] = {}
-        """What is decided and not ended: resources by gtrid."""
+        """Transactions that are decided and not ended: resources by gtrid."""
         self.identity = ""
         self._folder = folder
         self._fsync = fsync
@@ -63,7 +63,7 @@ class DecisionLog:
             self._locked = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
             self._take_lock()
             self._read()
-            self._write_anew()
+            self._rewrite()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -76,7 +76,7 @@ class DecisionLog:
         except BlockingIOError:
             raise ConfigError(
                 f"the decision log in {self._folder} is in use by another Coordinator",
-                hint="Each process has a folder of its own: recovery of one would roll back what another works at.",
+                hint="Give each process a folder of its own: recovery would roll back what another process works on.",
             ) from None
 
     @property
@@ -100,13 +100,13 @@ class DecisionLog:
                 self.open.pop(fields[0], None)
         if any(synced > end for synced in _later(data, end)):
             raise CorruptData(
-                f"the decision log {self._path}", f"it is damaged at byte {end}, and what stood there was on the disk"
+                f"the decision log {self._path}", f"it is damaged at byte {end}, and those bytes were on the disk"
             )
         if not self.identity:
-            raise CorruptData(f"the decision log {self._path}", "it does not say whose it is")
+            raise CorruptData(f"the decision log {self._path}", "it has no identity")
 
-    def _write_anew(self) -> None:
-        """The log with what is open only, in the place of the old one. Raises OSError."""
+    def _rewrite(self) -> None:
+        """Replaces the log by a new file with the open transactions only. Raises OSError."""
         packed = [_packed(_ID, 0, self.identity), *(_packed(_COMMIT, 0, *one) for one in self.open.items())]
         fresh = self._folder / "decisions.new"
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
@@ -128,12 +128,12 @@ class DecisionLog:
         self._end = self._synced = sum(map(len, packed))
 
     def check(self) -> None:
-        """Raises LogEnded: what it knows is not all that may be on the disk then."""
+        """Raises LogEnded if the log has failed: then the disk may have more than `open`."""
         if self._failed is not None:
             raise LogEnded(self._failed.problem)
 
     def commit(self, gtrid: str, resources: tuple[str, ...]) -> None:
-        """Decides. Raises LogEnded: it is not decided; StorageError: nobody knows, before the log is opened again."""
+        """Decides. Raises LogEnded: it is not decided; StorageError: unknown until the log is opened again."""
         with self._lock:
             self._append(_COMMIT, gtrid, list(resources))
             try:
@@ -144,14 +144,14 @@ class DecisionLog:
             self.open[gtrid] = resources
 
     def ended(self, gtrid: str) -> None:
-        """Every resource has committed it."""
+        """Records that every resource has committed."""
         with self._lock:
             if self.open.pop(gtrid, None) is None:
                 return
             self._append(_END, gtrid)
             if self._end > COMPACT_BYTES and self._end > 4 * len(self.open) * 256:
                 try:
-                    self._write_anew()
+                    self._rewrite()
                 except OSError as error:
                     raise self._broken(error) from error
 
@@ -169,8 +169,8 @@ class DecisionLog:
         return self._failed
 
     def close(self) -> None:
-        """Lets go of the folder, behind what is being written; may be repeated."""
-        with self._lock:  # a decision is there for who opens the log next, or is not made
+        """Releases the folder after a running write; may be repeated."""
+        with self._lock:  # a decision is either on the disk for the next process, or not made
             self._failed = self._failed or StorageError(f"the decision log {self._path} is closed")
             for file in (self._file, self._locked):
                 if file >= 0:
@@ -179,7 +179,7 @@ class DecisionLog:
 
 
 def records(data: bytes) -> Iterator[tuple[int, list[Any]]]:
-    """(where it ends, the record) of each, up to the first that is not whole."""
+    """Yields (end, fields) of each record, up to the first that is not complete."""
     at = 0
     while (record := _record_at(data, at)) is not None:
         at, fields = record
@@ -197,7 +197,7 @@ def _record_at(data: bytes, at: int) -> tuple[int, list[Any]] | None:
 
 
 def _later(data: bytes, after: int) -> Iterator[int]:
-    """What whole records behind a damaged one say was on the disk."""
+    """Yields `synced` of the complete records after a damaged one."""
     for at in range(after + 1, len(data)):
         found = _record_at(data, at)
         if found is not None:

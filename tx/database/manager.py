@@ -1,14 +1,14 @@
 """A data manager for the `transaction` package (Zope, Pyramid): messages that go with the transaction, or not at all.
 
-    transaction's call    what is done
-    tpc_begin, commit     the row `commit` is inserted, on the database's connection, in its transaction
-    tpc_vote              the messages are prepared; what fails here fails the transaction
+    call of the package   effect
+    tpc_begin, commit     inserts the row `commit`, on the database's connection, in its transaction
+    tpc_vote              prepares the messages; an error here fails the transaction
     (the database commits: zope.sqlalchemy's manager does so in its own tpc_vote, and sorts last: the decision)
-    tpc_finish            the messages are committed; never raises: a Recoverer does what could not be done
-    tpc_abort             asks the database what it has decided, since it is called also after it has
+    tpc_finish            commits the messages; never raises: a Recoverer does what could not be done
+    tpc_abort             asks the database for the outcome, since the package also calls it after the decision
 
-The package has no log and no recovery of its own: when a later manager fails it calls tpc_abort on all, also on those
-whose transaction is committed. So the outcome table decides here, as for dbtx.
+The package has no log and no recovery. If a later manager fails, it calls tpc_abort of all managers, also of those
+whose transaction is committed. So the outcome table decides here, as it does for dbtx.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("metamq.tx")
 
 
 class DataManager:
-    """What join_transaction() gives: `send` sends with the transaction. The rest is called by `transaction`."""
+    """The result of join_transaction(): `send` sends with the transaction. `transaction` calls the other methods."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DataManager:
         self._prepared = False
 
     def _database(self) -> Database:
-        """The driver's own connection, also where SQLAlchemy gives a wrapper of it."""
+        """Returns the driver's own connection, also if SQLAlchemy gives a wrapper of it."""
         given = self._get_connection()
         driver: DatabaseConnection | None = getattr(given, "driver_connection", None)
         return self._blocking(given if driver is None else driver)
@@ -81,7 +81,7 @@ class DataManager:
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message with the transaction. Raises as Producer.send, and what has failed the transaction."""
+        """Sends a message with the transaction. Raises as Producer.send, and the error that failed the transaction."""
         encoded: Any = value if self._producer._encode is None else self._producer._encode(value)
         message = StagedMessage(
             as_bytes(encoded, "value"), key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
@@ -92,7 +92,7 @@ class DataManager:
         self._outbox.add(topic, message)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """In the producer's loop. Raises what makes that unusable; in a fork's child nothing would answer."""
+        """Runs it in the producer's loop. Raises if the producer is unusable; in a fork's child the loop is dead."""
         try:
             self._producer._check_usable()
         except BaseException:
@@ -101,23 +101,23 @@ class DataManager:
         return self._producer._background.run(work)
 
     def sortKey(self) -> str:
-        """Before the managers of databases, whose keys begin with a tilde: they commit last."""
+        """Sorts before the managers of databases, whose keys begin with a tilde: they commit last."""
         return f"metamq:{self._work.gtrid.hex()}"
 
     def savepoint(self) -> _Savepoint:
-        """What is sent behind it waits in memory, up to the producer's `buffer_bytes`, so that it can be taken back."""
+        """Returns a savepoint. Later messages wait in memory, up to `buffer_bytes`, so that it can take them back."""
         return _Savepoint(self._outbox, self._outbox.savepoint())
 
     def tpc_begin(self, transaction: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def commit(self, transaction: Any) -> None:
-        """The decision goes into the database's transaction."""
+        """Writes the decision into the database's transaction."""
         if self._outbox.is_used:
             at_once(self._outcomes.commit(self._database(), self._work.gtrid))
 
     def tpc_vote(self, transaction: Any) -> None:
-        """Prepares. Raises what makes it impossible."""
+        """Prepares. Raises the error if that fails."""
         if self._outbox.is_used:
             self._run(self._vote())
             self._prepared = True
@@ -132,11 +132,11 @@ class DataManager:
         self._end(self._work.commit, None)
 
     def abort(self, transaction: Any) -> None:
-        """As tpc_abort(): it is also called after a commit that failed half way, behind the database's own."""
+        """Calls tpc_abort(). The package also calls this after a failed commit, when the database has committed."""
         self.tpc_abort(transaction)
 
     def tpc_abort(self, transaction: Any) -> None:
-        """Rolls back, or commits where the database has: only that knows once there was a vote. Never raises."""
+        """Rolls back, or commits if the database has committed: after a vote only the database knows. Never raises."""
         if not self._prepared:
             self._roll_back()
             return
@@ -146,7 +146,7 @@ class DataManager:
                 with contextlib.closing(self._connect()) as connection:
                     outcome = at_once(self._outcomes.decide(self._blocking(connection), self._work.gtrid))
             except Exception as error:
-                log.warning("the database cannot be asked what it has decided: %s", error)
+                log.warning("the database does not say what it has decided: %s", error)
         if outcome == COMMIT:
             self.tpc_finish(transaction)
         elif outcome == ABORT:
@@ -158,7 +158,7 @@ class DataManager:
         try:
             self._run(self._outbox.give_up())
         except Exception as error:  # its producer is closed: brokers roll back what they have
-            log.info("what was to be sent in %s is dropped: %s", self._work.name, error)
+            log.info("the unsent messages of %s are dropped: %s", self._work.name, error)
         reason = BranchMisuse(self._work.name, XACode.PROTO, "its transaction was aborted")
         self._end(self._work.rollback, reason)
 
@@ -177,7 +177,7 @@ class _Savepoint(NamedTuple):
     sent: int
 
     def rollback(self) -> None:
-        """What was sent since is not sent."""
+        """Takes back the messages sent after the savepoint."""
         self.outbox.take_back(self.sent)
 
 
@@ -191,19 +191,19 @@ def join_transaction(
     paramstyle: str | None = None,
     timeout_s: float = 0.0,
 ) -> DataManager:
-    """Messages for the current transaction of the `transaction` package.
+    """Adds messages to the current transaction of the `transaction` package.
 
         mq = join_transaction(producer, connection)
         mq.send("orders", b"17")
 
-    connection:  the DB-API connection, or a function that gives it, whose transaction is committed with this one: as of
-                 zope.sqlalchemy, `lambda: session.connection().connection`. It has the outcome table, see
+    connection:  the DB-API connection whose transaction is committed with this one, or a function that returns it: with
+                 zope.sqlalchemy `lambda: session.connection().connection`. The database has the outcome table, see
                  `metamq.tx.create_outcome_table`.
     manager:     the transaction manager; None: `transaction.manager`.
     connect:     opens another connection to that database. With it an abort asks the database at once what it has
-                 decided; without, messages that were voted on wait for a Recoverer.
+                 decided. Without it, messages that were voted on wait for a Recoverer.
 
-    A Recoverer has to run somewhere in any case. Raises ConfigError without the table, or the package.
+    A Recoverer must run in some process in any case. Raises ConfigError if the table or the package is missing.
     """
     if manager is None:
         try:
@@ -212,7 +212,7 @@ def join_transaction(
             raise ConfigError("the package `transaction` is not installed", hint="pip install transaction") from None
         manager = transaction.manager
     producer._check_usable()
-    # Not callable(): an sqlite3.Connection is.
+    # callable() is true for an sqlite3.Connection.
     get: Any = (lambda: connection) if hasattr(connection, "cursor") else connection
     made = DataManager(producer, get, manager, connect, OutcomeTable(table), paramstyle, timeout_s)
     manager.get().join(made)

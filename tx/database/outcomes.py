@@ -5,10 +5,11 @@
     at BIGINT                         when the row was written, microseconds since 1970
 
 The application inserts `commit` as the last statement of its transaction: the database's own commit is the decision. A
-recoverer that finds a prepared branch inserts `abort`: who comes second violates the key. So a slow application fails
-rather than be decided about twice, and a recoverer waits for an application whose insert is not committed yet.
+recoverer that finds a prepared branch inserts `abort`. The later of the two inserts violates the key. So a slow
+application fails, and no transaction gets two decisions. A recoverer waits while an application's insert is not
+committed yet.
 
-Every gtrid begins with the table's id, so that the recoverer of one database leaves alone what another one decides.
+Every gtrid begins with the table's id. So a recoverer changes only transactions of its own database.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ COMMIT, ABORT = "commit", "abort"
 DEFAULT_TABLE = "metamq_outcomes"
 
 _LOCK_WAIT = "SET LOCAL lock_timeout = '1s'"
-"""An application that is paused between its insert and its commit holds up no other branch than its own."""
+"""Limits a wait: an application that pauses between its insert and its commit delays only its own branch."""
 _SURE = (
     "INSERT INTO {table} (gtrid, outcome, at) SELECT {{}}, {{}}, {{}} FROM set_config('synchronous_commit', "
     "CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, "
     "true)"
 )
-"""Where a commit may be answered before it is on the disk, this one is not: the messages follow it."""
+"""Turns synchronous commit on, as the messages follow this commit: it must be on the disk before it is answered."""
 _BEGAN = "(extract(epoch FROM transaction_timestamp()) * 1000000)::bigint"
-"""The same throughout a transaction of PostgreSQL, and another one in the next."""
+"""The same value throughout a transaction of PostgreSQL, and another value in the next."""
 _SAVEPOINT = "metamq_dbtx"
-"""In sqlite3's: it is gone once that transaction is."""
+"""A savepoint of sqlite3: it ends with its transaction."""
 
 
 class TransactionEnded(Exception):
@@ -45,14 +46,14 @@ class TransactionEnded(Exception):
 
 
 class OutcomeTable:
-    """The SQL of it, for connections of any kind. Raises what the database raises; ends no transaction unless it says
-    so."""
+    """The SQL of the table, for connections of any kind. Raises the database's errors. A method ends the transaction
+    only if its docstring says so."""
 
     def __init__(self, table: str = DEFAULT_TABLE) -> None:
         self.name = check_table(table)
 
     async def create(self, database: Database) -> None:
-        """Makes the table unless it is there, and gives it its id. Commits."""
+        """Creates the table unless it exists, and gives it its id. Commits."""
         await database.change(
             f"CREATE TABLE IF NOT EXISTS {self.name} ("
             "gtrid VARCHAR(128) NOT NULL PRIMARY KEY, outcome VARCHAR(16) NOT NULL, at BIGINT NOT NULL)"
@@ -62,32 +63,32 @@ class OutcomeTable:
             try:
                 await self._insert(database, ID_ROW, secrets.token_hex(8))
                 await database.commit()
-            except Exception:  # somebody else was faster
+            except Exception:  # another process has inserted the id
                 await database.rollback()
         else:
-            await database.rollback()  # no transaction stays open
+            await database.rollback()  # leaves no transaction open
 
     async def identity(self, database: Database) -> bytes:
-        """What the gtrids of this database begin with. Raises ConfigError when there is no table."""
+        """Returns the prefix of this database's gtrids. Raises ConfigError if there is no table."""
         return (await self._identity(database, "outcome"))[0]
 
     async def begin(self, database: Database) -> tuple[bytes, int]:
-        """Marks the transaction that is under way, or begins one, so that its end is noticed. Returns the identity, and
-        the mark, which check() and commit() take. Of other databases than SQLite and PostgreSQL nothing is noticed.
-        Raises as identity()."""
+        """Marks the connection's transaction, so that its end is noticed; begins one if there is none. Returns the
+        identity, and the mark for check() and commit(). Works for SQLite and PostgreSQL; with other databases the end
+        is not noticed. Raises as identity()."""
         await database.begin()
         if database.dialect == POSTGRESQL:
             identity, began = await self._identity(database, f"outcome, {_BEGAN}")
             return identity, int(began)
         identity, _outcome = await self._identity(database, "outcome")
         if database.dialect == SQLITE:
-            if not database.connection.in_transaction:  # the release of a savepoint alone would commit
+            if not database.connection.in_transaction:  # without BEGIN the release of a savepoint would commit
                 await database.change(f"BEGIN {database.connection.isolation_level or ''}")
             await database.change(f"SAVEPOINT {_SAVEPOINT}")
         return identity, 0
 
     async def _identity(self, database: Database, columns: str) -> tuple[bytes, Any]:
-        """And what is in the last of the columns."""
+        """Returns the identity, and the value of the last column."""
         try:
             row = await self._row(database, ID_ROW, columns)
         except Exception as error:
@@ -105,8 +106,8 @@ class OutcomeTable:
         )
 
     async def check(self, database: Database, mark: int) -> None:
-        """Raises TransactionEnded; and what the database raises where the transaction has failed, and could not be
-        committed. Once it was called, or commit(), SQLite's is not marked any more."""
+        """Raises TransactionEnded if the marked transaction has ended. Raises the database's error if the transaction
+        has failed, and could not be committed. After check() or commit(), SQLite's transaction has no mark."""
         if database.dialect == SQLITE:
             await _release(database)
         elif database.dialect == POSTGRESQL:
@@ -117,8 +118,8 @@ class OutcomeTable:
             await self._read(database, ID_ROW)
 
     async def commit(self, database: Database, gtrid: bytes, mark: int | None = None) -> None:
-        """Writes the decision into the connection's transaction. Raises TransactionEnded where that is not the one with
-        the mark."""
+        """Writes the decision into the connection's transaction. Raises TransactionEnded if the marked transaction has
+        ended."""
         if database.dialect != POSTGRESQL:
             if mark is not None and database.dialect == SQLITE:
                 await _release(database)
@@ -131,7 +132,7 @@ class OutcomeTable:
             raise TransactionEnded
 
     async def decide(self, database: Database, gtrid: bytes) -> str | None:
-        """The outcome: `abort` from now on unless it was decided. None: it cannot be told at present. Commits."""
+        """Returns the outcome. Decides `abort` if there was none. None: the outcome is unknown now. Commits."""
         key = gtrid.hex()
         known = await self._read(database, key)
         if known is None:
@@ -140,14 +141,14 @@ class OutcomeTable:
                     await database.change(_LOCK_WAIT)
                 await self._insert(database, key, ABORT)
                 await database.commit()
-            except Exception:  # the key is there by now, or is about to be, or the database is busy
+            except Exception:  # the key is there now, or another process is inserting it, or the database is busy
                 await database.rollback()
             known = await self._read(database, key)
         await database.rollback()
         return known
 
     async def older(self, database: Database, before_us: int, outcome: str) -> list[bytes]:
-        """The gtrids that were decided so before that time. Ends the transaction."""
+        """Returns the gtrids with this outcome that were decided before that time. Ends the transaction."""
         sql = f"SELECT gtrid FROM {self.name} WHERE outcome = {{}} AND at < {{}}"
         keys = [key for (key,) in await database.rows(sql, (outcome, before_us))]
         await database.rollback()
@@ -182,8 +183,8 @@ async def _release(database: Database) -> None:
 
 
 def _is_about_the_table(error: Exception) -> bool:
-    """PEP 249 has a table that is not there as a ProgrammingError of the module's own; but not sqlite3, and asyncpg
-    does not follow it."""
+    """True if the error says that the table is missing. PEP 249 modules raise their own ProgrammingError; sqlite3 and
+    asyncpg do not."""
     if isinstance(error, sqlite3.Error):
         return "no such table" in str(error)
     return any(cls.__name__ in ("ProgrammingError", "UndefinedTableError") for cls in type(error).__mro__)

@@ -1,10 +1,10 @@
 """Recoverer: finishes the branches that dbtx left prepared, as the database has decided. Any process may run one.
 
-A branch that is seen for the first time is left alone for `grace_s`: its application is most likely about to finish it.
-After that the database is asked; the question itself decides `abort` where nothing was (metamq.tx.database.outcomes).
-Any number of recoverers may do so at once, and any number of times: each step may be repeated.
+A branch that is seen for the first time is left alone for `grace_s`: most likely its application finishes it soon. Then
+the recoverer asks the database. If there is no decision, the question decides `abort` (metamq.tx.database.outcomes).
+Several recoverers may run at the same time: each step may be repeated.
 
-A decision is forgotten only when every broker id that there is has said that no branch of it is prepared there: a
+A decision is forgotten only when every broker id has answered that it has no prepared branch of the transaction: a
 broker that is down may have one.
 """
 
@@ -39,25 +39,25 @@ PREPARED = "prepared"
 GRACE_S = 10.0
 COMMITS_KEPT_S = 60.0
 ABORTS_KEPT_S = 7 * 24 * 3600.0
-"""So long an application may be paused and still find that it was decided against."""
+"""Seconds that an application may be paused, and still finds that the decision is `abort`."""
 
 
 class Recovered(NamedTuple):
-    """What one look has done."""
+    """The result of one pass."""
 
     committed: int
     rolled_back: int
     left: int
     """Prepared branches that are too young, or whose database or broker did not answer."""
     unreachable: tuple[int, ...] = ()
-    """Broker ids that could not be asked: what is prepared there waits."""
+    """Broker ids that did not answer: what is prepared there waits."""
 
 
 class Recoverer:
-    """Finishes what dbtx left. `connect` opens connections to the database; they are committed and closed here.
+    """Finishes what dbtx left. `connect` opens connections to the database; this class commits and closes them.
 
-    `connect` may be asynchronous: `lambda: asyncpg.connect(dsn)`. run() and run_once() block all the same: call them in
-    a thread or a process of their own.
+    `connect` may be asynchronous: `lambda: asyncpg.connect(dsn)`. run() and run_once() block also then: call them in a
+    thread or a process of their own.
 
     with Recoverer(connect) as recoverer:
         recoverer.run(every_s=5)
@@ -81,7 +81,7 @@ class Recoverer:
         self._paramstyle = paramstyle if paramstyle is None else check_paramstyle(paramstyle)
         self._grace_s = grace_s
         self._seen: dict[tuple[int, Xid, int], float] = {}
-        """(broker id, xid, epoch) and since when."""
+        """(broker id, xid, epoch), and the time when it was first seen."""
         self._stop = threading.Event()
         self._background = background()
         servers = zookeeper_servers(zookeeper, config)
@@ -89,16 +89,16 @@ class Recoverer:
         self._cluster = ClusterClient(session)
 
     def run(self, *, every_s: float = 5.0) -> None:
-        """Looks again and again, until close() or Ctrl-C. What fails is logged, and tried again."""
+        """Repeats run_once() until close() or Ctrl-C. Errors are logged, and the pass is tried again."""
         while not self._stop.is_set():
             try:
                 self.run_once()
             except MetamqError as error:
-                log.warning("recovery is to be tried again: %s", error)
+                log.warning("recovery will be tried again: %s", error)
             self._stop.wait(every_s)
 
     def run_once(self) -> Recovered:
-        """Looks once. Raises MetamqError when the database or ZooKeeper cannot be asked; what was done stays done."""
+        """Makes one pass. Raises MetamqError if the database or ZooKeeper fails; the work done before stays done."""
         database = self._opened()
         try:
             return self._look(database)
@@ -111,7 +111,7 @@ class Recoverer:
                 self._do(database, database.close())
 
     def _do(self, database: Database, work: Coroutine[Any, Any, T]) -> T:
-        """Blocking connections belong to this thread, those for asyncio to the background loop."""
+        """Runs the work: in this thread for blocking connections, in the background loop for asyncio connections."""
         return self._background.run(work) if database.is_asyncio else at_once(work)
 
     def _opened(self) -> Database:
@@ -129,7 +129,7 @@ class Recoverer:
         outcomes = self._outcomes
         identity = self._do(database, outcomes.identity(database))
         self._do(database, database.rollback())
-        # Before the brokers are asked: what was decided later may be of a branch that was prepared later, too.
+        # Read before the brokers are asked: a later decision may be of a branch that is prepared later, too.
         now_us = time.time_ns() // 1000
         old = self._do(database, outcomes.older(database, now_us - int(COMMITS_KEPT_S * 1e6), COMMIT))
         old += self._do(database, outcomes.older(database, now_us - int(ABORTS_KEPT_S * 1e6), ABORT))
@@ -144,7 +144,7 @@ class Recoverer:
                 continue
             outcome = self._do(database, outcomes.decide(database, branch.xid.gtrid))
             if outcome is None:
-                log.warning("branch %s: the database cannot tell yet what becomes of it", branch.xid)
+                log.warning("branch %s: the database does not know the outcome yet", branch.xid)
             elif self._background.run(self._finish(branch, outcome, silent)):
                 done[outcome] += 1
         if not unreachable:
@@ -152,8 +152,8 @@ class Recoverer:
         return Recovered(done[COMMIT], done[ABORT], len(branches) - done.total(), unreachable)
 
     async def _known(self, identity: bytes) -> tuple[list[BranchDescription], tuple[int, ...]]:
-        """This database's branches that are prepared, or were finished by an operator, at all broker ids that there
-        ever were; and which did not answer."""
+        """Returns this database's branches that are prepared, or finished by an operator, at all broker ids that ever
+        existed; and the broker ids that did not answer."""
         session, client = self._cluster.session, TxClient(self._cluster)
         names = await session.children(session.paths.broker_ids())
         found: list[BranchDescription] = []
@@ -162,13 +162,13 @@ class Recoverer:
             try:
                 found += await client.branches(broker_id)
             except MetamqError as error:
-                log.warning("broker %d cannot be asked for prepared branches: %s", broker_id, error)
+                log.warning("broker %d does not list its prepared branches: %s", broker_id, error)
                 unreachable.append(broker_id)
         return [one for one in found if one.xid.gtrid.startswith(identity)], tuple(unreachable)
 
     async def _finish(self, description: BranchDescription, outcome: str, silent: set[int]) -> bool:
-        """Whether it is finished. `silent` gets its broker's id when that does not answer: the next branch would wait
-        for it just as long."""
+        """Returns True if the branch is finished. `silent` gets the id of a broker that does not answer: the next
+        branch would wait as long."""
         branch = Branch(description.xid, description.broker_id, new_session())
         branch.epoch = description.epoch
         verb = Verb.COMMIT if outcome == COMMIT else Verb.ROLLBACK
@@ -177,7 +177,7 @@ class Recoverer:
         except BranchNotKnown:
             return True  # its application, or another recoverer, was faster
         except MetamqError as error:
-            log.warning("%s of %s is to be tried again: %s", outcome, description.xid, error)
+            log.warning("%s of %s will be tried again: %s", outcome, description.xid, error)
             if not isinstance(error, TransactionError) or isinstance(error, OutcomeUnknown):
                 silent.add(description.broker_id)
             return False

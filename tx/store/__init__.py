@@ -1,1 +1,1 @@
-"""The broker's side of transactions, without I/O: what a branch may do, what the journal says, and what follows."""
+"""The broker's rules for transactions, without I/O: what a branch may do, and the state that the journal gives."""

@@ -1,4 +1,4 @@
-"""One branch as its broker knows it. Values only."""
+"""The state of one branch in its broker. Values only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from metamq.wire.xa import Xid
 
 
 class Body(NamedTuple):
-    """Where a batch of the branch lies in the journal, and where it is to go."""
+    """The place of one batch of the branch in the journal, and the partition that it is for."""
 
     position: int
-    """The byte of the journal at which its entry begins."""
+    """The byte of the journal at which the batch's entry begins."""
     number: int
-    """Which of the entry's values it is, from 1 on."""
+    """The number of the batch among the values of the entry, from 1 on."""
     place: BodyPlace
     size_bytes: int
 
@@ -27,7 +27,7 @@ class Association:
 
     suspended: bool = False
     sent: int = 0
-    """Bodies that came from it."""
+    """Number of bodies that the session has sent."""
 
 
 @dataclass(slots=True)
@@ -36,60 +36,60 @@ class BranchState:
 
     xid: Xid
     epoch: int
-    """Which use of the id this is: higher than any before it in this broker id."""
+    """Identifies one use of the id: higher than the epoch of any earlier use in this broker id."""
     state: BranchPhase
     owner: str = ""
-    """For people: the client that began it."""
+    """The client that began the branch; people read it."""
     bodies: list[Body] = field(default_factory=list)
     messages: int = 0
     bytes: int = 0
-    """Of its bodies, as long as it has them."""
+    """Bytes of `bodies`."""
     first_lsn: int = -1
-    """Where its oldest record stands in the journal; -1 while it has none."""
+    """LSN of the branch's oldest record in the journal; -1 if there is no record."""
     sessions: dict[str, Association] = field(default_factory=dict)
     batches_of: dict[str, int] = field(default_factory=dict)
-    """What each session has sent, also before it ended its work and joined again: it counts on."""
+    """Batches that each session has sent. The count goes on when a session ends its work and joins again."""
     messages_of: dict[str, int] = field(default_factory=dict)
-    """What came from each session."""
+    """Messages that each session has sent."""
     timeout_s: float = 0.0
     deadline_s: float | None = None
-    """When it is rolled back unless it is prepared before; None: never."""
+    """The broker rolls the branch back at this time unless it is prepared before; None: never."""
     busy: bool = False
-    """Whether a record of it is being made durable: nothing else happens to it meanwhile."""
+    """True while one of the branch's records is being made durable. Until then no other verb changes the branch."""
     prepared_us: int = 0
     session_lost: bool = False
-    """Whether the connection of somebody who worked in it was lost."""
+    """True if the connection of a session that worked in the branch was lost."""
     rolled_back_code: int = 0
-    """Why it can be rolled back only (XA_RB*)."""
+    """The reason why the branch can only be rolled back (XA_RB*)."""
     rolled_back_reason: str = ""
     follows: tuple[int, ...] = ()
-    """Of a prepared one: (broker id, generation, epoch) of the branch whose decision it follows."""
+    """(broker id, generation of the broker id, epoch) of the branch whose decision a prepared branch follows."""
     followers: tuple[int, ...] = ()
-    """Of a decided one: (broker id, epoch, ...) of those that follow it."""
+    """(broker id, epoch, ...) of the branches that follow a decided branch."""
     heuristic_commit: bool = False
-    """What the operator decided, once `state` says that one did."""
+    """The operator's decision. Valid if `state` is HEURISTIC."""
 
     @property
     def key(self) -> BranchKey:
-        """What its records begin with."""
+        """The key that the branch's records begin with."""
         return BranchKey(self.xid, self.epoch)
 
     @property
     def associated(self) -> bool:
-        """Whether somebody works in it at present."""
+        """True if a session works in the branch now."""
         return any(not association.suspended for association in self.sessions.values())
 
     @property
     def suspended(self) -> bool:
-        """Whether somebody's work in it is suspended."""
+        """True if a session has suspended its work in the branch."""
         return any(association.suspended for association in self.sessions.values())
 
     def is_of(self, session: str) -> bool:
-        """Whether a session has begun it, works in it, or did."""
+        """True if the session began the branch, works in it, or did so before."""
         return session == self.owner or session in self.sessions or session in self.batches_of
 
     def becomes_rollback_only(self, code: int, reason: str) -> None:
-        """What was sent is given up."""
+        """Drops what was sent: from now on the branch can only be rolled back."""
         self.state = BranchPhase.ROLLBACK_ONLY
         self.rolled_back_code, self.rolled_back_reason = code, reason
         self.gives_up_bodies()
@@ -97,5 +97,5 @@ class BranchState:
         self.deadline_s = None
 
     def gives_up_bodies(self) -> None:
-        """They are given up, or a commit's from here on."""
+        """Drops the bodies: they are rolled back, or a CommittedBranch has them."""
         self.bodies, self.bytes = [], 0

@@ -1,10 +1,10 @@
-"""What the journal says: the state that its records add up to. Pure.
+"""The state that the records of the journal add up to. Pure.
 
-`apply` is called with every entry, in order: while the journal is read by whoever becomes master, and from then on with
-each that it writes. So what a restart finds is what was there, by construction; a test compares the two.
+A new master calls `apply` with every entry of the journal, in order. Then it calls `apply` with each entry that it
+writes. So a restart finds the state that was there before it; a test compares the two states.
 
-The journal is cut from its start, behind a MARK, when every live branch has been written down once more behind it. What
-is left then begins somewhere: records of branches that are not known are of finished ones, and mean nothing.
+The journal is cut at its start, before a MARK, once every live branch is written again after the cut. So the journal
+may begin with records of branches that are not known: these branches are finished, and their records are ignored.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from metamq.tx.store.table import LASTING, BranchPhase
 from metamq.wire.xa import Xid
 
 COMMITTED, ROLLED_BACK, DECIDED = 1, 2, 3
-"""In a Move, of `decision`; 0: none."""
+"""Values of `decision` in a Move; 0: no decision."""
 
 
 class Entry(NamedTuple):
-    """One entry of the journal, and where it stands."""
+    """One entry of the journal and its place."""
 
     lsn: int
     position: int
@@ -51,14 +51,14 @@ class Entry(NamedTuple):
 
 
 class CommittedBranch(NamedTuple):
-    """A commit that may not be in its partitions yet."""
+    """A commit whose messages may not be in their partitions yet."""
 
     lsn: int
     first_lsn: int
-    """Where the oldest of its records stands."""
+    """LSN of the branch's oldest record."""
     branch: BranchKey
     bodies: dict[int, Body]
-    """Those that may not be in their partitions yet, by their number in the branch, in order."""
+    """The bodies that may not be in their partitions yet, by their number in the branch, in order."""
     first_batch_id: int
 
 
@@ -68,7 +68,7 @@ NO_MARK = Mark(0, 0, 0, [])
 
 
 class JournalState:
-    """What the records so far add up to."""
+    """The state that the records so far add up to."""
 
     def __init__(self, memory: OutcomeMemory | None = None) -> None:
         self.branches: dict[Xid, BranchState] = {}
@@ -79,10 +79,10 @@ class JournalState:
         self.epoch_max = 0
         self._moving: dict[BranchKey, tuple[Move, BranchState]] = {}
         self._rewritten: dict[int, CommittedBranch] = {}
-        """Of commits that are being written down once more: what was written so far, by LSN."""
+        """Commits that are being written again, by LSN, with the bodies that were written so far."""
 
     def apply(self, entry: Entry) -> None:
-        """Takes an entry in. Raises CorruptData when something of a promise is missing."""
+        """Applies an entry. Raises CorruptData if a part of a prepared branch is missing."""
         number = 0
         for record in entry.records:
             if isinstance(record, Add):
@@ -102,11 +102,11 @@ class JournalState:
         xid, epoch = record.branch
         branch = self.branches.get(xid)
         moving = self._moving.get(record.branch) if self._moving else None
-        if moving is not None and record.first == len(moving[1].bodies):  # else that move was broken off
+        if moving is not None and record.first == len(moving[1].bodies):  # else that move was not completed
             branch = moving[1]
         if branch is None or branch.epoch != epoch:
             if record.first:
-                return  # of a branch whose beginning was cut off: it is finished
+                return  # of a branch whose first records were cut off: it is finished
             branch = self.branches[xid] = BranchState(xid, epoch, BranchPhase.IDLE, record.owner)
             self.epoch_max = max(self.epoch_max, epoch)
         if branch.first_lsn < 0:
@@ -126,7 +126,7 @@ class JournalState:
             if record.branch in self._moving:
                 move, moved = self._moving.pop(record.branch)
                 _check_whole(moved, move.messages)
-                self._takes_the_place(moved)
+                self._replace_by_copy(moved)
             return
         branch = self.branches.get(xid)
         if isinstance(record, COMMITS) or (isinstance(record, Heuristic) and record.commit):
@@ -156,9 +156,9 @@ class JournalState:
             del self.branches[xid]
             self._moving.pop(record.branch, None)
 
-    def _takes_the_place(self, moved: BranchState) -> None:
-        """A branch that was written down once more: its bodies lie elsewhere. All else of it may be known to memory
-        alone, such as who works in it."""
+    def _replace_by_copy(self, moved: BranchState) -> None:
+        """Replaces a branch by its new copy, whose bodies are at another place of the journal. The rest of the state,
+        such as the sessions that work in the branch, may be in memory only, and stays."""
         known = self.branches.get(moved.xid)
         if known is None or known.epoch != moved.epoch:
             self.branches[moved.xid] = moved
@@ -168,9 +168,9 @@ class JournalState:
 
     def _mark(self, record: Mark) -> None:
         self.mark = record
-        self._rewritten.clear()  # what was broken off may name bodies that this MARK covers
+        self._rewritten.clear()  # an unfinished rewrite may name bodies that this MARK covers
         for committed in [one for one in self.unmarked.values() if one.lsn < record.lsn]:
-            waiting = record.left_out and {  # mostly nothing is left out, and no body is looked at
+            waiting = record.left_out and {  # usually no partition is left out: then no body is looked at
                 n: body for n, body in committed.bodies.items() if body.place.key in record.left_out
             }
             if waiting:
@@ -186,11 +186,11 @@ class JournalState:
         (self.unmarked if record.is_last else self._rewritten)[record.lsn] = begun
 
     def is_needed(self, key: Key) -> bool:
-        """Whether a COMMIT may still have to be compared with what a partition has."""
+        """True if a COMMIT may still have to be compared with the partition's log."""
         return key in self.mark.left_out or any(lsn >= self.mark.lsn for lsn in reversed(self.unmarked))
 
     def drop_unprepared(self) -> list[BranchState]:
-        """A new master's first step: what was not promised is rolled back. Returns what was dropped."""
+        """Drops the branches that are not prepared: a new master's first step rolls them back. Returns them."""
         self._moving.clear()
         self._rewritten.clear()
         dropped = [b for b in self.branches.values() if b.state not in LASTING]
@@ -199,10 +199,10 @@ class JournalState:
         return dropped
 
     def first_needed_lsn(self, lsn: int, memory_lsn: int, left_out: Collection[Key]) -> int:
-        """What lies before it is not needed once a MARK says that all COMMITs before `lsn` are in their partitions, but
-        for those that are left out.
+        """Returns the first LSN that is still needed after a MARK. The MARK says that all COMMITs before `lsn` are in
+        their partitions, except for the partitions in `left_out`.
 
-        `memory_lsn`: from there on the journal has all that is remembered.
+        `memory_lsn`: from this LSN on the journal has all remembered outcomes.
         """
         live = [branch.first_lsn for branch in self.branches.values() if branch.first_lsn >= 0]
         unmarked = [
@@ -214,19 +214,19 @@ class JournalState:
 
 
 class Retained:
-    """What retention has to leave alone on account of the journal, as far as entries have been taken in."""
+    """The data that retention must keep because of the journal, as far as the entries were applied."""
 
     def __init__(self) -> None:
         self.mark = NO_MARK
         self.unmarked: list[int] = []
-        """LSNs of COMMITs behind that MARK."""
+        """LSNs of the COMMITs after that MARK."""
 
     def is_needed(self, key: Key) -> bool:
-        """Whether a COMMIT may still have to be compared with what a partition has."""
+        """True if a COMMIT may still have to be compared with the partition's log."""
         return bool(self.unmarked) or key in self.mark.left_out
 
     def apply(self, entry: Entry) -> None:
-        """Takes an entry in."""
+        """Applies an entry."""
         for record in entry.records:
             if isinstance(record, Mark):
                 self.mark = record
@@ -236,7 +236,7 @@ class Retained:
 
 
 def _bodies(entry: Entry, number: int, places: list[BodyPlace]) -> list[Body]:
-    """Of a record whose first body is this one of the entry, counted from 0."""
+    """Returns the bodies of a record. `number`: the index of the record's first body in the entry, from 0 on."""
     sizes = entry.sizes[number : number + len(places)]
     return [
         Body(entry.position, number + 1 + n, place, size)
@@ -245,7 +245,7 @@ def _bodies(entry: Entry, number: int, places: list[BodyPlace]) -> list[Body]:
 
 
 def move_of(branch: BranchState) -> Move:
-    """What a branch that is written down once more begins with."""
+    """Returns the record that begins a branch which is written again."""
     decision = 0
     if branch.state is BranchPhase.DECIDED:
         decision = DECIDED
@@ -265,12 +265,12 @@ def _moved(record: Move, lsn: int) -> BranchState:
         state = BranchPhase.DECIDED if record.decision == DECIDED else BranchPhase.HEURISTIC
     return BranchState(
         xid, epoch, state, record.owner, first_lsn=lsn, prepared_us=record.prepared_us,
-        messages=record.messages if record.decision else 0,  # of what is decided no bodies follow
+        messages=record.messages if record.decision else 0,  # no bodies follow for a decided branch
         heuristic_commit=record.decision == COMMITTED, follows=record.follows, followers=record.followers,
     )  # fmt: skip
 
 
 def _check_whole(branch: BranchState, messages: int) -> None:
     if branch.messages != messages:
-        what = f"{branch.xid} is promised with {messages:,} messages, and has {branch.messages:,}"
+        what = f"{branch.xid} is prepared with {messages:,} messages, and has {branch.messages:,}"
         raise CorruptData("the transaction journal", what)

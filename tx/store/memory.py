@@ -1,4 +1,4 @@
-"""What is remembered of branches that were committed, so that a repeated commit is answered as the first one was."""
+"""The memory of committed branches: a repeated commit gets the answer of the first one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ REMEMBERED_US = 24 * 3600 * 1_000_000
 
 
 class OutcomeMemory:
-    """The newest `REMEMBERED_MAX` of the last 24 hours, of either whichever is less.
+    """The newest `REMEMBERED_MAX` outcomes of the last 24 hours.
 
-    Bytes by bytes, as the journal has them: Python's garbage collector looks at every tuple again and again.
+    Outcomes are kept as bytes, as in the journal: Python's garbage collector visits every tuple again and again.
     """
 
     def __init__(self, most: int = REMEMBERED_MAX, age_us: int = REMEMBERED_US) -> None:
@@ -29,15 +29,15 @@ class OutcomeMemory:
         return len(self._known)
 
     def add(self, branch: BranchKey, time_us: int) -> None:
-        """The branch was committed then."""
+        """Remembers that the branch was committed at that time."""
         xid, rest = pack_outcome(branch, time_us)
         self._known.pop(xid, None)
         self._known[xid] = rest
         self.expire(time_us)
 
     def restore(self, remembered: Iterable[Outcome]) -> None:
-        """Some of what is remembered, as it was at that place of the journal: their COMMITs may be gone from it, and
-        newer ones stand before that place. Who has written it down knows all of it, but for what it forgot since."""
+        """Adds outcomes from a REMEMBERED record. Their COMMITs may be gone from the journal, and newer COMMITs may be
+        before that record. The writer of the record wrote all that it remembered, except what it forgot since."""
         known, forgotten_us = self._known, -1
         if self._in_order and len(known) >= self._most:
             forgotten_us = _time_of(next(iter(known.items())))
@@ -48,14 +48,14 @@ class OutcomeMemory:
                 self._in_order = False
 
     def epoch_of(self, xid: Xid) -> int | None:
-        """Which use of the id was committed; None: it is not remembered."""
+        """Returns the epoch of the id's committed use; None: it is not remembered."""
         if not self._known:
             return None
         rest = self._known.get(pack_id(xid))
         return epoch_and_time(rest)[0] if rest is not None else None
 
     def expire(self, now_us: int) -> None:
-        """Forgets what is too old, or too much."""
+        """Forgets outcomes that are too old or too many."""
         self._put_in_order()
         known = self._known
         while known and (
@@ -64,7 +64,7 @@ class OutcomeMemory:
             known.popitem(last=False)
 
     def items(self) -> Iterable[Outcome]:
-        """All of it, oldest first."""
+        """Returns all outcomes, oldest first."""
         self._put_in_order()
         return self._known.items()
 

@@ -1,26 +1,26 @@
 """The records of the transaction journal, as values and as bytes.
 
 The journal is a partition log of its own, replicated and flushed like a topic with `replication = "sync"` and
-`flush = "ack"`; so a torn tail, damage, and a slave that differs are dealt with where all logs are. One *entry* is one
-batch of it: the first value holds records, in msgpack, and each further value is a batch that a client sent (a *body*),
-as it will lie in its partition. All records of an entry are there, or none.
+`flush = "ack"`. So the code of all logs handles a torn tail, damage, and a slave that differs. One *entry* is one batch
+of the log. Its first value holds records, in msgpack. Each further value is a batch that a client sent (a *body*), in
+the form in which its partition will hold it. An entry is there with all its records, or not at all.
 
-    record       says                                                          is needed until
-    ADD          these bodies belong to the branch                             the branch is finished
-    PREPARE      the branch is promised, with so many messages                 the branch is finished
-    COMMIT       the branch is committed; its bodies have these batch ids      a later MARK, and as long as remembered
-    ROLLBACK     the branch is gone
-    HEURISTIC    an operator has committed it, or rolled it back               FORGET
-    DECIDE       as COMMIT, and branches at other brokers follow               FORGET
-    FORGET       nobody needs to know of either any more
-    MOVE, MOVED  begin and end of a branch that is written down once more      as the records that they stand for
-    MARK         every COMMIT so far is in its partitions, and flushed there, but for those that it leaves out; what is
-                 needed of the journal itself
-    REMEMBERED   branches that were committed, written down once more
-    WAITING      bodies of a COMMIT, written down once more                    a MARK covers their partitions
+    record       meaning                                                       needed until
+    ADD          these bodies belong to the branch.                            the branch is finished.
+    PREPARE      the branch is prepared, with this number of messages.         the branch is finished.
+    COMMIT       the branch is committed; its bodies have these batch ids.     a later MARK, and while it is remembered.
+    ROLLBACK     the branch is rolled back.
+    HEURISTIC    an operator has committed it, or rolled it back.              FORGET.
+    DECIDE       like COMMIT, and branches at other brokers follow it.         FORGET.
+    FORGET       HEURISTIC or DECIDE is not needed any more.
+    MOVE, MOVED  begin and end of a branch that is written again.              as long as the records that they replace.
+    MARK         every COMMIT so far is in its partitions and flushed there, except for the partitions that the MARK
+                 leaves out; it also says from where on the journal is needed.
+    REMEMBERED   committed branches, written again.
+    WAITING      bodies of a COMMIT, written again.                            a MARK covers their partitions.
 
-Finished branches leave nothing that could bring them back: whatever ends a branch stands behind all that made it, and
-the log is cut from its start only.
+A finished branch cannot come back: the record that ends a branch is after all records that made it, and the log is cut
+at its start only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Key = tuple[str, str, int]
 
 
 class BodyPlace(NamedTuple):
-    """Where a body is to go, and how many messages it holds."""
+    """The partition that a body is for, and its number of messages."""
 
     topic: str
     topic_id: str
@@ -54,14 +54,14 @@ class BodyPlace(NamedTuple):
 
 
 class BranchKey(NamedTuple):
-    """What every record about a branch begins with: its id, and which use of the id it is."""
+    """The key at the start of every record about a branch: its id, and which use of the id it is."""
 
     xid: Xid
     epoch: int
 
 
 class Add(NamedTuple):
-    """Bodies of a branch, which is made by the first of them. `first`: how many it had before."""
+    """Bodies of a branch. The first ADD makes the branch. `first`: the number of bodies that the branch had before."""
 
     branch: BranchKey
     first: int
@@ -76,7 +76,8 @@ class Prepare(NamedTuple):
     messages: int
     time_us: int
     follows: tuple[int, ...] = ()
-    """(broker id, generation, epoch) of the branch whose decision it follows; empty: a transaction manager's."""
+    """(broker id, generation of the broker id, epoch) of the branch whose decision it follows; empty: a transaction
+    manager decides."""
 
 
 class Commit(NamedTuple):
@@ -94,7 +95,7 @@ class RollbackRecord(NamedTuple):
 
 
 class Heuristic(NamedTuple):
-    """An operator has decided. With `commit` it is as Commit; the branch is kept until it is forgotten."""
+    """An operator has decided. With `commit` it has the effect of Commit; the branch is kept until it is forgotten."""
 
     branch: BranchKey
     commit: bool
@@ -103,13 +104,13 @@ class Heuristic(NamedTuple):
 
 
 class Decide(NamedTuple):
-    """The branch is committed as by Commit; it is kept, since others follow it."""
+    """The branch is committed, as by Commit. It is kept, because other branches follow it."""
 
     branch: BranchKey
     first_batch_id: int
     time_us: int
     followers: tuple[int, ...]
-    """(broker id, epoch, broker id, epoch, ...) of these."""
+    """(broker id, epoch, broker id, epoch, ...) of the followers."""
 
 
 class Forget(NamedTuple):
@@ -119,13 +120,13 @@ class Forget(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The branch follows once more: the ADDs up to MOVED take the place of all before."""
+    """The branch is written again: the ADDs up to MOVED replace all its records before."""
 
     branch: BranchKey
     prepared_us: int
-    """When it was prepared; 0 while it is not."""
+    """Time of its PREPARE; 0: it is not prepared."""
     decision: int
-    """0 none, 1 committed by an operator, 2 rolled back by one, 3 decided, and others follow."""
+    """0 none, 1 committed by an operator, 2 rolled back by an operator, 3 decided, and others follow."""
     messages: int
     owner: str
     follows: tuple[int, ...] = ()
@@ -133,65 +134,65 @@ class Move(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The branch is whole again."""
+    """The branch is written completely."""
 
     branch: BranchKey
 
 
 class Mark(NamedTuple):
-    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica. It says nothing
-    of the partitions in `left_out`: for them the MARK before still counts."""
+    """Every COMMIT before `lsn` is in its partitions: flushed there, and held by every in-sync replica. For the
+    partitions in `left_out` the MARK before this one still holds."""
 
     lsn: int
     needed_lsn: int
-    """What lies before it in the journal is not needed by anybody."""
+    """The journal before this LSN is not needed."""
     generation: int
-    """Of the broker id: in another one the positions may mean something else."""
+    """The generation of the broker id. In another generation the positions may mean something else."""
     ends: list[tuple[str, str, int, int]]
-    """(topic, topic id, index, position): whatever a COMMIT brings that this MARK does not cover lies behind these;
-    partitions that are not named were empty."""
+    """(topic, topic id, index, position): each COMMIT that this MARK does not cover adds its messages after these
+    positions. Partitions that are not named were empty."""
     left_out: tuple[Key, ...] = ()
 
 
 Outcome = tuple[bytes, bytes]
-"""A branch that was committed, as REMEMBERED has it: its id, and its epoch and when it was committed (microseconds).
-Kept so, too: there are so many of them that making values of each costs as much as transactions do."""
+"""A committed branch in the form of REMEMBERED: its id; and its epoch with the time of its commit (microseconds).
+In memory it has the same form: there are so many that one Python object for each would cost as much as transactions."""
 _EPOCH_AND_TIME = struct.Struct(">BQBQ")
 _U64 = 0xCF
-"""What msgpack has before a number of 8 bytes."""
+"""The byte that msgpack writes before a number of 8 bytes."""
 
 
 def pack_id(xid: Xid) -> bytes:
-    """The first half of an Outcome."""
+    """Returns the first half of an Outcome."""
     return bytes(msgpack.packb(xid))
 
 
 def pack_outcome(branch: BranchKey, time_us: int) -> Outcome:
-    """The branch was committed then."""
+    """Returns the Outcome of a branch that was committed at that time."""
     return pack_id(branch.xid), _EPOCH_AND_TIME.pack(_U64, branch.epoch, _U64, time_us)
 
 
 def epoch_and_time(half: bytes) -> tuple[int, int]:
-    """What the second half of an Outcome says."""
+    """Returns the epoch and the time in the second half of an Outcome."""
     _, epoch, _, time_us = _EPOCH_AND_TIME.unpack(half)
     return epoch, time_us
 
 
 class Remembered(NamedTuple):
-    """Branches that were committed: their COMMITs may be cut off."""
+    """Committed branches whose COMMITs may be cut off."""
 
     outcomes: list[Outcome]
 
 
 class Waiting(NamedTuple):
-    """Bodies of a COMMIT that no MARK covers. With the last of them they take the place of all that stands before."""
+    """Bodies of a COMMIT that no MARK covers. Once the last of them is written, they replace all records before."""
 
     branch: BranchKey
     lsn: int
-    """Of the COMMIT."""
+    """LSN of the COMMIT."""
     first_batch_id: int
     numbers: list[int]
-    """Which of the branch's bodies they are, from 0 on."""
+    """The numbers of these bodies in the branch, from 0 on."""
     places: list[BodyPlace]
     is_last: bool
 
@@ -216,11 +217,11 @@ _KINDS: dict[int, type[Any]] = {
 }
 _NUMBERS = {kind: number for number, kind in reversed(_KINDS.items())}
 _LEAVES_OUT = 13
-"""A MARK that leaves something out: whoever does not know that may not read it as another."""
+"""The number of a MARK that leaves partitions out: a reader that does not know it must not take it for MARK 9."""
 
 
 def pack(records: Iterable[Record]) -> bytes:
-    """The first value of an entry."""
+    """Packs the first value of an entry."""
     several = [*records]
     if any(isinstance(record, Remembered) for record in several):
         return _array_of([_pack_one(record) for record in several])
@@ -244,7 +245,8 @@ def _array_of(packed: Sequence[bytes]) -> bytes:
 
 
 def unpack(value: bytes, bodies: int) -> list[Record]:
-    """The records of an entry that has so many bodies. Raises CorruptData: its checksum was right, its author wrong."""
+    """Unpacks the records of an entry with this number of bodies. Raises CorruptData: the checksum was right, but the
+    content is not."""
     try:
         found = [_unpack_one(packed) for packed in msgpack.unpackb(value)]
     except (ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException, struct.error) as error:

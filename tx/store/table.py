@@ -1,12 +1,12 @@
-"""What each verb does in each state of a branch: the state table of the XA specification (chapter 6), as data.
+"""The effect of each verb in each state of a branch: the state table of the XA specification (chapter 6), as data.
 
-NONE            nobody knows the id; a committed one may be remembered
-ACTIVE          somebody works in it
-IDLE            nobody does, and it is not prepared
-PREPARED        promised: it can be committed and rolled back, and nothing happens to it by itself
-ROLLBACK_ONLY   it can be rolled back only, and what was sent is gone; kept so that its owner is told why
-HEURISTIC       an operator has decided; kept until the transaction manager has been told and forgets it
-DECIDED         not of XA: committed, and branches at other brokers follow; kept until they all have
+NONE            the broker does not know the id, or remembers only that it was committed.
+ACTIVE          a session works in the branch.
+IDLE            no session works in the branch, and it is not prepared.
+PREPARED        the branch can be committed and rolled back; it waits for that, and has no time-out.
+ROLLBACK_ONLY   the branch can only be rolled back, and its messages are gone; kept so that its owner gets the reason.
+HEURISTIC       an operator has decided; kept until the transaction manager knows that and forgets the branch.
+DECIDED         not in XA: committed, and branches at other brokers follow; kept until all followers have committed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from metamq.wire.xa import Verb
 
 
 class BranchPhase(enum.Enum):
-    """Where a branch is in its life."""
+    """The state of a branch."""
 
     __hash__ = object.__hash__  # Enum's own is written in Python
 
@@ -31,15 +31,15 @@ class BranchPhase(enum.Enum):
 
 
 class Ruling(enum.Enum):
-    """What follows from a verb in a state."""
+    """The result of a verb in a state."""
 
-    DO = "it is done"
-    NOTA = "nobody knows the branch"
-    PROTO = "it is not allowed there"
+    DO = "the verb is carried out"
+    NOTA = "the branch is not known"
+    PROTO = "the verb is not allowed in this state"
     DUPID = "the id is in use"
-    ROLLED_BACK = "the branch is, or is to be, rolled back: its reason is the answer"
-    HEURISTIC = "an operator's decision is the answer"
-    COMMITTED = "it is committed, which is the answer"
+    ROLLED_BACK = "the branch is rolled back, or must be: the answer is the reason"
+    HEURISTIC = "the answer is the operator's decision"
+    COMMITTED = "the answer is that the branch is committed"
 
 
 _DO, _NOTA, _PROTO, _DUPID = Ruling.DO, Ruling.NOTA, Ruling.PROTO, Ruling.DUPID
@@ -76,6 +76,6 @@ _ROWS: dict[Verb, tuple[Ruling, ...]] = {
 TABLE = {(verb, state): ruling for verb, row in _ROWS.items() for state, ruling in zip(_STATES, row, strict=True)}
 
 LASTING = (BranchPhase.PREPARED, BranchPhase.HEURISTIC, BranchPhase.DECIDED)
-"""States that a restart leaves as they are."""
+"""States that a restart keeps."""
 FORGETS = frozenset({Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE})
-"""Verbs that end a branch which is rollback-only: who is answered so is not to come back."""
+"""Verbs that end a rollback-only branch: a client does not come back after this answer."""

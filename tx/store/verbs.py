@@ -1,18 +1,18 @@
-"""JournalTransactionStore: what a broker answers to the verbs of XA, and what it has to write down first. Pure.
+"""JournalTransactionStore: a broker's answers to the verbs of XA, and the records that it must write before. Pure.
 
 Theory of operation
 -------------------
-`ask` looks at the table (metamq.tx.store.table) and gives a Step: what is to be written to the journal, whether that
-has to be durable (here, and on every in-sync replica) before it counts, and the answer. The caller writes, waits, and
-calls `written`; only then the state changes, by the same fold that reads the journal at a restart. A verb that writes
-nothing is done at once.
+`ask` looks at the table (metamq.tx.store.table) and returns a VerbStep: the record for the journal, whether the record
+must be durable (here, and on every in-sync replica) before the answer, and the answer. The caller writes, waits, and
+calls `written`. Only then the state changes, by the same code that reads the journal at a restart. A verb without a
+record changes the state at once.
 
     durable before the answer    PREPARE, COMMIT, COMMIT_ONE_PHASE, DECIDE, an operator's decisions
-    written, not waited for      SEND, ROLLBACK of what is prepared, FORGET: presumed abort, or the call repeated, mends
-                                 what is lost of these
+    written, not waited for      SEND, ROLLBACK of a prepared branch, FORGET: if the record is lost, presumed abort or
+                                 a repeated call repairs that
 
-One verb of a branch at a time: the caller sees to it. What is not prepared is dropped by a restart, by its time-out and
-with the connection of who works in it; what is prepared, by nothing but a verb.
+The caller runs one verb of a branch at a time. A branch that is not prepared is dropped by a restart, by its time-out,
+or when the connection of its session is lost. A prepared branch ends only by a verb.
 """
 
 from __future__ import annotations
@@ -47,221 +47,226 @@ from metamq.tx.store.table import FORGETS, TABLE, BranchPhase, Ruling
 from metamq.wire.xa import Verb, XACode, Xid
 
 ROLLED_BACK_KEPT_S = 3600.0
-"""So long it is kept why a branch was given up, for its owner; shorter where there are too many branches."""
+"""Seconds for which the reason of a rollback is kept for the owner; shorter if there are too many branches."""
 LOST_SESSION_KEPT_S = 60.0
-"""The same, once the connection of its owner is lost, who most likely has ended. One that comes back later is told that
-the branch is not known, as after a restart of the broker: it was not prepared, so it is rolled back either way."""
+"""The same after the connection of the owner is lost: most likely the owner has ended. An owner that comes back later
+gets the answer that the branch is not known, as after a restart of the broker. In both cases it is rolled back."""
 
 
 ENDS = (Verb.COMMIT, Verb.ROLLBACK)
 
 
 class TransactionLimits(NamedTuple):
-    """How much may be open at once in one broker."""
+    """Limits of one broker for transactions that are open at the same time."""
 
     branches: int = 10_000
     messages: int = 100_000_000
-    """Of one branch."""
+    """Messages in one branch."""
     journal_bytes: int = 64 << 30
-    """Of the journal: beyond it nothing more is taken, but what is there can be finished."""
+    """Bytes of the journal. Above this limit the broker refuses new work, and still finishes open branches."""
     timeout_s: float = 30.0
-    """Of a branch that names none."""
+    """Seconds for a branch that gives no time-out."""
     timeout_max_s: float = 24 * 3600.0
 
 
 @dataclass(slots=True)
 class VerbRequest:
-    """One verb, as it came. A request with several makes one of these, and changes verb and epoch."""
+    """One verb. For a request with several verbs the broker makes one VerbRequest, and changes its verb and epoch."""
 
     verb: Verb
     xid: Xid
     epoch: int = 0
-    """Which use of the id is meant; 0: whichever there is."""
+    """The use of the id that is meant; 0: any use."""
     session: str = ""
     timeout_s: float = 0.0
-    """START: 0 is the broker's default."""
+    """START: seconds; 0 is the broker's default."""
     messages: int = -1
-    """PREPARE, COMMIT_ONE_PHASE: how many the session has sent; -1: it does not say."""
+    """PREPARE, COMMIT_ONE_PHASE: number of messages that the session has sent; -1: unknown."""
     first: int = 0
-    """SEND: how many bodies the session has sent before."""
+    """SEND: number of bodies that the session has sent before."""
     places: tuple[BodyPlace, ...] = ()
     owner: str = ""
     follows: tuple[int, ...] = ()
-    """PREPARE: as in Prepare."""
+    """PREPARE: see Prepare."""
     followers: tuple[int, ...] = ()
-    """DECIDE: as in Decide."""
+    """DECIDE: see Decide."""
 
 
 class Answer(NamedTuple):
-    """What a verb is answered with."""
+    """The answer to a verb."""
 
     code: XACode
     epoch: int
 
 
 class VerbStep(NamedTuple):
-    """What follows from a verb."""
+    """The answer to a verb, and the record to write before it."""
 
     answer: Answer | None
     """None: `error` is the answer."""
     error: TransactionError | None = None
     record: Record | None = None
-    """To be written to the journal, with the bodies that came."""
+    """The record to write to the journal, with the bodies of the request."""
     durable: bool = False
-    """Whether the answer waits until the record cannot be lost."""
+    """True if the answer must wait until the record cannot be lost."""
     repeated: bool = False
-    """SEND: the bodies are here already."""
+    """SEND: the broker has the bodies already."""
 
 
 class JournalTransactionStore:
     """The branches of one broker. Used by one thread."""
 
     def __init__(self, epoch: int, limits: TransactionLimits | None = None) -> None:
-        """`epoch`: the master's term; ids of uses of an Xid begin with it, so they are higher than all before."""
+        """`epoch`: the master's epoch. The epochs of branches begin with it, so they are higher than all before."""
         self.journal = JournalState()
         self.limits = limits if limits is not None else TransactionLimits()
-        self._term = epoch
+        self._master_epoch = epoch
         self._next_epoch = epoch << 32
-        self._never = OutcomeMemory()
-        """Ids whose owners were told that they were not committed. Only what this process was sent may come late."""
+        self._not_committed = OutcomeMemory()
+        """Ids whose owners got the answer that they were not committed. Only requests to this process may come late."""
 
     @property
     def branches(self) -> dict[Xid, BranchState]:
-        """Those that are not finished."""
+        """The branches that are not finished."""
         return self.journal.branches
 
-    def ask(self, asked: VerbRequest, now_s: float, now_us: int) -> VerbStep:
-        """What follows from a verb. `now_s` is monotonic, `now_us` the time of day in microseconds."""
-        branch = self.branches.get(asked.xid)
-        if asked.epoch >> 32 > self._term:  # a former master knows nothing of what its successor began
-            return _refuse(asked, TryLater, XACode.RETRY, "it was begun at a later master of this broker id")
-        if branch is not None and asked.epoch and asked.epoch != branch.epoch:
-            if asked.verb is Verb.RESOLVE and asked.epoch < branch.epoch:  # that use is over, and left nothing
-                return _refuse(asked, BranchNotKnown, XACode.NOTA, _stale(asked.epoch, branch.epoch))
-            return _refuse(asked, BranchMisuse, XACode.PROTO, _stale(asked.epoch, branch.epoch))
-        if branch is not None and asked.verb is Verb.RESOLVE and not asked.epoch and not branch.is_of(asked.session):
-            # Its request may have been lost on its way here, and the id was in use: by somebody else.
-            return _refuse(asked, BranchMisuse, XACode.PROTO, "it is another session's: which use is meant?")
-        ruling = TABLE[asked.verb, branch.state if branch is not None else BranchPhase.NONE]
+    def ask(self, request: VerbRequest, now_s: float, now_us: int) -> VerbStep:
+        """Returns the step for a verb. `now_s` is monotonic, `now_us` the time of day in microseconds."""
+        branch = self.branches.get(request.xid)
+        if request.epoch >> 32 > self._master_epoch:  # a former master does not know the branches of its successor
+            return _refuse(request, TryLater, XACode.RETRY, "it was begun at a later master of this broker id")
+        if branch is not None and request.epoch and request.epoch != branch.epoch:
+            if request.verb is Verb.RESOLVE and request.epoch < branch.epoch:  # that use is over, and left no record
+                return _refuse(request, BranchNotKnown, XACode.NOTA, _stale(request.epoch, branch.epoch))
+            return _refuse(request, BranchMisuse, XACode.PROTO, _stale(request.epoch, branch.epoch))
+        if (
+            branch is not None
+            and request.verb is Verb.RESOLVE
+            and not request.epoch
+            and not branch.is_of(request.session)
+        ):
+            # Its request may have been lost on its way here, and another session uses the id.
+            return _refuse(request, BranchMisuse, XACode.PROTO, "the branch is another session's: say which epoch")
+        ruling = TABLE[request.verb, branch.state if branch is not None else BranchPhase.NONE]
         if ruling is Ruling.NOTA:
-            return self._not_known(asked, now_us)
+            return self._not_known(request, now_us)
         if ruling is Ruling.DUPID:
-            return _refuse(asked, BranchMisuse, XACode.DUPID, "the id is in use")
-        if asked.verb is Verb.START:
-            return self._start(asked, now_s)
+            return _refuse(request, BranchMisuse, XACode.DUPID, "the id is in use")
+        if request.verb is Verb.START:
+            return self._start(request, now_s)
         assert branch is not None
         if ruling is Ruling.PROTO:
-            what = f"{asked.verb.name} is not allowed while it is {branch.state.value}"
-            return _refuse(asked, BranchMisuse, XACode.PROTO, what)
+            what = f"{request.verb.name} is not allowed while it is {branch.state.value}"
+            return _refuse(request, BranchMisuse, XACode.PROTO, what)
         if ruling is Ruling.HEURISTIC:
-            return _heuristic(asked, branch)
+            return _heuristic(request, branch)
         if ruling is Ruling.ROLLED_BACK:
-            return self._rolled_back(asked, branch)
-        if branch.follows and branch.state is BranchPhase.PREPARED and asked.verb in ENDS and not asked.epoch:
-            what = f"it follows the decision of broker {branch.follows[0]}, and ends by itself"
-            return _refuse(asked, TryLater, XACode.RETRY, what)
+            return self._rolled_back(request, branch)
+        if branch.follows and branch.state is BranchPhase.PREPARED and request.verb in ENDS and not request.epoch:
+            what = f"it follows the decision of broker {branch.follows[0]}, and ends without a request"
+            return _refuse(request, TryLater, XACode.RETRY, what)
         if ruling is Ruling.COMMITTED:
-            return _committed(asked, branch.epoch)
-        return self._do(asked, branch, now_us)
+            return _committed(request, branch.epoch)
+        return self._do(request, branch, now_us)
 
-    # -- what the table says is no ------------------------------------------------------------------------------------
+    # -- verbs that the table refuses ---------------------------------------------------------------------------------
 
-    def _not_known(self, asked: VerbRequest, now_us: int) -> VerbStep:
-        committed = self.journal.memory.epoch_of(asked.xid)
-        if committed is not None and asked.epoch in (0, committed):
-            return _committed(asked, committed)
-        if committed is not None and not (asked.verb is Verb.RESOLVE and asked.epoch < committed):
-            return _refuse(asked, BranchMisuse, XACode.PROTO, _stale(asked.epoch, committed))
-        if asked.verb is Verb.RESOLVE:
-            self._never.add(BranchKey(asked.xid, 0), now_us)
-        return _refuse(asked, BranchNotKnown, XACode.NOTA, "nobody knows it here: it never was, or is finished")
+    def _not_known(self, request: VerbRequest, now_us: int) -> VerbStep:
+        committed = self.journal.memory.epoch_of(request.xid)
+        if committed is not None and request.epoch in (0, committed):
+            return _committed(request, committed)
+        if committed is not None and not (request.verb is Verb.RESOLVE and request.epoch < committed):
+            return _refuse(request, BranchMisuse, XACode.PROTO, _stale(request.epoch, committed))
+        if request.verb is Verb.RESOLVE:
+            self._not_committed.add(BranchKey(request.xid, 0), now_us)
+        return _refuse(request, BranchNotKnown, XACode.NOTA, "the broker does not know it: it never was, or has ended")
 
-    def _rolled_back(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
-        if asked.verb in (Verb.END, Verb.FAIL, Verb.SUSPEND):
-            branch.sessions.pop(asked.session, None)
-        if asked.verb in FORGETS:
-            del self.branches[asked.xid]
-        return VerbStep(None, RolledBack(asked.xid, branch.rolled_back_code, branch.rolled_back_reason))
+    def _rolled_back(self, request: VerbRequest, branch: BranchState) -> VerbStep:
+        if request.verb in (Verb.END, Verb.FAIL, Verb.SUSPEND):
+            branch.sessions.pop(request.session, None)
+        if request.verb in FORGETS:
+            del self.branches[request.xid]
+        return VerbStep(None, RolledBack(request.xid, branch.rolled_back_code, branch.rolled_back_reason))
 
     # -- verbs that write nothing -------------------------------------------------------------------------------------
 
-    def _start(self, asked: VerbRequest, now_s: float) -> VerbStep:
-        if self.journal.memory.epoch_of(asked.xid) is not None:
-            return _refuse(asked, BranchMisuse, XACode.DUPID, "it was committed not long ago")
-        if self._never.epoch_of(asked.xid) is not None:
-            return _refuse(asked, BranchMisuse, XACode.DUPID, "its owner was told that it was rolled back")
-        if len(self.branches) >= self.limits.branches and not self._made_room():
-            return _refuse(asked, TryLater, XACode.RMERR, f"{len(self.branches):,} branches are open, the most allowed")
+    def _start(self, request: VerbRequest, now_s: float) -> VerbStep:
+        if self.journal.memory.epoch_of(request.xid) is not None:
+            return _refuse(request, BranchMisuse, XACode.DUPID, "it was committed recently")
+        if self._not_committed.epoch_of(request.xid) is not None:
+            return _refuse(request, BranchMisuse, XACode.DUPID, "its owner got the answer that it was rolled back")
+        if len(self.branches) >= self.limits.branches and not self._drop_rollback_only():
+            return _refuse(request, TryLater, XACode.RMERR, f"{len(self.branches):,} branches are open, the limit")
         self._next_epoch += 1
-        branch = BranchState(asked.xid, self._next_epoch, BranchPhase.ACTIVE, asked.owner)
-        branch.sessions[asked.session] = Association()
-        branch.timeout_s = min(asked.timeout_s or self.limits.timeout_s, self.limits.timeout_max_s)
+        branch = BranchState(request.xid, self._next_epoch, BranchPhase.ACTIVE, request.owner)
+        branch.sessions[request.session] = Association()
+        branch.timeout_s = min(request.timeout_s or self.limits.timeout_s, self.limits.timeout_max_s)
         branch.deadline_s = now_s + branch.timeout_s
-        self.branches[asked.xid] = branch
+        self.branches[request.xid] = branch
         return VerbStep(Answer(XACode.OK, branch.epoch))
 
-    def _made_room(self) -> bool:
-        """Forgets the oldest of what was given up: it is kept to tell its owners why, and holds up nobody."""
+    def _drop_rollback_only(self) -> bool:
+        """Forgets the oldest rollback-only branches. They are kept only to give their owners the reason."""
         given_up = [b.xid for b in self.branches.values() if b.state is BranchPhase.ROLLBACK_ONLY and not b.busy]
-        for xid in given_up[: 1 + len(given_up) // 10]:  # several, since all branches were looked at
+        for xid in given_up[: 1 + len(given_up) // 10]:  # several at once, since this looks at all branches
             del self.branches[xid]
         return bool(given_up)
 
-    def _join(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
-        association = branch.sessions.get(asked.session)
-        if asked.verb is Verb.RESUME:
+    def _join(self, request: VerbRequest, branch: BranchState) -> VerbStep:
+        association = branch.sessions.get(request.session)
+        if request.verb is Verb.RESUME:
             if association is None or not association.suspended:
-                return _refuse(asked, BranchMisuse, XACode.PROTO, "this session has not suspended its work in it")
+                return _refuse(request, BranchMisuse, XACode.PROTO, "this session has not suspended its work in it")
             association.suspended = False
         elif association is not None:
-            return _refuse(asked, BranchMisuse, XACode.PROTO, "this session works in it already")
+            return _refuse(request, BranchMisuse, XACode.PROTO, "this session works in it already")
         else:
-            branch.sessions[asked.session] = Association(sent=branch.batches_of.get(asked.session, 0))
+            branch.sessions[request.session] = Association(sent=branch.batches_of.get(request.session, 0))
         branch.state = BranchPhase.ACTIVE
         return _ok(branch)
 
-    def _end(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
-        association = branch.sessions.get(asked.session)
-        if association is None or (association.suspended and asked.verb is Verb.SUSPEND):
-            return _refuse(asked, BranchMisuse, XACode.PROTO, "this session does not work in it")
-        if asked.verb is Verb.SUSPEND:
+    def _end(self, request: VerbRequest, branch: BranchState) -> VerbStep:
+        association = branch.sessions.get(request.session)
+        if association is None or (association.suspended and request.verb is Verb.SUSPEND):
+            return _refuse(request, BranchMisuse, XACode.PROTO, "this session does not work in it")
+        if request.verb is Verb.SUSPEND:
             association.suspended = True
         else:
-            del branch.sessions[asked.session]
-        if asked.verb is Verb.FAIL:
-            branch.becomes_rollback_only(XACode.RBROLLBACK, "its work failed, as its owner said")
+            del branch.sessions[request.session]
+        if request.verb is Verb.FAIL:
+            branch.becomes_rollback_only(XACode.RBROLLBACK, "its owner reported that its work failed")
         elif not branch.associated:
             branch.state = BranchPhase.IDLE
         return _ok(branch)
 
-    def begin(self, asked: VerbRequest, now_s: float) -> VerbStep | None:
-        """START, SEND and END in one, which is how most transactions begin: what these three come to. None where one of
-        them would be refused: then they are to be asked for, each by itself."""
-        messages = sum([place.messages for place in asked.places])
-        if asked.epoch or asked.first or not 0 < messages <= self.limits.messages or asked.xid in self.branches:
+    def begin(self, request: VerbRequest, now_s: float) -> VerbStep | None:
+        """Does START, SEND and END in one step: most transactions begin so. Returns None if one of the three would be
+        refused: then the caller must ask for each of them separately."""
+        messages = sum([place.messages for place in request.places])
+        if request.epoch or request.first or not 0 < messages <= self.limits.messages or request.xid in self.branches:
             return None
-        step = self._start(asked, now_s)
+        step = self._start(request, now_s)
         if step.error is not None:
             return None
-        branch = self.branches[asked.xid]
+        branch = self.branches[request.xid]
         branch.state = BranchPhase.IDLE
         branch.sessions.clear()
-        branch.batches_of[asked.session] = len(asked.places)
-        branch.messages_of[asked.session] = messages
-        return step._replace(record=Add(branch.key, 0, [*asked.places], branch.owner))
+        branch.batches_of[request.session] = len(request.places)
+        branch.messages_of[request.session] = messages
+        return step._replace(record=Add(branch.key, 0, [*request.places], branch.owner))
 
     # -- verbs that write ---------------------------------------------------------------------------------------------
 
-    def _do(self, asked: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
-        verb = asked.verb
+    def _do(self, request: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
+        verb = request.verb
         if verb in (Verb.JOIN, Verb.RESUME):
-            return self._join(asked, branch)
+            return self._join(request, branch)
         if verb in (Verb.END, Verb.FAIL, Verb.SUSPEND):
-            return self._end(asked, branch)
+            return self._end(request, branch)
         if verb is Verb.SEND:
-            return self._send(asked, branch)
+            return self._send(request, branch)
         if verb in (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE):
-            return self._finish_work(asked, branch, now_us)
+            return self._finish_work(request, branch, now_us)
         if verb is Verb.COMMIT:
             return _durable(branch, Commit(branch.key, 0, now_us))
         if verb is Verb.FORGET:
@@ -270,63 +275,63 @@ class JournalTransactionStore:
             return self._rollback(branch)
         if verb is Verb.RESOLVE:
             del self.branches[branch.xid]
-            return self._not_known(asked, now_us)
+            return self._not_known(request, now_us)
         return _durable(branch, Heuristic(branch.key, verb is Verb.HEURISTIC_COMMIT, 0, now_us))
 
-    def _send(self, asked: VerbRequest, branch: BranchState) -> VerbStep:
-        association = branch.sessions.get(asked.session)
+    def _send(self, request: VerbRequest, branch: BranchState) -> VerbStep:
+        association = branch.sessions.get(request.session)
         if association is None or association.suspended:
-            return _refuse(asked, BranchMisuse, XACode.PROTO, "this session does not work in it")
-        if asked.first + len(asked.places) <= association.sent:
+            return _refuse(request, BranchMisuse, XACode.PROTO, "this session does not work in it")
+        if request.first + len(request.places) <= association.sent:
             return VerbStep(Answer(XACode.OK, branch.epoch), repeated=True)
-        if asked.first != association.sent:
-            what = f"its session has sent {association.sent} batches, and not {asked.first}"
-            return _refuse(asked, BranchMisuse, XACode.PROTO, what)
-        messages = branch.messages + sum(place.messages for place in asked.places)
+        if request.first != association.sent:
+            what = f"its session has sent {association.sent} batches, not {request.first}"
+            return _refuse(request, BranchMisuse, XACode.PROTO, what)
+        messages = branch.messages + sum(place.messages for place in request.places)
         if messages > self.limits.messages:
-            return _refuse(asked, TryLater, XACode.RMERR, f"it would have {messages:,} messages: too many")
-        association.sent += len(asked.places)
-        branch.batches_of[asked.session] = association.sent
-        branch.messages_of[asked.session] = branch.messages_of.get(asked.session, 0) + messages - branch.messages
+            return _refuse(request, TryLater, XACode.RMERR, f"it would have {messages:,} messages, above the limit")
+        association.sent += len(request.places)
+        branch.batches_of[request.session] = association.sent
+        branch.messages_of[request.session] = branch.messages_of.get(request.session, 0) + messages - branch.messages
         return VerbStep(
-            Answer(XACode.OK, branch.epoch), record=Add(branch.key, len(branch.bodies), [*asked.places], branch.owner)
+            Answer(XACode.OK, branch.epoch), record=Add(branch.key, len(branch.bodies), [*request.places], branch.owner)
         )
 
-    def _finish_work(self, asked: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
+    def _finish_work(self, request: VerbRequest, branch: BranchState, now_us: int) -> VerbStep:
         if branch.suspended:
-            return _refuse(asked, BranchMisuse, XACode.PROTO, "somebody's work in it is suspended, and not ended")
-        came = branch.messages_of.get(asked.session, 0)
-        if asked.messages >= 0 and asked.messages != came:
-            what = f"{asked.messages:,} messages were sent in it, {came:,} came"
+            return _refuse(request, BranchMisuse, XACode.PROTO, "a session has suspended its work: end that first")
+        came = branch.messages_of.get(request.session, 0)
+        if request.messages >= 0 and request.messages != came:
+            what = f"{request.messages:,} messages were sent in it, the broker has {came:,}"
             branch.becomes_rollback_only(XACode.RBPROTO, what)
-            return self._rolled_back(asked, branch)
-        if not branch.bodies and asked.verb is Verb.DECIDE:
-            return _refuse(asked, BranchMisuse, XACode.PROTO, "it has no messages, and so no record to decide with")
+            return self._rolled_back(request, branch)
+        if not branch.bodies and request.verb is Verb.DECIDE:
+            return _refuse(request, BranchMisuse, XACode.PROTO, "it has no messages, so no record for the decision")
         if not branch.bodies:
-            del self.branches[asked.xid]
-            code = XACode.RDONLY if asked.verb is Verb.PREPARE else XACode.OK
+            del self.branches[request.xid]
+            code = XACode.RDONLY if request.verb is Verb.PREPARE else XACode.OK
             return VerbStep(Answer(code, branch.epoch))
-        if asked.verb is Verb.PREPARE:
-            return _durable(branch, Prepare(branch.key, branch.messages, now_us, asked.follows))
-        if asked.verb is Verb.DECIDE:
-            return _durable(branch, Decide(branch.key, 0, now_us, asked.followers))
+        if request.verb is Verb.PREPARE:
+            return _durable(branch, Prepare(branch.key, branch.messages, now_us, request.follows))
+        if request.verb is Verb.DECIDE:
+            return _durable(branch, Decide(branch.key, 0, now_us, request.followers))
         return _durable(branch, Commit(branch.key, 0, now_us))
 
     def _rollback(self, branch: BranchState) -> VerbStep:
         answer = Answer(XACode.OK, branch.epoch)
         if branch.state is BranchPhase.PREPARED:
             return VerbStep(answer, record=RollbackRecord(branch.key))
-        del self.branches[branch.xid]  # a restart drops what is not prepared: nothing has to be written
+        del self.branches[branch.xid]  # a restart drops a branch that is not prepared: no record is needed
         return VerbStep(answer)
 
-    # -- what happens by itself ---------------------------------------------------------------------------------------
+    # -- events other than verbs --------------------------------------------------------------------------------------
 
     def written(self, entry: Entry) -> None:
-        """An entry is in the journal; if it is to be durable, it is."""
+        """Applies an entry that is in the journal, and durable if it must be."""
         self.journal.apply(entry)
 
     def expire(self, now_s: float) -> list[BranchState]:
-        """Gives up the branches whose time is over, and returns them; forgets those that nobody asked for since."""
+        """Gives up the branches whose time-out is over, and returns them. Forgets old rollback-only branches."""
         given_up = []
         for branch in list(self.branches.values()):
             if branch.state is BranchPhase.ROLLBACK_ONLY:
@@ -343,13 +348,13 @@ class JournalTransactionStore:
         return given_up
 
     def session_lost(self, session: str) -> list[BranchState]:
-        """Nobody is behind a session any more: gives up what it works in, or has begun, and returns that."""
+        """Gives up the branches that a lost session works in or began, and returns them."""
         lost = [one for one in self.branches.values() if session in one.sessions or session == one.owner]
         given_up = [one for one in lost if one.state in (BranchPhase.ACTIVE, BranchPhase.IDLE) and not one.busy]
         for branch in lost:
             branch.session_lost = True
         for branch in given_up:
-            branch.becomes_rollback_only(XACode.RBCOMMFAIL, "the connection of who worked in it was lost")
+            branch.becomes_rollback_only(XACode.RBCOMMFAIL, "the connection of a session that worked in it was lost")
         return given_up
 
 
@@ -361,26 +366,26 @@ def _durable(branch: BranchState, record: Record) -> VerbStep:
     return VerbStep(Answer(XACode.OK, branch.epoch), record=record, durable=True)
 
 
-def _committed(asked: VerbRequest, epoch: int) -> VerbStep:
-    """To whoever asks of a branch that is committed."""
-    if asked.verb in (Verb.COMMIT, Verb.COMMIT_ONE_PHASE, Verb.DECIDE, Verb.RESOLVE):
+def _committed(request: VerbRequest, epoch: int) -> VerbStep:
+    """Returns the answer to a verb on a committed branch."""
+    if request.verb in (Verb.COMMIT, Verb.COMMIT_ONE_PHASE, Verb.DECIDE, Verb.RESOLVE):
         return VerbStep(Answer(XACode.OK, epoch))  # the answer to the first one was lost
-    error = BranchNotKnown(asked.xid, XACode.NOTA, "it was committed")
+    error = BranchNotKnown(request.xid, XACode.NOTA, "it was committed")
     error.finished = "committed"
     return VerbStep(None, error)
 
 
-def _refuse(asked: VerbRequest, kind: type[TransactionError], code: XACode, reason: str) -> VerbStep:
-    return VerbStep(None, kind(asked.xid, code, reason))
+def _refuse(request: VerbRequest, kind: type[TransactionError], code: XACode, reason: str) -> VerbStep:
+    return VerbStep(None, kind(request.xid, code, reason))
 
 
-def _stale(asked: int, known: int) -> str:
-    when = "an earlier" if asked < known else "a later"
-    return f"this is for {when} use of the id: {asked}, and not {known}"
+def _stale(requested: int, known: int) -> str:
+    when = "an earlier" if requested < known else "a later"
+    return f"the request is for {when} use of the id: epoch {requested}, not {known}"
 
 
-def _heuristic(asked: VerbRequest, branch: BranchState) -> VerbStep:
+def _heuristic(request: VerbRequest, branch: BranchState) -> VerbStep:
     committed = branch.heuristic_commit
     code = XACode.HEURCOM if committed else XACode.HEURRB
     what = "committed" if committed else "rolled back"
-    return VerbStep(None, HeuristicOutcome(asked.xid, code, f"an operator has {what} it"))
+    return VerbStep(None, HeuristicOutcome(request.xid, code, f"an operator has {what} it"))

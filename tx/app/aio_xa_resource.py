@@ -9,8 +9,8 @@ from typing import Self, Unpack
 
 from metamq.client.net.branches import BranchDescription
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
-from metamq.tx.app.faces import XASettings
 from metamq.tx.app.resource import TM, Vote, XACore, XAOptions
+from metamq.tx.app.xa_resource import XASettings
 from metamq.wire.xa import Xid
 
 
@@ -24,7 +24,7 @@ class XAResource:
             if await mq.prepare(xid) is Vote.OK:
                 await mq.commit(xid)
 
-    Cancelling a call takes back nothing that was sent already: its outcome is unknown then.
+    Cancelling a call does not take back a request that was sent: then its outcome is unknown.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class XASettings(TypedDict, total=False):
 class XAResource:
     """The verbs of XA at one broker. For one thread at a time.
 
-    broker:     the id of the broker that the branches are at; messages go to its partitions only.
-    zookeeper, config, root: as of metamq.Producer.
+    broker:     the id of the broker that has the branches; messages go to its partitions only.
+    zookeeper, config, root: see metamq.Producer.
     settings:   batch_bytes, max_message_bytes, compression, partitioner, request_timeout_s.
 
         with XAResource(broker=0) as mq:
@@ -42,8 +42,8 @@ class XAResource:
                 mq.commit(xid)
 
     Every method raises a TransactionError whose class says what to do: RolledBack, OutcomeUnknown, BranchNotKnown,
-    HeuristicOutcome, BranchMisuse, TryLater; its `code` is that of XA. And ConnectError or Fenced when it was certainly
-    not done, since nobody could be asked.
+    HeuristicOutcome, BranchMisuse, TryLater; its `code` is the code of XA. A method raises ConnectError or Fenced if
+    the verb was certainly not carried out, because no broker could be asked.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class XAResource:
         self._background.run(self._core.open(zookeeper_servers(zookeeper, config), zookeeper_root(root, config)))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises ForkedError in a fork's child, where nothing would answer."""
+        """Runs the work in the background loop. Raises ForkedError in a fork's child, where the loop is dead."""
         if self._core.is_forked:
             work.close()
             raise ForkedError("XAResource")
         return self._background.run(work)
 
     def start(self, xid: Xid, flags: TM = TM.NOFLAGS, *, timeout_s: float | None = None) -> None:
-        """Begins a branch and works in it; JOIN: in one that is there, RESUME: in one that was suspended here.
+        """Begins a branch and works in it. JOIN: works in an existing branch. RESUME: works in a suspended one again.
 
-        `timeout_s`: after so long it is rolled back unless it is prepared; None: set_timeout()'s, then the broker's.
+        `timeout_s`: after this time it is rolled back unless it is prepared; None: set_timeout()'s, then the broker's.
         """
         self._run(self._core.start(xid, flags, timeout_s))
 
@@ -83,46 +83,46 @@ class XAResource:
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> None:
-        """Sends a message in the branch that is worked in: nobody sees it before that is committed."""
+        """Sends a message in the current branch: readers see it after the branch is committed."""
         self._run(self._core.send(topic, value, key, headers, partition, timestamp))
 
     def end(self, xid: Xid, flags: TM = TM.SUCCESS) -> None:
-        """Ends the work in it. FAIL: it can be rolled back only. SUSPEND: to be resumed, or ended."""
+        """Ends the work in a branch. FAIL: it can only be rolled back. SUSPEND: it can be resumed, or ended."""
         self._run(self._core.end(xid, flags))
 
     def prepare(self, xid: Xid) -> Vote:
-        """Makes sure that it can be committed, whatever happens; it then stays until it is finished."""
+        """Prepares the branch: it can be committed, whatever happens, and stays until it is finished."""
         return self._run(self._core.prepare(xid))
 
     def commit(self, xid: Xid, *, one_phase: bool = False) -> None:
-        """Commits it: its messages are seen. `one_phase`: without prepare(). May be repeated."""
+        """Commits the branch: readers see its messages. `one_phase`: without prepare(). May be repeated."""
         self._run(self._core.commit(xid, one_phase))
 
     def rollback(self, xid: Xid) -> None:
-        """Rolls it back: its messages are never seen."""
+        """Rolls the branch back: readers never see its messages."""
         self._run(self._core.rollback(xid))
 
     def recover(self, flags: TM = TM.STARTRSCAN) -> list[BranchDescription]:
-        """The branches of this broker that are prepared, or were finished by an operator, whoever began them.
+        """Returns this broker's branches that are prepared, or were finished by an operator, of all clients.
 
-        All of them, or an error: never a part. With NOFLAGS or ENDRSCAN nothing more, as XA has it of a cursor.
+        Returns all of them, or raises. With NOFLAGS or ENDRSCAN, which continue a scan in XA, the list is empty.
         """
         return self._run(self._core.recover(flags))
 
     def forget(self, xid: Xid) -> None:
-        """Drops what is kept of a branch that an operator has finished."""
+        """Drops the record of a branch that an operator has finished."""
         self._run(self._core.forget(xid))
 
     def set_timeout(self, timeout_s: float) -> None:
-        """For branches that are started from now on; 0 is the broker's own."""
+        """Sets the time-out of branches that start from now on; 0 is the broker's own."""
         self._core.set_timeout(timeout_s)
 
     def is_same_rm(self, other: XAResource) -> bool:
-        """Whether both reach the same broker id of one cluster, so that the one may join the other's branch."""
+        """True if both reach the same broker id of one cluster, so that one may join a branch of the other."""
         return self._core.is_same_rm(other._core)
 
     def close(self) -> None:
-        """Disconnects; may be repeated. What is not prepared is rolled back some seconds later."""
+        """Disconnects; may be repeated. The broker rolls back what is not prepared some seconds later."""
         if not self._core.is_forked:
             self._background.run(self._core.close())
 
