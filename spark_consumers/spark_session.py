@@ -1,4 +1,4 @@
-"""A SparkSession with the settings that metamq runs well with, and these settings for a session of one's own."""
+"""A SparkSession with the settings that metamq needs to run well, and these settings for a session of the user."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOCAL_MASTER = "local[*,4]"
-"""All cores; a task is tried up to four times, which `local[*]` does not."""
+"""All cores; a task is tried up to four times. With `local[*]` it is tried once."""
 
 FILE_SYSTEMS = "spark.hadoop.fs."
-"""Who configures file systems may have checkpoints elsewhere."""
+"""The prefix of settings of file systems: if the user has any, checkpoints may be in another place."""
 
 
 def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
-    """Settings to start Spark with; most have no effect on a session that runs already.
+    """Returns settings for the start of Spark; most have no effect on a session that runs already.
 
-    `local_checkpoints`: checkpoints are in a file system of this machine, where a rename is atomic. Their files are
-    then written in place of by commands in processes of their own.
+    `local_checkpoints`: checkpoints are in a file system of this machine, where a rename is atomic. Then Spark writes
+    their files directly, and not by commands in processes of their own.
     """
     conf = {
         # Over TCP, each Python task waits 40 ms for a delayed acknowledgement.
@@ -42,7 +42,7 @@ def recommended_conf(*, local_checkpoints: bool = False) -> dict[str, str]:
 
 
 def settings(master: str, given: Mapping[str, str]) -> dict[str, str]:
-    """What a session is started with."""
+    """Returns the settings that a session is started with."""
     is_local = master.partition("[")[0] == "local"
     local_checkpoints = is_local and not any(name.startswith(FILE_SYSTEMS) for name in given)
     return {**recommended_conf(local_checkpoints=local_checkpoints), **given}
@@ -51,11 +51,11 @@ def settings(master: str, given: Mapping[str, str]) -> dict[str, str]:
 def session(
     app_name: str = "metamq", master: str | None = None, conf: Mapping[str, object] | None = None
 ) -> SparkSession:
-    """A SparkSession with recommended_conf(), this Python for its workers, a Java, and the format `metamq`.
+    """Returns a SparkSession with recommended_conf(), this Python for its workers, a Java, and the format `metamq`.
 
-    `conf` is further configuration, and outranks what is recommended. Without `master` it is that of `conf`, of
-    $MASTER, or all cores of this machine; with a local one, checkpoints are taken for local files, unless `conf` has
-    settings of a file system. Raises ConfigError without pyspark, and without a Java of 17 or later.
+    `conf` has more settings, and overrides the recommended ones. Without `master`, the master is that of `conf`, of
+    $MASTER, or all cores of this machine. With a local master, checkpoints are assumed to be local files, unless `conf`
+    has settings of a file system. Raises ConfigError without pyspark, and without a Java of 17 or later.
     """
     try:
         from pyspark.sql import SparkSession
@@ -65,7 +65,7 @@ def session(
 
     given = {name: str(value) for name, value in (conf or {}).items()}
     master = master or given.get("spark.master") or os.environ.get("MASTER") or LOCAL_MASTER
-    # The workers' Python is not in the configuration but here; `python3` of the PATH may be another one.
+    # The workers' Python is set here, not in the configuration; `python3` of the PATH may be another one.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder: Any = SparkSession.builder.appName(app_name).master(master)
     for name, value in settings(master, given).items():
@@ -82,7 +82,7 @@ def _register(spark: SparkSession, source: Any) -> None:
 
     try:
         spark.dataSource.register(source)
-    except AnalysisException as error:  # Spark 4.0, where it was found after all
+    except AnalysisException as error:  # Spark 4.0 has found it although is_discovered() said no
         if "DATA_SOURCE_ALREADY_EXISTS" not in str(error):
             raise
 
@@ -95,7 +95,7 @@ def _has_jvm() -> bool:
 
 @contextlib.contextmanager
 def _java() -> Iterator[None]:
-    """Spark's launcher finds its Java in the environment."""
+    """Sets JAVA_HOME for a moment: Spark's launcher reads it from the environment."""
     before = os.environ.get("JAVA_HOME")
     os.environ["JAVA_HOME"] = str(java_home())
     try:
@@ -108,11 +108,11 @@ def _java() -> Iterator[None]:
 
 
 def is_discovered() -> bool:
-    """Whether Spark finds the format by itself: its workers see a module in a folder that Python starts with.
+    """True if Spark finds the format by itself: its workers see the module in a folder that Python starts with.
 
-    An editable install is none. To register what is found as well is harmless, but Spark warns of it each time.
+    An editable install has no such folder. Registering a found format, too, is harmless, but Spark warns each time.
     """
-    if os.environ.get("PYSPARK_PYTHON") != sys.executable:  # what is installed there is not known
+    if os.environ.get("PYSPARK_PYTHON") != sys.executable:  # the modules of another Python are unknown
         return False
     folders = [*site.getsitepackages(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return any(folder and Path(folder, "pyspark_metamq.py").is_file() for folder in folders)

@@ -1,7 +1,7 @@
 """Stores messages that come as columns: whole batches for chosen partitions, or for any, without a look at a message.
 
 What `send` of a Producer does for single messages, gathering them and finding their partitions, the caller has done:
-see metamq.spark_consumers.sink.gathering. From here on they go the way of every batch, see
+see metamq.spark_consumers.sink.batching. From here on they go the way of every batch, see
 metamq.client.producer.sender: once, in order, whatever is repeated. `send` and a Shipment's methods are for any thread
 but the loop's, the rest for the loop.
 """

@@ -1,1 +1,1 @@
-"""What the driver plans of a query that reads."""
+"""The driver's part of a query that reads: its plans."""

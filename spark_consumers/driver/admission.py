@@ -1,4 +1,4 @@
-"""How much of what there is a trigger takes, and whether it takes any yet. Pure."""
+"""The size of a trigger's batch, and the decision if there is a batch yet. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ K = TypeVar("K")
 
 
 def admit(begun: Mapping[K, int], ends: Mapping[K, int], most: int | None) -> dict[K, int]:
-    """Where each partition's share ends: in proportion to what it has, and one message at least where it has any.
+    """Returns the end of each partition's share: in proportion to its messages, and at least one message if it has any.
 
-    So a trigger may take more than `most`, by one for each partition at most.
+    So a trigger may take more than `most`, by at most one message for each partition.
     """
     sizes = {tp: max(ends[tp] - begun[tp], 0) for tp in begun}
     total = sum(sizes.values())
@@ -21,7 +21,7 @@ def admit(begun: Mapping[K, int], ends: Mapping[K, int], most: int | None) -> di
 
 
 def is_enough(found: int, least: int | None, waited_s: float, delay_max_s: float) -> bool:
-    """Whether `found` messages make a batch: as many as are wanted, or any once it was waited for long enough."""
+    """True if `found` messages make a batch: as many as wanted, or any after the longest wait."""
     if least is None or found >= least:
         return found > 0
     return found > 0 and waited_s >= delay_max_s

@@ -1,7 +1,7 @@
-"""What the driver asks of the cluster: topics, offsets and replicas. Blocking, over the process's background loop.
+"""The driver's view of the cluster: topics, offsets and replicas. Blocking, over the process's background loop.
 
-A streaming query keeps one for as long as it runs. A broker that cannot be reached is told in its partitions' answers,
-and cut off from ZooKeeper what was known counts: a query outlives both.
+A streaming query keeps one view while it runs. If a broker cannot be reached, the answers for its partitions are
+errors. Without ZooKeeper the view uses what it knew last. A query survives both.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ SESSION_TIMEOUT_MS = 10_000
 PUBLISHED_AT_ONCE = 64
 
 Topics = dict[TopicPartition, str]
-"""The partitions that are read, with their topics' ids."""
+"""The partitions of a query, with their topics' ids."""
 
 
 class ClusterView:
-    """An open view. Raises ConnectError, ConfigError when it cannot be opened."""
+    """An open view. Raises ConnectError, ConfigError if it cannot be opened."""
 
     def __init__(self, zookeeper: str, root: str) -> None:
         self._loop = background()
         self._cluster = self._run(self._open(zookeeper, root))
         self._topics: list[str] = []
-        """Of the last look, for when ZooKeeper cannot be asked."""
+        """The topics of the last list, for when ZooKeeper is away."""
 
     async def _open(self, zookeeper: str, root: str) -> ClusterClient:
         return ClusterClient(await open_client_session(zookeeper, root, SESSION_TIMEOUT_MS), with_slaves=True)
@@ -68,7 +68,7 @@ class ClusterView:
         await self._cluster.session.close()
 
     def partitions(self, subscription: Subscription, *, missing_ok: bool = False) -> Topics:
-        """The partitions that are subscribed to. Raises TopicNotFound, PartitionNotFound unless `missing_ok`."""
+        """Returns the subscribed partitions. Raises TopicNotFound, PartitionNotFound unless `missing_ok`."""
         return self._run(self._partitions(subscription, missing_ok))
 
     async def _partitions(self, subscription: Subscription, missing_ok: bool) -> Topics:
@@ -102,23 +102,28 @@ class ClusterView:
 
     def offsets(
         self,
-        asked: Mapping[TopicPartition, tuple[str, int]],
-        come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+        questions: Mapping[TopicPartition, tuple[str, int]],
+        read_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
     ) -> dict[TopicPartition, Found]:
-        """For partition -> (topic id, a time in microseconds or EARLIEST, LATEST) its master's answer, or an error.
+        """Returns the masters' answers for partition -> (topic id, a time in microseconds or EARLIEST, LATEST), or
+        errors.
 
-        `come_to`: up to where partitions were read, and the epoch of the message before that. Others are at the start.
+        `read_to`: (offset up to which a partition was read, epoch of the message before). Default: the log's start.
         """
-        return self._run(ask_offsets(self._cluster, asked, {**dict.fromkeys(asked, (0, -1)), **(come_to or {})}))
+        return self._run(
+            ask_offsets(self._cluster, questions, {**dict.fromkeys(questions, (0, -1)), **(read_to or {})})
+        )
 
-    def offsets_of_slaves(self, asked: Mapping[TopicPartition, tuple[str, int]]) -> dict[TopicPartition, OffsetsResult]:
-        """Of partitions whose broker has no master at present, what slaves say; as far as there are any that do."""
-        return self._run(ask_slaves(self._cluster, asked))
+    def offsets_of_slaves(
+        self, questions: Mapping[TopicPartition, tuple[str, int]]
+    ) -> dict[TopicPartition, OffsetsResult]:
+        """Returns slaves' answers for partitions whose broker has no master now, if there are slaves that answer."""
+        return self._run(ask_slaves(self._cluster, questions))
 
     def replicas(
         self, partitions: Collection[TopicPartition], *, with_slaves: bool
     ) -> dict[TopicPartition, tuple[ReplicaAddress, ...]]:
-        """Where each partition can be read; the last that was known."""
+        """Returns the replicas at which each partition can be read, as known last."""
         return self._run(self._replicas(partitions, with_slaves))
 
     async def _replicas(
@@ -138,15 +143,15 @@ class ClusterView:
         return found
 
     def check_group(self, group: str) -> None:
-        """Raises ConfigError when consumers are members of the group: their offsets are their own."""
+        """Raises ConfigError if the group has consumers: their offsets are their own."""
         self._run(check_empty(self._cluster.session, group, "a query cannot publish its progress there"))
 
     def publish(self, group: str, places: Places) -> None:
-        """Sets the group's offsets. Raises ConnectError; ConfigError when it has members."""
+        """Sets the group's offsets. Raises ConnectError; ConfigError if the group has members."""
         self._run(self._publish(group, places))
 
     def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
-        """Begins to."""
+        """Starts publish() in the background loop."""
         return asyncio.run_coroutine_threadsafe(self._publish(group, places), self._loop.loop)
 
     async def _publish(self, group: str, places: Places) -> None:

@@ -1,7 +1,7 @@
-"""How many messages a streaming query is behind, from what Spark reports of its progress. Pure.
+"""The lag of a streaming query in messages, from Spark's reports of its progress. Pure.
 
-A source in Python cannot add figures of its own to a query's progress. What Spark does report of it are two texts: how
-far the query is, which is the source's own offset, and where the logs end, as StreamReader.reportLatestOffset() says.
+A source in Python cannot add figures to a query's progress. Spark does report two texts of the source: the source's own
+offset, and the ends of the logs, from StreamReader.reportLatestOffset().
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from metamq.zk.partitions import TopicPartition
 
 @dataclass(frozen=True, slots=True)
 class QueryLag:
-    """How far a query is behind, when its batch `batch_id` was done."""
+    """The lag of a query after its batch `batch_id`."""
 
     query_id: str
-    """The same for as long as the query has its checkpoint."""
+    """The same as long as the query has its checkpoint."""
     run_id: str
-    """Another one after each start."""
+    """Another id after each start."""
     name: str | None
-    """As in `writeStream.queryName(…)`."""
+    """The name from `writeStream.queryName(…)`."""
     batch_id: int
     partitions: Mapping[TopicPartition, int]
-    """Messages that the query has not read, by partition. One that could never be asked for its end is left out."""
+    """Messages that the query has not read, by partition. A partition whose end was never known is left out."""
 
     @property
     def messages(self) -> int:
-        """Over all partitions."""
+        """The sum over all partitions."""
         return sum(self.partitions.values())
 
 
 def messages_behind(sources: Iterable[tuple[str | None, str | None]]) -> dict[TopicPartition, int]:
-    """From the (endOffset, latestOffset) of each of a query's sources; those that are not of metamq are passed over.
+    """Returns the lag from (endOffset, latestOffset) of each of a query's sources; ignores sources of other formats.
 
-    Where several sources of one query read a partition, it is as far behind as the last of them.
+    If several sources of one query read a partition, the lag is that of the slowest.
     """
     found: dict[TopicPartition, int] = {}
     for end, latest in sources:

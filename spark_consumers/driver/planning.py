@@ -1,8 +1,8 @@
-"""Plans who reads what: asks for the offsets where a query begins and ends, and makes the tasks of its ranges.
+"""Plans a query: asks for the offsets where it begins and ends, and makes the tasks of its ranges.
 
-That is for masters to say. Where a broker has had none for a moment, and no slave is promoted, a batch query that reads
-from slaves takes the word of a slave: its tasks read what that shows. What the master has acknowledged beyond may be
-missing, so the driver warns. An offset, or a time, that the slave does not have is not lost: the master is waited for.
+Masters answer. If a broker has no master for a moment, and no slave is promoted, a batch query that reads from slaves
+uses a slave's answer: its tasks read what the slave shows. Messages that the master has acknowledged beyond that may be
+missing, so the driver warns. If the slave does not have a requested offset or time, the driver waits for the master.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from metamq.client.admin.admin_brokers import Found
 from metamq.errors import MetamqError, TopicNotFound
 from metamq.spark_consumers.driver.cluster_view import ClusterView, Topics
 from metamq.spark_consumers.driver.resolving import (
-    at_a_slave,
     check_direction,
     ending_offset,
     question,
+    slave_check_for,
     starting_offset,
 )
 from metamq.spark_consumers.source.boundaries import Boundary
@@ -32,20 +32,20 @@ log = logging.getLogger("metamq.spark")
 
 ASK_AGAIN_S = 0.2
 SLAVES_AFTER_S = 3.0
-"""A master that is restarted is registered again by then."""
+"""Seconds after which slaves are asked: by then a restarted master is registered again."""
 
-WillDo = Callable[[TopicPartition, OffsetsResult], bool]
-"""Whether what a slave says of a partition tells all that is asked."""
+SlaveCheck = Callable[[TopicPartition, OffsetsResult], bool]
+"""The check if a slave's answer for a partition is enough."""
 
 
 def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]:
-    """What a batch query reads, a range a partition. Raises what is wrong with the options, or what was lost."""
+    """Returns the ranges of a batch query, one per partition. Raises for a wrong option, and for lost messages."""
     partitions = view.partitions(options.subscription)
     with_slaves = options.read_from == "any"
     starts = find_starts(view, options, partitions, with_slaves=with_slaves)
     wanted = options.ending.questions(partitions)
-    will_do = at_a_slave(options.ending, wanted, is_end=True) if with_slaves else None
-    answers = ask(view, options.ending, wanted, partitions, options.poll_timeout_s, will_do)
+    slave_check = slave_check_for(options.ending, wanted, is_end=True) if with_slaves else None
+    answers = ask(view, options.ending, wanted, partitions, options.poll_timeout_s, slave_check)
     ranges = []
     for tp, topic_id in partitions.items():
         end = ending_offset(options.ending, wanted[tp], tp, answers[tp], fail_on_data_loss=options.fail_on_data_loss)
@@ -58,12 +58,12 @@ def batch_ranges(view: ClusterView, options: SourceOptions) -> list[OffsetRange]
 def find_starts(
     view: ClusterView, options: SourceOptions, partitions: Topics, *, with_slaves: bool = False
 ) -> dict[TopicPartition, tuple[int, int]]:
-    """Where the query begins, by its options, and the epoch of the message before (-1: not known)."""
+    """Returns the query's start by its options, and the epoch of the message before (-1: unknown)."""
     if not partitions:  # an error with the other subscriptions
         log.warning("no topic matches option 'subscribePattern', %r, at present", options.subscription.pattern)
     wanted = options.starting.questions(partitions)
-    will_do = at_a_slave(options.starting, wanted, is_end=False) if with_slaves else None
-    answers = ask(view, options.starting, wanted, partitions, options.poll_timeout_s, will_do)
+    slave_check = slave_check_for(options.starting, wanted, is_end=False) if with_slaves else None
+    answers = ask(view, options.starting, wanted, partitions, options.poll_timeout_s, slave_check)
     starts = {}
     for tp in partitions:
         answer = answers[tp]
@@ -85,27 +85,27 @@ def ask(
     wanted: Mapping[TopicPartition, int],
     partitions: Topics,
     timeout_s: float,
-    will_do: WillDo | None = None,
+    slave_check: SlaveCheck | None = None,
 ) -> dict[TopicPartition, OffsetsResult]:
-    """The brokers' answer for every partition. Raises the error of one that does not come in time.
+    """Returns the brokers' answer for every partition. Raises the error of a broker that does not answer in time.
 
-    `will_do`: what to take of a slave where there is no master; None: nothing.
+    `slave_check`: checks a slave's answer if there is no master; None: only masters are asked.
     """
     if doubt := boundary.doubt():
         log.warning("%s", doubt)
     questions = {tp: (partitions[tp], question(boundary, wanted[tp])) for tp in partitions}
-    return ask_until_answered(view, questions, timeout_s, will_do)
+    return ask_until_answered(view, questions, timeout_s, slave_check)
 
 
 def ask_until_answered(
     view: ClusterView,
     questions: Mapping[TopicPartition, tuple[str, int]],
     timeout_s: float,
-    will_do: WillDo | None = None,
+    slave_check: SlaveCheck | None = None,
 ) -> dict[TopicPartition, OffsetsResult]:
-    """As ask(), with what to ask for."""
+    """Returns the answers to these questions; see ask()."""
     answers: dict[TopicPartition, OffsetsResult] = {}
-    for tp, found in ask_until_settled(view, questions, timeout_s, will_do=will_do).items():
+    for tp, found in ask_until_settled(view, questions, timeout_s, slave_check=slave_check).items():
         if not isinstance(found, OffsetsResult):
             raise found
         answers[tp] = found
@@ -116,31 +116,31 @@ def ask_until_settled(
     view: ClusterView,
     questions: Mapping[TopicPartition, tuple[str, int]],
     timeout_s: float,
-    come_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
-    will_do: WillDo | None = None,
+    read_to: Mapping[TopicPartition, tuple[int, int]] | None = None,
+    slave_check: SlaveCheck | None = None,
 ) -> dict[TopicPartition, Found]:
-    """Asks again while there are errors that may pass. Raises one that does not in time.
+    """Asks again while there are errors that may pass. Raises an error that does not pass in time.
 
-    That a broker does not know a topic which ZooKeeper has may pass, too: one of them is new.
+    If a broker does not know a topic that ZooKeeper has, that may pass, too: the topic or the broker is new.
     """
     deadline = time.monotonic() + timeout_s
     slaves_from = time.monotonic() + min(SLAVES_AFTER_S, timeout_s / 2)
     settled: dict[TopicPartition, Found] = {}
     left = dict(questions)
     while left:
-        for tp, found in view.offsets(left, come_to).items():
+        for tp, found in view.offsets(left, read_to).items():
             if isinstance(found, OffsetsResult) or not (found.retriable or isinstance(found, TopicNotFound)):
                 settled[tp] = found
                 del left[tp]
             elif time.monotonic() > deadline:
                 raise found
             else:
-                log.info("where %s begins and ends is asked again: %s", tp, found)
-        if left and will_do is not None and time.monotonic() > slaves_from:
+                log.info("the start and end of %s are asked for again: %s", tp, found)
+        if left and slave_check is not None and time.monotonic() > slaves_from:
             for tp, answer in view.offsets_of_slaves(left).items():
-                if will_do(tp, answer):
+                if slave_check(tp, answer):
                     log.warning(
-                        "%s is read as far as a slave shows it: its broker has no master, which may have more", tp
+                        "%s is read only as far as a slave has it: its broker has no master, which may have more", tp
                     )
                     settled[tp] = answer
                     del left[tp]
@@ -155,16 +155,16 @@ def tasks(
     ranges: Iterable[OffsetRange],
     epochs: Mapping[TopicPartition, tuple[int, int]] | None = None,
 ) -> list[FetchTask]:
-    """The tasks for ranges, cut as the options say.
+    """Returns the tasks for the ranges, cut as the options say.
 
-    `epochs`: of the message before each range, and of its last, where they are known.
+    `epochs`: (epoch of the message before the range, epoch of its last message), if known.
     """
     pieces = split(ranges, options.min_partitions, options.max_records_per_partition)
     with_slaves = options.read_from == "any"
     try:
         replicas = view.replicas({piece.tp for piece in pieces}, with_slaves=with_slaves)
     except MetamqError as error:  # tasks look them up
-        log.info("where brokers are is not known at present: %s", error)
+        log.info("the addresses of brokers are unknown at present: %s", error)
         replicas = {}
     begun: set[TopicPartition] = set()
     made = []

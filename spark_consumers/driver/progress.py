@@ -1,4 +1,5 @@
-"""One step of a streaming query: from where it is and what the brokers say to where the next batch ends. Pure."""
+"""One step of a streaming query: computes the end of the next batch from the query's place and the brokers' answers.
+Pure."""
 
 from __future__ import annotations
 
@@ -15,36 +16,37 @@ from metamq.zk.partitions import TopicPartition
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What bounds a batch."""
+    """The limits of a batch."""
 
     most: int | None = None
     least: int | None = None
     waited_s: float = 0.0
     delay_max_s: float = 0.0
     target: Mapping[TopicPartition, StreamPlace] | None = None
-    """Up to there is read, and nothing beyond, nor a partition that is not in it; None: whatever there is."""
+    """The end of the query: it reads these partitions up to these places. None: it has no end."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryStep:
-    """What comes of it."""
+    """The result of a step."""
 
     offset: StreamOffset | None
-    """None: there is no batch to be run now."""
+    """None: there is no batch to run now."""
     losses: list[MetamqError]
-    """Messages that were to be read and are gone."""
+    """Messages of the query that are lost."""
 
 
 def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> list[MetamqError]:
-    """What is gone with partitions: of the query, but not of the cluster any more, or of a topic made anew."""
+    """Returns the losses by partitions that the cluster does not have any more, or whose topic was deleted and created
+    again."""
     losses: list[MetamqError] = []
     for tp, place in before.items():
         if tp not in present:
             topics = {one.topic for one in present}
             gone = PartitionNotFound(*tp) if tp.topic in topics else TopicNotFound(tp.topic)
             what = str(tp) if tp.topic in topics else f"topic {tp.topic!r}"
-            gone.problem = f"{what}, which the query has read, is not among what it reads any more"
-            gone.hint = "Was it deleted, or does the query subscribe to less than before?"
+            gone.problem = f"{what}, which the query has read, is not among its partitions any more"
+            gone.hint = "It was deleted, or the query subscribes to less than before."
             losses.append(gone)
         elif present[tp] != place.topic_id:
             losses.append(TopicNotFound.made_anew(tp.topic, present[tp], place.topic_id))
@@ -52,7 +54,7 @@ def lost_partitions(before: Places, present: Mapping[TopicPartition, str]) -> li
 
 
 def _lost_messages(tp: TopicPartition, known: StreamPlace, answer: Found | None) -> MetamqError | None:
-    """What is gone of a partition that is there still: by retention, or by a promotion with an accepted loss."""
+    """Returns the loss in a partition that still exists: by retention, or by a promotion with an accepted loss."""
     if isinstance(answer, OffsetDiverged):
         return answer
     if isinstance(answer, OffsetsResult) and answer.start_offset > known.offset:
@@ -63,10 +65,10 @@ def _lost_messages(tp: TopicPartition, known: StreamPlace, answer: Found | None)
 def begin(
     before: Places, present: Mapping[TopicPartition, str], answers: Mapping[TopicPartition, Found]
 ) -> dict[TopicPartition, StreamPlace]:
-    """Where the next batch begins: where the last one ended.
+    """Returns the places where the next batch begins: where the last one ended.
 
-    Partitions that are new are read from their start, once that is known. Where messages are gone, what there is now is
-    read: from the log's start, or from where it parts from what was read.
+    A new partition is read from its start, once that is known. If messages are lost, the batch begins at the next
+    message that exists: at the log's start, or where the log diverges from what was read.
     """
     begun = {}
     for tp, topic_id in present.items():
@@ -86,10 +88,10 @@ def begin(
 def reachable(
     target: Places, before: Places, answers: Mapping[TopicPartition, Found]
 ) -> dict[TopicPartition, StreamPlace]:
-    """The target as far as it is to be had: of a log that parted from what was read, only up to there.
+    """Returns the target without what cannot be reached: if a log diverges from what was read, only up to that place.
 
-    Nothing of what is behind was there when the target was fixed, unless that was done in the new log. Where the query
-    is before the parting, an epoch that is newer than the target's and begins before it tells of that.
+    The rest was not there when the target was fixed, unless that was done with the new log. If the query is before the
+    divergence, the answer shows it by an epoch that is newer than the target's and begins before the target.
     """
     found = dict(target)
     for tp, place in target.items():
@@ -106,7 +108,7 @@ def reachable(
 
 
 def _before_newer_epochs(target: StreamPlace, known: StreamPlace, epochs: list[tuple[int, int]]) -> StreamPlace:
-    """The target, or the last place before it that is of its history; `epochs` are those from `known` on."""
+    """Returns the target, or the last place before it in its history; `epochs` are the epochs from `known` on."""
     common = known
     for epoch, until in epochs:
         if epoch > target.epoch >= 0:
@@ -121,7 +123,7 @@ def step(
     answers: Mapping[TopicPartition, Found],
     limits: BatchLimits,
 ) -> QueryStep:
-    """The next batch. Without a target, brokers that could not be reached have nothing new."""
+    """Returns the next batch. Without a target, a broker that could not be reached has no new messages."""
     losses = []
     ends: dict[TopicPartition, StreamPlace] = {}
     for tp, place in begun.items():
@@ -161,7 +163,7 @@ def _end(place: StreamPlace, answer: Found | None) -> StreamPlace:
 
 
 def _reached(offset: int, begun: StreamPlace, end: StreamPlace, answer: Found | None) -> StreamPlace:
-    """The place at `offset`, or a little before where epochs are not told so far."""
+    """Returns the place at `offset`, or shortly before it if the answer has no epochs up to `offset`."""
     if offset in (begun.offset, end.offset):
         return begun if offset == begun.offset else end
     if begun.epoch == end.epoch >= 0:  # epochs rise

@@ -1,6 +1,6 @@
-"""How far a query is, published as its group's offsets: what changed, beside the query's next batch.
+"""Publishes a query's progress as its group's offsets: only the changes, at the same time as the query's next batch.
 
-Nothing depends on it, and nothing waits for it but the end of a query that reads what there is and stops.
+Nothing depends on it. Only the end of a query that reads what there is and stops waits for it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ log = logging.getLogger("metamq.spark")
 
 
 class View(Protocol):
-    """What it needs of a ClusterView."""
+    """The used part of a ClusterView."""
 
     def publish_soon(self, group: str, places: Places) -> concurrent.futures.Future[None]:
         """Begins to set the group's offsets."""
 
 
 class Publisher:
-    """For one group."""
+    """The publisher of one query, for one group."""
 
     def __init__(self, view: View, group: str) -> None:
         self._view = view
         self._group = group
         self._published: dict[TopicPartition, StreamPlace] = {}
         self._under_way: tuple[dict[TopicPartition, StreamPlace], concurrent.futures.Future[None]] | None = None
-        self._told = ""
+        self._last_error = ""
 
     def offer(self, places: Places) -> None:
-        """Begins to publish what is new of it; while something is under way, the next offer does."""
+        """Starts to publish the changes. If the last request still runs, the next offer publishes them."""
         self._take_result(0)
         if self._under_way is None:
             changed = {tp: place for tp, place in places.items() if self._published.get(tp) != place}
@@ -42,7 +42,7 @@ class Publisher:
                 self._under_way = changed, self._view.publish_soon(self._group, changed)
 
     def finish(self, places: Places, wait_s: float) -> None:
-        """Publishes it, and waits for that."""
+        """Publishes the places, and waits for that."""
         self._take_result(wait_s)
         self.offer(places)
         self._take_result(wait_s)
@@ -60,8 +60,8 @@ class Publisher:
         error = future.exception()
         if error is None:
             self._published |= changed
-            self._told = ""
-        elif repr(error) != self._told:
-            self._told = repr(error)
+            self._last_error = ""
+        elif repr(error) != self._last_error:
+            self._last_error = repr(error)
             known = isinstance(error, MetamqError)
             log.warning("the query's progress is not published: %s", error, exc_info=None if known else error)

@@ -1,4 +1,4 @@
-"""The streaming reader of a query that cannot be run: says so when Spark first asks for something."""
+"""The streaming reader of a query that cannot run: it raises the error when Spark first calls it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from metamq.errors import MetamqError
 
 
 class RefusedReader(DataSourceStreamReader):
-    """Where streamReader() itself raises, Spark 4.3 ends the query with an error about a variable of its own."""
+    """A reader that only raises. If streamReader() itself raises, Spark 4.3 hides that behind an error of its own."""
 
     def __init__(self, error: MetamqError) -> None:
         self._error = error
 
     def initialOffset(self) -> dict[str, Any]:
-        """Raises ConfigError, as all of it."""
+        """Raises the error, as all methods do."""
         raise self._error
 
     def latestOffset(self, *_args: Any) -> dict[str, Any]:
-        """Asked first of a query that goes on."""
+        """Raises the error. Spark calls this first for a query that goes on."""
         raise self._error
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """Asked first where a batch was planned before."""
+        """Raises the error. Spark calls this first if a batch was planned before."""
         raise self._error
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Not reached."""
+        """Raises the error. Spark does not call this."""
         raise self._error

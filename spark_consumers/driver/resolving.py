@@ -1,4 +1,4 @@
-"""From where a query is to begin or to end, and from what the brokers say, to offsets. Pure."""
+"""Turns a query's options and the brokers' answers into the offsets where it begins and ends. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from metamq.zk.partitions import TopicPartition
 
 
 def question(boundary: Boundary, wanted: int) -> int:
-    """What to ask a broker for one partition: EARLIEST, LATEST or a time."""
+    """Returns the question to a broker for one partition: EARLIEST, LATEST or a time."""
     return wanted if boundary.is_time or wanted == EARLIEST else LATEST
 
 
-def at_a_slave(
+def slave_check_for(
     boundary: Boundary, wanted: Mapping[TopicPartition, int], *, is_end: bool
 ) -> Callable[[TopicPartition, OffsetsResult], bool]:
-    """Whether what a slave says of a partition tells where to begin, or to end: it may have less than its master."""
+    """Returns a check if a slave's answer is enough for the start, or the end: it may have less than its master."""
 
-    def will_do(tp: TopicPartition, answer: OffsetsResult) -> bool:
+    def slave_check(tp: TopicPartition, answer: OffsetsResult) -> bool:
         if boundary.is_time:
             return is_end or answer.timestamp_us >= 0
         return wanted[tp] in (EARLIEST, LATEST) or answer.start_offset <= wanted[tp] <= answer.stable_offset
 
-    return will_do
+    return slave_check
 
 
 def starting_offset(
@@ -38,7 +38,7 @@ def starting_offset(
     if_none_at_time: Literal["error", "latest"],
     fail_on_data_loss: bool,
 ) -> int:
-    """Where to begin with a partition. Raises ConfigError, OffsetOutOfRange."""
+    """Returns the offset to begin at. Raises ConfigError, OffsetOutOfRange."""
     if boundary.is_time:
         if answer.timestamp_us < 0 and if_none_at_time == "error":
             raise ConfigError(
@@ -54,7 +54,7 @@ def starting_offset(
 def ending_offset(
     boundary: Boundary, wanted: int, tp: TopicPartition, answer: OffsetsResult, *, fail_on_data_loss: bool
 ) -> int:
-    """Where to end. Raises OffsetOutOfRange."""
+    """Returns the offset to end at. Raises OffsetOutOfRange."""
     if boundary.is_time or wanted == LATEST:
         return answer.offset
     return _explicit(boundary, wanted, tp, answer, fail_on_data_loss)
@@ -63,13 +63,13 @@ def ending_offset(
 def check_direction(
     starting: Boundary, ending: Boundary, wanted: int, tp: TopicPartition, start: int, end: int
 ) -> None:
-    """Raises ConfigError where a query is to end before it begins. `wanted`: what the end is for this partition.
+    """Raises ConfigError if a query would end before it begins. `wanted`: the end for this partition by the option.
 
-    That the end of the log is before the beginning is no fault of the user's: a new master does not show all of it yet.
+    If the end of the log is before the start, the user made no mistake: a new master does not show all of it yet.
     """
     if end < start and (ending.is_time or wanted != LATEST):
         raise ConfigError(
-            f"{tp} is to be read from offset {start} on, by option {starting.option!r}, and up to {end}, by option "
+            f"{tp} would be read from offset {start} on, by option {starting.option!r}, and up to {end}, by option "
             f"{ending.option!r}",
             hint="Give a later end, or an earlier start.",
         )
@@ -81,6 +81,6 @@ def _explicit(
     inside = min(max(wanted, answer.start_offset), answer.stable_offset)
     if inside != wanted and fail_on_data_loss:
         error = OffsetOutOfRange(str(tp), wanted, answer.start_offset, answer.stable_offset)
-        error.hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is taken."
+        error.hint = f"Correct option {boundary.option!r}; with failOnDataLoss=false the nearest offset is used."
         raise error
     return inside

@@ -1,17 +1,17 @@
-"""How far a streaming query is, as Spark keeps it in the query's checkpoint. Pure.
+"""The offsets of a streaming query, in the form in which Spark keeps them in the query's checkpoint. Pure.
 
     {"at": "start", "v": 1}                                             before the first batch
     {"from": {"flights": {"id": "5f0c…", "partitions": {"0-0": [10, 3]}}},
      "to":   {"flights": {"id": "5f0c…", "partitions": {"0-0": [25, 3]}}}, "v": 1}
 
-Spark asks for the offset before the first batch two or three times, also after a crash, and where "latest" is moves on
-meanwhile. So that offset is a mark, and where the first batch really begins stands in its end, in `from`: once Spark
-has written that down, the batch is the same however often it is run. So it is with partitions that are added later.
+Spark asks for the offset before the first batch two or three times, also after a crash, and "latest" may move between.
+So that offset is a mark, and the real start of the first batch is in its end, in `from`. Once Spark has stored the end,
+the batch is the same in each run. The same holds for partitions that are added later.
 
-A place is an offset and the epoch of the message before it (-1: not known), by which a reader notices that a promotion
-gave up what it has read. With the topic's id it notices a topic that was deleted and made anew.
+A place is an offset and the epoch of the message before it (-1: unknown). By the epoch a reader notices that a
+promotion gave up what it has read. By the topic's id it notices that a topic was deleted and created again.
 
-Spark compares offsets as texts: the same places always make the same text.
+Spark compares offsets as texts: the same places always give the same text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START: dict[str, Any] = {"at": "start", "v": VERSION}
 
 
 class StreamPlace(NamedTuple):
-    """How far one partition was read."""
+    """The place up to which one partition was read."""
 
     topic_id: str
     offset: int
@@ -40,14 +40,14 @@ Places = Mapping[TopicPartition, StreamPlace]
 
 @dataclass(frozen=True, slots=True)
 class StreamOffset:
-    """Where a batch begins and ends, in every partition of the query."""
+    """The start and the end of a batch, in every partition of the query."""
 
     begun: Places
     reached: Places
 
 
 def to_json(offset: StreamOffset) -> dict[str, Any]:
-    """What Spark keeps."""
+    """Returns the document that Spark keeps."""
     return {"from": _places_to_json(offset.begun), "to": _places_to_json(offset.reached), "v": VERSION}
 
 
@@ -62,7 +62,8 @@ def _places_to_json(places: Places) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> StreamOffset | None:
-    """What Spark kept; None for the mark before the first batch. Raises CorruptData when it is none of ours."""
+    """Reads a document that Spark kept; None for the mark before the first batch. Raises CorruptData if it has another
+    format."""
     try:
         if document["v"] != VERSION:
             raise CorruptData(
@@ -72,7 +73,7 @@ def from_json(document: Mapping[str, Any]) -> StreamOffset | None:
             return None
         return StreamOffset(_places_from_json(document["from"]), _places_from_json(document["to"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        hint = "Is it another source's? Give the query a checkpoint of its own."
+        hint = "If it is another source's, give the query a checkpoint of its own."
         raise CorruptData("the checkpoint", f"no offsets of metamq: {error!r}", hint=hint) from error
 
 
@@ -85,12 +86,11 @@ def _places_from_json(document: Mapping[str, Any]) -> dict[TopicPartition, Strea
 
 
 def first_places(start: StreamOffset | None, end: StreamOffset) -> dict[TopicPartition, StreamPlace]:
-    """Where each partition of the batch from `start` to `end` is read from.
+    """Returns the places from which the batch from `start` to `end` is read.
 
-    That is where the last batch ended. Where the end says begins only what that did not have, and what goes on
-    elsewhere, because messages are gone: before that place, or at one that nobody has read up to, so that no epoch is
-    known there. Batches may have been left out in between: with asynchronous progress tracking Spark does not write
-    down each.
+    Usually that is where the last batch ended. `from` of the end is used in three cases: the partition is new; messages
+    are lost and it begins before that place; or its epoch is unknown, because no batch has read up to that place. There
+    may be batches between `start` and `end`: with asynchronous progress tracking Spark does not store each.
     """
     before = start.reached if start is not None else {}
     found = {}

@@ -1,11 +1,11 @@
-"""How a streaming query goes on, in the driver: asked after each batch how far the next one goes, and who reads it.
+"""Plans a streaming query in the driver: after each batch it gives the end of the next one, and its tasks.
 
-It lives as long as the query. What it raises ends the query, so it raises only what no waiting helps against: wrong
-options, lost messages with failOnDataLoss, and what cannot be asked at all at the query's start. A broker that is away
-has nothing new meanwhile, unless "nothing new" would end the query.
+It exists as long as the query. Its errors end the query. So it raises only errors that do not pass: wrong options, lost
+messages with failOnDataLoss, and brokers that do not answer at the query's start. While a broker is away, it has no new
+messages, unless "nothing new" would end the query.
 
-Where nothing is new at all, Spark takes the query to have read everything: processAllAvailable() returns. So that is
-said when each broker has said it; one that does not answer is waited for, for as long as it was not warned of.
+If a step has nothing new, Spark assumes that the query has read everything: processAllAvailable() returns. So the
+planner says so only when each broker has. It waits for a silent broker until the warning about it is due.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ PUBLISH_AT_END_S = 10.0
 
 
 class StreamPlanner:
-    """For one query."""
+    """The planner of one query."""
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._view: ClusterView | None = None
         self._publisher: Publisher | None = None
         self._at_start: Mapping[TopicPartition, OffsetsResult] = {}
-        """What brokers said when the target was fixed; it stands in for those that are away later."""
+        """The brokers' answers when the target was fixed; used for brokers that are away later."""
         self._target: dict[TopicPartition, StreamPlace] | None = None
         self._ends: dict[TopicPartition, int] = {}
         self._last_batch_s = -math.inf
-        """When the last batch was planned; the first trigger waits for no further messages."""
+        """Time at which the last batch was planned. The first trigger does not wait for more messages."""
         self._unanswered = Unanswered(options.poll_timeout_s)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def _opened(self) -> ClusterView:
         if self._view is None:
@@ -68,7 +68,7 @@ class StreamPlanner:
         return self._view
 
     def fix_target(self) -> None:
-        """The query ends with what there is now."""
+        """Sets the end of the query to the present end of the logs."""
         view = self._opened()
         present = view.partitions(self._options.subscription, missing_ok=True)
         questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
@@ -78,7 +78,7 @@ class StreamPlanner:
         }
 
     def next_offset(self, start: dict[str, Any], *, is_only_batch: bool) -> dict[str, Any]:
-        """Where the next batch ends; `start` itself when there is none to be run now."""
+        """Returns the end of the next batch; `start` itself if there is no batch to run now."""
         before = from_json(start)
         view = self._opened()
         is_first = before is None
@@ -92,14 +92,14 @@ class StreamPlanner:
         return to_json(offset)
 
     def _planned(self, view: ClusterView, done: Places, is_only_batch: bool) -> StreamOffset | None:
-        """The next batch, as far as brokers answer; None: there is none to be run now."""
+        """Plans the next batch from the brokers that answer; None: there is no batch to run now."""
         try:
             present = view.partitions(self._options.subscription, missing_ok=True)
             answers = self._answers(view, done, present, is_only_batch)
         except MetamqError as error:
             if not error.retriable or is_only_batch or self._target is not None:
                 raise
-            log.info("what is new is not known at present: %s", error)
+            log.info("the new messages are unknown at present: %s", error)
             self._unanswered.note(dict.fromkeys(done, error), time.monotonic())
             return None
         self._lost(progress.lost_partitions(done, present))
@@ -112,7 +112,7 @@ class StreamPlanner:
         return step.offset
 
     def _first_places(self, view: ClusterView) -> dict[TopicPartition, StreamPlace]:
-        """Where the query begins, by its options."""
+        """Returns the query's start, by its options."""
         present: Topics = view.partitions(self._options.subscription)
         starts = planning.find_starts(view, self._options, present)
         return {tp: StreamPlace(topic_id, *starts[tp]) for tp, topic_id in present.items()}
@@ -121,11 +121,11 @@ class StreamPlanner:
         self, view: ClusterView, done: Places, present: Topics, is_only_batch: bool
     ) -> dict[TopicPartition, Found]:
         questions = {tp: (topic_id, LATEST) for tp, topic_id in present.items()}
-        come_to = {tp: place[1:] for tp, place in done.items() if present.get(tp) == place.topic_id}
+        read_to = {tp: place[1:] for tp, place in done.items() if present.get(tp) == place.topic_id}
         if is_only_batch:
-            answers = planning.ask_until_settled(view, questions, self._options.poll_timeout_s, come_to)
+            answers = planning.ask_until_settled(view, questions, self._options.poll_timeout_s, read_to)
         else:
-            answers = view.offsets(questions, come_to)
+            answers = view.offsets(questions, read_to)
         self._unanswered.note(answers, time.monotonic())
         for tp, answer in answers.items():
             if isinstance(answer, OffsetsResult):
@@ -144,7 +144,7 @@ class StreamPlanner:
             return BatchLimits(target=self._target)
         return BatchLimits(
             most=self._options.max_offsets_per_trigger,
-            # What comes later is not of this query: nothing to wait for.
+            # With a target, later messages are not part of the query: there is nothing to wait for.
             least=self._options.min_offsets_per_trigger if self._target is None else None,
             waited_s=time.monotonic() - self._last_batch_s,
             delay_max_s=self._options.max_trigger_delay_s,
@@ -153,16 +153,16 @@ class StreamPlanner:
 
     def _lost(self, losses: list[MetamqError]) -> None:
         if losses and self._options.fail_on_data_loss:
-            kept = "" if isinstance(losses[0], OffsetOutOfRange) else f"{losses[0].hint} "  # else it is for consumers
-            losses[0].hint = f"{kept}To go on without what is gone: failOnDataLoss=false."
+            kept = "" if isinstance(losses[0], OffsetOutOfRange) else f"{losses[0].hint} "  # that hint is for consumers
+            losses[0].hint = f"{kept}To go on without the lost messages: failOnDataLoss=false."
             raise losses[0]
         for loss in losses:
-            if str(loss) not in self._told:
-                self._told.add(str(loss))
+            if str(loss) not in self._warned:
+                self._warned.add(str(loss))
                 log.warning("messages are left out, failOnDataLoss is false: %s", loss)
 
     def _publish(self, done: Places, *, is_end: bool) -> None:
-        """Where Spark asks to go on from, it has come to."""
+        """Publishes the place from which Spark asks to go on: the query has read up to it."""
         if self._publisher is None:
             return
         if is_end:
@@ -171,14 +171,14 @@ class StreamPlanner:
             self._publisher.offer(done)
 
     def ends(self) -> dict[str, dict[str, int]]:
-        """Where the logs end as of the last look, by topic and partition."""
+        """Returns the known ends of the logs, by topic and partition."""
         found: dict[str, dict[str, int]] = {}
         for tp in sorted(self._ends, key=partition_order):
             found.setdefault(tp.topic, {})[tp.partition] = self._ends[tp]
         return found
 
     def tasks(self, start: dict[str, Any], end: dict[str, Any]) -> list[FetchTask]:
-        """A task for each range of the batch."""
+        """Returns a task for each range of the batch."""
         last = from_json(end)
         if last is None:
             return []

@@ -1,4 +1,4 @@
-"""The streaming source as Spark asks for it; what it answers comes from stream_planner."""
+"""The streaming source in the form that Spark calls; stream_planner gives its answers."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ OURS = ReadMaxRows(2**63 - 1)
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """For one query. Spark pickles a new one for the executors, which only read()."""
+    """The reader of one query. Spark pickles a new one for the executors, which only call read()."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._schema = schema
         self._planner = StreamPlanner(options)
 
     def initialOffset(self) -> dict[str, Any]:
-        """A mark: see metamq.spark_consumers.driver.stream_offsets."""
+        """Returns a mark: see metamq.spark_consumers.driver.stream_offsets."""
         return START
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Only carried back to latestOffset(), since the options say what bounds a batch.
+        """Returns a limit that Spark only passes back to latestOffset(): the options limit a batch.
 
-        That it is not ReadAllAvailable tells it from Trigger.Once, which asks one time and takes "nothing new" for an
-        end.
+        The limit is not ReadAllAvailable, which is what Trigger.Once gives. Trigger.Once asks one time only, and takes
+        "nothing new" as the end.
         """
         return OURS
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Fixes the end of the query at what there is now."""
+        """Sets the end of the query to the present end of the logs."""
         self._planner.fix_target()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Where the next batch ends; `start` itself when there is none to be run now."""
+        """Returns the end of the next batch; `start` itself if there is no batch to run now."""
         return self._planner.next_offset(start, is_only_batch=isinstance(limit, ReadAllAvailable))
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """The ends as of the last look, for the query's progress."""
+        """Returns the known ends of the logs, for the query's progress."""
         return self._planner.ends() or None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """A task for each range of the batch."""
+        """Returns a task for each range of the batch."""
         return [RangePartition(task) for task in self._planner.tasks(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Runs in an executor."""
+        """Reads a range, in an executor."""
         return read_partition(partition, self._schema)
 
     def stop(self) -> None:
-        """Spark calls it after an error only."""
+        """Disconnects. Spark calls this only after an error."""
         self._planner.close()

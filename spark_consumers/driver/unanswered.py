@@ -1,4 +1,4 @@
-"""Partitions whose broker does not answer a streaming query, and what is to be said of it."""
+"""Partitions whose broker does not answer a streaming query, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ WARN_AFTER_S = 30.0
 
 
 class Unanswered:
-    """Since when which partitions are silent. `patience_s`: for how long a broker need not know a topic that is new."""
+    """The silent partitions, and since when. `patience_s`: seconds in which a broker may not yet know a new topic."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._since: dict[TopicPartition, float] = {}
-        self._told: set[TopicPartition] = set()
+        self._warned: set[TopicPartition] = set()
 
     def may_pass(self, now_s: float) -> bool:
-        """Whether a partition is silent, and not for so long that it was warned of."""
+        """True if a partition is silent, and no warning about it is due yet."""
         return any(now_s - since_s < WARN_AFTER_S for since_s in self._since.values())
 
     def note(self, answers: Mapping[TopicPartition, Found], now_s: float) -> None:
-        """Raises what no waiting helps against; warns once of what does not pass."""
+        """Raises an error that does not pass; warns once about a partition that is silent for too long."""
         silent: dict[str, list[TopicPartition]] = defaultdict(list)
         for tp in [tp for tp in self._since if tp not in answers]:
             del self._since[tp]
-            self._told.discard(tp)
+            self._warned.discard(tp)
         for tp, answer in answers.items():
             if isinstance(answer, OffsetsResult | OffsetDiverged):
                 self._since.pop(tp, None)
-                self._told.discard(tp)
+                self._warned.discard(tp)
                 continue
             since_s = self._since.setdefault(tp, now_s)
             if not answer.retriable:
                 may_be_new = isinstance(answer, TopicNotFound) and now_s - since_s <= self._patience_s
                 if not may_be_new:
                     raise answer
-            if now_s - since_s >= WARN_AFTER_S and tp not in self._told:
-                self._told.add(tp)
+            if now_s - since_s >= WARN_AFTER_S and tp not in self._warned:
+                self._warned.add(tp)
                 silent[str(answer)].append(tp)
         for reason, tps in silent.items():
             what = f"{tps[0]} and {count(len(tps) - 1, 'other partition')}" if len(tps) > 1 else str(tps[0])
-            log.warning("what is new in %s has not been known for %d s: %s", what, WARN_AFTER_S, reason)
+            log.warning("the new messages of %s have been unknown for %d s: %s", what, WARN_AFTER_S, reason)

@@ -1,1 +1,1 @@
-"""The sink: what tasks write, and what the driver decides."""
+"""The sink: the writes of tasks, and the decisions of the driver."""

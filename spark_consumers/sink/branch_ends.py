@@ -1,7 +1,7 @@
-"""Branches of a sink that are ended: what is decided has to be committed, the others are rolled back if it can be.
+"""Ends a sink's branches: winners must be committed; the others are rolled back if that is possible.
 
-A broker is asked where it is said to be after a round trip to ZooKeeper: a former master might not know a branch that
-its successor has prepared.
+A broker's address is read after a round trip to ZooKeeper: a former master might not know a branch that its successor
+has prepared.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from metamq.wire.xa import Verb, XACode, Xid
 log = logging.getLogger("metamq.spark")
 
 T = TypeVar("T", tuple[Xid, int], tuple[str, int, str])
-"""With the id of a broker in second place."""
+"""A tuple with the id of a broker in second place."""
 
 AT_ONCE = 32
-"""Branches of one broker that are ended side by side: it writes the records of those together."""
+"""Branches of one broker that are ended at the same time: it writes their records together."""
 LIST_S = 3.0
-"""What a broker that is to tell which branches it has is waited for."""
+"""Seconds to wait for a broker's list of branches."""
 ROLL_BACK_S = 5.0
 SILENT_S = 60.0
-"""One that hangs is not asked again so soon: each batch would wait for it."""
+"""Seconds for which a silent broker is not asked again: each batch would wait for it."""
 
 
 class CommitLost(MetamqError):
-    """What was decided may be lost, by a promotion with an accepted loss, or is, by an operator."""
+    """Decided messages may be lost, by a promotion with an accepted loss, or are lost, by an operator."""
 
     hint = "Compare what is there with the source. Go on with the option failOnDataLoss=false."
 
 
 class BranchEnds:
-    """Ends branches. For one loop; a process has one, and its connections."""
+    """Ends branches. For one loop. A process has one object, with its connections."""
 
     def __init__(self, cluster: ClusterClient) -> None:
         self.cluster = cluster
@@ -55,12 +55,12 @@ class BranchEnds:
         answer_s: float,
         accepts_loss: bool = False,
     ) -> None:
-        """Returns once all of them are committed. Raises CommitLost, unless that is accepted; OutcomeUnknown,
-        ConnectError, once a broker has not answered for `answer_s`: to be called again."""
+        """Returns once all of them are committed. Raises CommitLost, unless that is accepted; OutcomeUnknown or
+        ConnectError if a broker has not answered for `answer_s`: then call again."""
         client = TxClient(self.cluster)
         lost: Counter[str] = Counter()
         away: dict[int, MetamqError] = {}
-        """Brokers, each with how it failed to answer: what else it has would wait as long, in vain."""
+        """Brokers that did not answer, with the error: a request for another branch there would wait as long."""
 
         async def commit(one: tuple[str, int, str]) -> None:
             attempt, broker_id, history = one
@@ -69,7 +69,7 @@ class BranchEnds:
             branch = Branch(BranchName(sink, batch_id, attempt).at(broker_id), broker_id, new_session())
             try:
                 await client.ask(branch, [Verb.COMMIT], timeout_s=answer_s)
-            except BranchNotKnown as error:  # it was prepared, and nothing but a commit ends it: it is committed
+            except BranchNotKnown as error:  # only a commit ends a prepared branch: it is committed
                 if not error.finished and branch.history != history:
                     lost[f"unknown to broker {broker_id}, where a promotion has accepted a loss since"] += 1
             except HeuristicOutcome as error:
@@ -85,13 +85,13 @@ class BranchEnds:
         await _each([(attempt, *one) for attempt, at in winners.items() for one in at.items()], commit)
         if lost:
             what = "; ".join(f"{count} of its branches are {why}" for why, count in sorted(lost.items()))
-            error = CommitLost(f"batch {batch_id} of the sink {sink} is decided, but perhaps not whole: {what}")
+            error = CommitLost(f"batch {batch_id} of the sink {sink} is decided, but may not be complete: {what}")
             if not accepts_loss:
                 raise error
             log.error("%s", error.problem)
 
     async def prepared(self) -> list[tuple[Xid, int]]:
-        """(Xid, broker id) of what is prepared, at the brokers that tell."""
+        """Returns (Xid, broker id) of the prepared branches, from the brokers that answer."""
         client = TxClient(self.cluster)
         now_s = time.monotonic()
 
@@ -102,7 +102,7 @@ class BranchEnds:
             except (TimeoutError, MetamqError) as error:
                 if isinstance(error, TimeoutError):
                     self._silent_until_s[broker_id] = now_s + SILENT_S
-                log.warning("broker %d does not tell which branches are left there: %r", broker_id, error)
+                log.warning("broker %d does not list its remaining branches: %r", broker_id, error)
                 return []
             return [(one.xid, broker_id) for one in branches if one.state == "prepared"]
 
@@ -110,12 +110,12 @@ class BranchEnds:
         return [one for found in await asyncio.gather(*map(of, asked)) for one in found]
 
     async def end(self, found: Ends) -> None:
-        """What can be ended now."""
+        """Ends the branches that can be ended now."""
         await self._try(found.commit, Verb.COMMIT)
         await self._try(found.rollback, Verb.ROLLBACK)
 
     async def roll_back(self, branches: Iterable[tuple[Xid, int]]) -> None:
-        """What can be now. Nobody has decided about them, nor will."""
+        """Rolls back the branches that can be rolled back now. They have no decision, and will have none."""
         await self._try(list(branches), Verb.ROLLBACK)
 
     async def _try(self, branches: Collection[tuple[Xid, int]], verb: Verb) -> None:
@@ -129,7 +129,7 @@ class BranchEnds:
             try:
                 await client.ask(Branch(xid, broker_id, new_session()), [verb], timeout_s=ROLL_BACK_S)
             except BranchNotKnown:
-                pass  # somebody else has
+                pass  # another process has ended it
             except MetamqError as error:
                 failed[broker_id] = error
 
@@ -139,8 +139,8 @@ class BranchEnds:
 
 
 async def _each(things: Collection[T], end: Callable[[T], Awaitable[None]]) -> None:
-    """Side by side, those of each broker by themselves: they do not wait for another's that is away. Raises the first
-    error, once all are through."""
+    """Calls `end` for all things at the same time, with a limit per broker: none waits for another broker that is away.
+    Raises the first error, after all have ended."""
     at_once: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
     async def one(thing: T) -> None:

@@ -1,12 +1,11 @@
-"""What a streaming query's checkpoint tells the driver: the query's id, and what a batch was made from.
+"""Reads a streaming query's checkpoint in the driver: the query's id, and the content of a batch.
 
-Spark writes `metadata` with the id when the query is new, and `offsets/<batch>` before it runs a batch: a version, a
-line about the run, and a line for each source. A batch that is run again finds the file as it was. Of a file source the
-line is only `{"logOffset":N}`: which files these are stands in `sources/<source>/N`, or `N.compact` with those before,
-written ahead of the batch's own file and left alone until the batch is done.
+Spark writes `metadata` with the id when the query is new. Before it runs a batch it writes `offsets/<batch>`: a
+version, a line about the run, and a line for each source. If the batch runs again, the file is the same. The line of a
+file source is only `{"logOffset":N}`. The names of its files are in `sources/<source>/N`, or in `N.compact` with those
+before. Spark writes that file before the batch's own one, and keeps it until the batch is done.
 
-Only what is in a folder of this machine, mounted ones too, is read for each batch: what a store or HDFS would take is
-not to be known.
+For each batch, only a folder of this machine is read, mounted ones included: a store or HDFS may take any time.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from pathlib import Path
 from metamq.errors import ConfigError
 
 JUST_S = 5.0
-"""From the note of what a batch is made from to its first look at the sink."""
+"""Most seconds between the file of a batch's offsets and the batch's first look at the sink."""
 RUNNER = ".python_streaming_sink_runner"
-"""Spark's module that has a stream's batches committed, in processes of its own."""
+"""Spark's module that commits a stream's batches, in processes of its own."""
 
 
 def named(sink_id: str | None, query: str | None, batch: str | None) -> tuple[str, int]:
-    """The sink's name and the batch id, from what a task is told. Raises ConfigError."""
+    """Returns the sink's name and the batch id, from the properties of a task. Raises ConfigError."""
     sink = query or sink_id
     if sink is None:
-        raise ConfigError("this Spark does not tell a task its query's id", hint="Name the sink: option 'sinkId'.")
+        raise ConfigError("this Spark does not give a task its query's id", hint="Name the sink: option 'sinkId'.")
     if batch is None:
         hint = "Use delivery=at_least_once."
-        raise ConfigError("this Spark does not tell a task the id of its batch", hint=hint)
+        raise ConfigError("this Spark does not give a task the id of its batch", hint=hint)
     return sink, int(batch)
 
 
 def checkpoint_id(location: str | None) -> str:
-    """The id that Spark has written into a query's checkpoint, wherever pyarrow can read. Raises ConfigError."""
+    """Returns the id in a query's checkpoint, at any place that pyarrow can read. Raises ConfigError."""
     try:
         return str(json.loads(_read(location, "metadata"))["id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -49,7 +48,7 @@ def checkpoint_id(location: str | None) -> str:
 
 
 def known_id(folder: Path | None) -> str | None:
-    """The same; None where the checkpoint is no folder of this machine, or there is none yet."""
+    """Returns the same id; None if the checkpoint is not a folder of this machine, or not there yet."""
     try:
         return None if folder is None else checkpoint_id(str(folder))
     except ConfigError:
@@ -57,9 +56,9 @@ def known_id(folder: Path | None) -> str | None:
 
 
 def content(location: str | None, query: str, batch_id: int) -> str:
-    """A digest of what a batch was made from; empty where the checkpoint is no folder of this machine."""
+    """Returns a digest of the sources' offsets of a batch; empty if the checkpoint is not a folder of this machine."""
     folder = local_folder(location)
-    if folder is None or known_id(folder) != query:  # what is at that place here is not the query's
+    if folder is None or known_id(folder) != query:  # the folder at that place is another query's
         return ""
     try:
         lines = _source_lines(folder, batch_id)
@@ -74,7 +73,7 @@ def _source_lines(folder: Path, batch_id: int) -> list[bytes]:
 
 
 def _entries(folder: Path, batch_id: int, lines: list[bytes]) -> list[bytes]:
-    """The files that the batch's file sources read, as their logs have them; none where it has no such source."""
+    """Returns the files that the batch's file sources read, from their logs; none if it has no such source."""
     numbers = {index: number for index, line in enumerate(lines) if (number := _log_offset(line)) is not None}
     if not numbers:
         return []
@@ -87,13 +86,13 @@ def _entries(folder: Path, batch_id: int, lines: list[bytes]) -> list[bytes]:
         if earlier is not None and index < len(earlier):
             done = -1 if (last := earlier[index]) is None else last
         for source in sorted((folder / "sources").glob("*")):  # one that is read twice has two lines, and one log
-            for one in range(done + 1, number + 1):  # several where a driver died between the two files
+            for one in range(done + 1, number + 1):  # several if a driver died between the two files
                 found |= {b"%s %s" % (source.name.encode(), entry) for entry in _logged(source, one, done + 1, number)}
     return sorted(found)
 
 
 def _logged(source: Path, number: int, first: int, last: int) -> Iterator[bytes]:
-    """What one file of a file source's log says of the numbers from `first` to `last`."""
+    """Yields the entries from `first` to `last` in one file of a file source's log."""
     wanted = re.compile(rb'"batchId":\s*(\d+)')
     for name in (str(number), f"{number}.compact"):
         with contextlib.suppress(FileNotFoundError), (source / name).open("rb") as file:
@@ -104,7 +103,7 @@ def _logged(source: Path, number: int, first: int, last: int) -> Iterator[bytes]
 
 
 def _log_offset(line: bytes) -> int | None:
-    """Of a file source's line; None of another source's."""
+    """Returns the offset in a file source's line; None for another source's."""
     with contextlib.suppress(ValueError):
         fields = json.loads(line)
         if isinstance(fields, dict) and isinstance(number := fields.get("logOffset"), int):
@@ -113,7 +112,7 @@ def _log_offset(line: bytes) -> int | None:
 
 
 def local_folder(location: str | None) -> Path | None:
-    """Of a checkpoint that is on this machine; None where it is not."""
+    """Returns the folder of a checkpoint that is on this machine; None if it is not."""
     if location is None:
         return None
     if location.startswith("file:"):
@@ -124,18 +123,18 @@ def local_folder(location: str | None) -> Path | None:
 
 
 def newest_finished(folder: Path) -> int:
-    """The batch that Spark has noted last as done; -1 before the first."""
+    """Returns the newest batch that Spark has recorded as done; -1 before the first."""
     return max((int(one.name) for one in (folder / "commits").glob("*") if one.name.isdecimal()), default=-1)
 
 
 def is_ending_a_batch() -> bool:
-    """Whether this process of the driver commits and aborts batches: their tasks have run, then."""
+    """True if this process of the driver commits and aborts batches: then their tasks have run."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return any(name.endswith(RUNNER) for name in (*sys.modules, "" if spec is None else spec.name))
 
 
 def is_just_planned(folder: Path) -> bool:
-    """Whether Spark has noted a moment ago what the batch that follows is made from: it is not one that comes again."""
+    """True if Spark has just recorded the offsets of the next batch: then that batch does not run again."""
     try:
         age_s = time.time() - (folder / "offsets" / str(newest_finished(folder) + 1)).stat().st_mtime
     except OSError:

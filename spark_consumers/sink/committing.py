@@ -1,11 +1,11 @@
-"""The driver's part of a sink that is exactly once: it records the decision, then brings it about.
+"""The driver's part of an exactly-once sink: it records the decision, then carries it out.
 
-    commit   records which attempts win, unless that stands already; commits them; then, as far as brokers answer,
-             rolls back every other branch of the query up to that batch
-    abort    Spark calls it after a failed commit, too: what is decided is brought about; else nothing can be decided
-             any more by what is under way, and the attempts are rolled back
+    commit   records the attempts that win, unless there is a decision already; commits them; then rolls back every
+             other branch of the query up to that batch, at the brokers that answer
+    abort    Spark also calls it after a failed commit. If there is a decision, carries it out. Else makes sure that no
+             running request can decide any more, and rolls the attempts back
 
-Once it is decided no error may look like a failure: who writes again then has it twice.
+After the decision no error may look like a failure: a user who writes again would have the messages twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from metamq.errors import ConnectError, MetamqError, Outcome
 from metamq.spark_consumers.sink.branch_ends import ROLL_BACK_S, BranchEnds, CommitLost
 from metamq.spark_consumers.sink.decision_store import DecisionStore, Sink, SinkOwner
 from metamq.spark_consumers.sink.decisions import JOB, BranchName, Decision, NotOurs, batches_of, ends
-from metamq.spark_consumers.sink.leftovers import end_leftovers
+from metamq.spark_consumers.sink.orphans import end_orphans
 
 log = logging.getLogger("metamq.spark")
 
@@ -31,13 +31,13 @@ RETRY_S = 0.2
 
 
 class CommitUnfinished(MetamqError):
-    """The batch may be decided, or is: it is not to be written again by whoever gets this."""
+    """The batch is decided, or may be decided: the caller must not write it again."""
 
     outcome: Outcome = "unknown"
 
 
 class Committer:
-    """Of one sink. For one loop. `patience_s`: how long ZooKeeper and brokers are waited for."""
+    """The committer of one sink. For one loop. `patience_s`: seconds to wait for ZooKeeper and brokers."""
 
     def __init__(
         self, branch_ends: BranchEnds, sink: str, owner: SinkOwner, patience_s: float, *, accepts_loss: bool = False
@@ -54,20 +54,20 @@ class Committer:
         return self._sink.startswith(JOB)
 
     async def begin_job(self) -> None:
-        """Before the first task of a batch write. Ends what others have left."""
+        """Begins a batch write, before its first task. Ends the orphans of other batch writes."""
         own: Sink = await self._patiently(lambda: self.store.begin(self._sink, self._owner.identity))
-        await end_leftovers(self._ends, self.store, self._sink, own.changed_ms)
+        await end_orphans(self._ends, self.store, self._sink, own.changed_ms)
 
     async def claim(self) -> None:
-        """Before the first task of a query's run. Raises NotOurs."""
+        """Claims the sink for a run of the query, before its first task. Raises NotOurs."""
         await self._patiently(lambda: self.store.claim(self._sink, self._owner))
 
     async def touch(self) -> None:
-        """In a task of a batch write: it is alive. Raises NotOurs."""
+        """Reports, in a task, that the batch write is alive. Raises NotOurs."""
         await self._patiently(lambda: self.store.touch(self._sink))
 
     async def newest_decided(self) -> int | None:
-        """The newest batch that was decided about; None when none was."""
+        """Returns the newest decided batch; None if there is none."""
 
         async def newest() -> int | None:
             known = await self.store.sink(self._sink)
@@ -78,9 +78,9 @@ class Committer:
         return await self._patiently(newest)
 
     async def commit(self, batch_id: int, winners: Mapping[str, Mapping[int, str]], content: str = "") -> None:
-        """Returns once the batch's messages are to be seen, those of the first commit of the batch.
+        """Returns once readers see the batch's messages: those of the batch's first commit.
 
-        Raises NotOurs, when nothing of these attempts counts; CommitLost; CommitUnfinished.
+        Raises NotOurs, if these attempts are not used; CommitLost; CommitUnfinished.
         """
         decision = Decision(winners, content)
         try:
@@ -99,9 +99,9 @@ class Committer:
             raise self._unfinished(batch_id, error, decided=True) from error
 
     async def abort(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
-        """Returns once nothing of the attempts will be seen, or all of it where it was decided so.
+        """Returns once readers will never see the attempts, or see all of them if that was decided.
 
-        Raises CommitUnfinished of a batch write that was decided: it has not failed.
+        Raises CommitUnfinished for a batch write that was decided: it has not failed.
         """
         try:
             standing = await self._patiently(lambda: self.store.fence(self._sink, self._owner, batch_id))
@@ -123,7 +123,7 @@ class Committer:
             raise CommitUnfinished(f"{self._what(batch_id)} has not failed: all its rows are there", hint=hint)
 
     async def finish(self, sink: str, newest: int, decision: Decision, answer_s: float = 3 * ANSWER_S) -> None:
-        """Brings about a batch that is decided. Raises as commit()."""
+        """Carries out the decision about a batch. Raises as commit()."""
         await self._ends.commit(
             sink, newest, decision.winners, answer_s=min(self._patience_s, answer_s), accepts_loss=self._accepts_loss
         )
@@ -132,7 +132,7 @@ class Committer:
         await self._best_effort(lambda: self._sweep(sink, newest, decision))
 
     async def _sweep(self, sink: str, newest: int, decision: Decision) -> None:
-        """Ends what is left of the batches up to a decided one."""
+        """Ends the remaining branches of the batches up to a decided one."""
         prepared = await self._ends.prepared()
         decisions = {newest: decision}
         for number in batches_of(sink, newest, prepared) - {newest}:
@@ -144,7 +144,7 @@ class Committer:
             await self.store.trim(sink, newest)
 
     async def _roll_back(self, batch_id: int, attempts: Mapping[str, Mapping[int, str]]) -> None:
-        """Branches that nobody has decided about, nor will."""
+        """Rolls back branches that have no decision, and will have none."""
         await self._ends.cluster.look_again()
         names = [(BranchName(self._sink, batch_id, one), broker_id) for one, at in attempts.items() for broker_id in at]
         await self._ends.roll_back([(name.at(broker_id), broker_id) for name, broker_id in names])
@@ -153,7 +153,7 @@ class Committer:
         try:
             await call()
         except MetamqError as error:
-            log.warning("branches of the sink %s, or its node, are left, perhaps: %s", self._sink, error)
+            log.warning("branches of the sink %s, or its node, may be left: %s", self._sink, error)
 
     def _what(self, batch_id: int) -> str:
         return f"the batch write {self._sink}" if self._is_job else f"batch {batch_id} of the sink {self._sink}"
@@ -163,12 +163,12 @@ class Committer:
             problem = f"{self._what(batch_id)} is decided, and will be seen, but is not yet: {error.problem}"
             hint = "Start the query again: it finishes that first."
             if self._is_job:
-                hint = "Do not write it again: the next exactly-once batch write, whosever, finishes it."
+                hint = "Do not write it again: the next exactly-once batch write of any user finishes it."
         else:
-            problem = f"nobody knows whether {self._what(batch_id)} was decided: {error.problem}"
-            hint = "Start the query again: it asks."
+            problem = f"it is unknown if {self._what(batch_id)} was decided: {error.problem}"
+            hint = "Start the query again: it finds out."
             if self._is_job:
-                hint = "Look whether its rows are there once ZooKeeper answers, before it is written again."
+                hint = "Once ZooKeeper answers, check if its rows are there before you write it again."
         return CommitUnfinished(problem, hint=hint)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -1,7 +1,7 @@
-"""Decisions in ZooKeeper: created once, by one transaction with the sink's own node, never overwritten.
+"""Decisions in ZooKeeper: each is created once, in one transaction with the sink's own node, and never overwritten.
 
-A request whose answer is lost may still be carried out. So whoever goes on looks again, and writes the sink's node in
-any case: what was under way then finds another version, and fails.
+A request without an answer may still be carried out. So the next caller reads again, and always writes the sink's node:
+a request that is still running then finds another version, and fails.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from metamq.zk.nodes import Create, Delete, SetData
 from metamq.zk.session.session import ANY_VERSION, Session
 
 KEPT = 8
-"""Decisions of a query before the newest that stay. They are needed only where a broker has lost that it committed a
-branch, by a promotion with an accepted loss, and still has it prepared."""
+"""Decisions of a query that stay with the newest. They are needed if a broker has lost the commit of a branch, by a
+promotion with an accepted loss, and still has the branch prepared."""
 
 
 class SinkOwner(NamedTuple):
-    """Who decides about a sink."""
+    """The process that decides about a sink."""
 
     identity: str
-    """The query, by its checkpoint's id; a batch write by its name."""
+    """The id of the query, from its checkpoint; for a batch write its name."""
     run: str = ""
-    """Which start of the query; empty where Spark does not tell."""
+    """The id of the query's run; empty if Spark does not give it."""
 
 
 class Sink(NamedTuple):
-    """A sink's node as it was read."""
+    """The content of a sink's node."""
 
     state: SinkState
     version: int
     changed_ms: int
-    """By ZooKeeper's clock."""
+    """Time of the last change, by ZooKeeper's clock."""
 
 
 class DecisionStore:
-    """For one loop. All methods raise ConnectError; what they did then is looked at when they are called again."""
+    """The store. For one loop. All methods raise ConnectError; a repeated call finds out what the first one did."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._paths = session.paths
 
     async def begin(self, sink: str, identity: str) -> Sink:
-        """Makes the node of a sink that is new. Raises CorruptData."""
+        """Creates the node of a new sink. Raises CorruptData."""
         await self._session.ensure(self._paths.sinks())
         while True:
             with contextlib.suppress(NodeExists):
@@ -56,17 +56,17 @@ class DecisionStore:
                 return known
 
     async def sink(self, sink: str) -> Sink | None:
-        """The sink's node. Raises CorruptData."""
+        """Returns the sink's node. Raises CorruptData."""
         node = await self._session.get_or_none(self._paths.sink(sink))
         return None if node is None else Sink(SinkState.from_json(node.data), node.version, node.mtime_ms)
 
     async def decision(self, sink: str, batch_id: int) -> Decision | None:
-        """Of one batch. Raises CorruptData."""
+        """Returns the decision about one batch. Raises CorruptData."""
         node = await self._session.get_or_none(self._paths.sink_decision(sink, batch_id))
         return None if node is None else Decision.from_json(node.data)
 
     async def claim(self, sink: str, owner: SinkOwner) -> None:
-        """What a run does before it writes its first: from now on those before it decide nothing. Raises NotOurs."""
+        """Claims the sink for a run, before the run writes: from now on former runs decide nothing. Raises NotOurs."""
         while True:
             known = await self._checked(sink, owner.identity)
             joined = known.state.joined(sink, owner.run)
@@ -74,12 +74,12 @@ class DecisionStore:
                 return
 
     async def touch(self, job: str) -> None:
-        """Says that a batch write is alive. Raises NotOurs when it was given up."""
+        """Reports that a batch write is alive. Raises NotOurs if it was given up."""
         known = await self._checked(job, job)
-        await self._written(job, known.state, known.version)  # else somebody else has
+        await self._written(job, known.state, known.version)  # False: another task has reported it
 
     async def decide(self, sink: str, owner: SinkOwner, batch_id: int, decision: Decision) -> Decision:
-        """The decision about a batch: this one, unless there is one already. Raises NotOurs; MessageTooLarge."""
+        """Returns the decision about a batch: this one, unless there is one. Raises NotOurs; MessageTooLarge."""
         while True:
             known = await self._checked(sink, owner.identity)
             standing = await self.decision(sink, batch_id)
@@ -95,7 +95,7 @@ class DecisionStore:
             return decision
 
     async def fence(self, sink: str, owner: SinkOwner, batch_id: int) -> Decision | None:
-        """The decision about a batch; None: there is none, nor does one come from what was under way.
+        """Returns the decision about a batch; None: there is none, and no running request can make one.
 
         Raises NotOurs.
         """
@@ -106,7 +106,7 @@ class DecisionStore:
                 return standing
 
     async def _written(self, sink: str, state: SinkState, version: int) -> bool:
-        """False: it has changed since it was read."""
+        """Returns False if the node has changed since it was read."""
         try:
             await self._session.set(self._paths.sink(sink), state.to_json(), version)
         except (BadVersion, NoNode):
@@ -119,19 +119,19 @@ class DecisionStore:
             known = await self.begin(sink, identity)
         if known is None:
             raise NotOurs(
-                f"the batch write {sink} was given up, as those are of which no task has begun for two days",
-                hint="Look whether its rows are there, and write it again if they are not.",
+                f"the batch write {sink} was given up: none of its tasks has begun for two days",
+                hint="Check if its rows are there, and write it again if they are not.",
             )
         if known.state.identity != identity:
             raise NotOurs(
-                f"the sink {sink!r} is of the query {known.state.identity}, and this one is {identity}: was its "
-                "checkpoint deleted? What it reads again would be written again",
+                f"the sink {sink!r} belongs to the query {known.state.identity}, and this one is {identity}: was its "
+                "checkpoint deleted? It would write again what it reads again",
                 hint="Go on with the old checkpoint, or give another sinkId.",
             )
         return known
 
     async def trim(self, sink: str, newest: int) -> None:
-        """Removes the decisions of a query but for the newest, and some before."""
+        """Removes the decisions of a query except the newest, and some before."""
         names = await self._session.children_or_none(self._paths.sink(sink)) or []
         numbers = sorted(int(name) for name in names if name.isdecimal() and int(name) < newest)
         for number in numbers[:-KEPT]:
@@ -139,17 +139,17 @@ class DecisionStore:
                 await self._session.delete(self._paths.sink_decision(sink, number), ANY_VERSION)
 
     async def jobs(self) -> list[str]:
-        """The batch writes that have nodes now."""
+        """Returns the batch writes that have nodes now."""
         await self._session.sync()
         names = await self._session.children_or_none(self._paths.sinks()) or []
         return [name for name in names if name.startswith(JOB)]
 
     async def mark_finished(self, job: str, known: Sink) -> None:
-        """That nobody has to finish it any more. Its node stays: its driver may still ask what was decided."""
+        """Records that the batch write is finished. Its node stays: its driver may still ask for the decision."""
         await self._written(job, replace(known.state, finished=True), known.version)
 
     async def give_up(self, job: str, known: Sink) -> bool:
-        """Removes an undecided batch write, which cannot be decided then; False when it has changed."""
+        """Removes an undecided batch write, which then cannot be decided; False if it has changed."""
         try:
             await self._session.delete(self._paths.sink(job), known.version)
         except (BadVersion, NotEmpty):
@@ -159,7 +159,7 @@ class DecisionStore:
         return True
 
     async def remove_job(self, job: str, *, decided: bool) -> None:
-        """Of a batch write that is over: what it decided is committed, or nothing can be decided any more."""
+        """Removes a batch write that is over: its decision is carried out, or it cannot be decided any more."""
         operations = [Delete(self._paths.sink_decision(job, 0), ANY_VERSION)] if decided else []
         with contextlib.suppress(NoNode, NotEmpty):
             await self._session.multi([*operations, Delete(self._paths.sink(job), ANY_VERSION)])

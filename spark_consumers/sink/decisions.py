@@ -1,18 +1,18 @@
-"""What becomes of the branches of a sink that is exactly once: rules by value, without I/O.
+"""The rules for the branches of an exactly-once sink: by value, without I/O.
 
-Each task attempt writes into branches of its own, one at each broker that its rows go to, and prepares them. Which
-attempts win is one decision a batch, made by the driver and recorded before anything is committed:
+Each task attempt writes into branches of its own, one at each broker that its rows go to, and prepares them. The driver
+makes one decision per batch, which attempts win, and records it before anything is committed:
 
-    a branch of a batch with a decision that lists it         is committed, by whoever finds it
-    one of a batch with a decision that does not              is rolled back
-    one of a batch below the newest decision, without any     is rolled back: nobody can decide about it any more
-    one of a later batch                                      is left alone: its driver may be about to decide
+    a branch of a batch with a decision that lists it         is committed, by any process that finds it.
+    a branch of a batch with a decision that does not         is rolled back.
+    a branch of a batch below the newest decision, without    is rolled back: it cannot get a decision any more.
+    a branch of a later batch                                 is left alone: its driver may be about to decide.
 
-A sink's node has the number of its newest decision, its *floor*: no batch below it is decided about any more. So old
-decisions can be removed, and a driver that was paused for long finds the floor above its batch, and is told.
+A sink's node has the number of its newest decision, its *floor*: no batch below it gets a decision any more. So old
+decisions can be removed. A driver that was paused for long finds that the floor is above its batch, and fails.
 
-A batch write is a sink of its own. Its node is there before its first task, and until all that it decided is committed:
-a branch without one is nobody's, and is rolled back by whoever finds it.
+A batch write is a sink of its own. Its node exists from before its first task until its decision is carried out. A
+branch without such a node has no owner, and any process that finds it rolls it back.
 """
 
 from __future__ import annotations
@@ -30,74 +30,74 @@ from metamq.zk.session.session import MAX_DATA_BYTES
 
 PREFIX = b"spark:"
 JOB = "job-"
-"""What the names of batch writes begin with: each is a sink of its own, with one batch."""
+"""The prefix of the names of batch writes: each is a sink of its own, with one batch."""
 NAME_CHARS_MAX = 36
 RUNS = 16
-"""Runs of a query that its sink knows. One that was followed by more is refused by the batches it is behind."""
+"""Runs of a query that its sink remembers. An older run is refused because its batches are behind."""
 
 
 class NotOurs(ConfigError):
-    """The sink is another query's, or run's, or given up: this one decides about nothing there."""
+    """The sink belongs to another query or run, or was given up: this one cannot decide about it."""
 
 
 def new_job() -> str:
-    """The name of one batch write."""
+    """Returns the name of a new batch write."""
     return JOB + secrets.token_hex(16)
 
 
 class BranchName(NamedTuple):
-    """Whose a branch is, as its Xid has it: "spark:<sink>:<batch>" and "<task attempt>.<broker id>"."""
+    """The owner of a branch, as in its Xid: "spark:<sink>:<batch>" and "<task attempt>.<broker id>"."""
 
     sink: str
     batch_id: int
     attempt: str
 
     def at(self, broker_id: int) -> Xid:
-        """Its Xid at a broker."""
+        """Returns the branch's Xid at a broker."""
         return Xid(FORMAT_ID, self.whole, f"{self.attempt}.{broker_id}".encode()).check()
 
     @property
     def whole(self) -> bytes:
-        """Of all branches of the batch."""
+        """The common part of the names of all branches of the batch."""
         return PREFIX + f"{self.sink}:{self.batch_id}".encode()
 
 
 def new_attempt(partition: int, number: int) -> str:
-    """A task attempt's, which no other ever has."""
+    """Returns the name of a task attempt, which no other attempt has."""
     return f"{partition}.{number}.{secrets.token_hex(8)}"
 
 
 def name_of(xid: Xid) -> BranchName | None:
-    """Whose a branch is; None when it is no sink's."""
+    """Returns the owner of a branch; None if it is not a sink's."""
     try:
         prefix, sink, batch_id = xid.gtrid.decode("ascii").split(":")
         attempt, _, _broker_id = xid.bqual.decode("ascii").rpartition(".")
         if xid.format_id == FORMAT_ID and prefix == PREFIX[:-1].decode() and attempt:
             return BranchName(sink, int(batch_id), attempt)
-    except ValueError:  # of decoding, too
+    except ValueError:  # decoding raises it, too
         pass
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The attempts that win a batch: for each the brokers where it has a branch, with their histories then."""
+    """The attempts that win a batch: for each the brokers that have a branch of it, with their histories then."""
 
     winners: Mapping[str, Mapping[int, str]]
     content: str = ""
-    """A digest of what the batch was made from; empty where that is not known."""
+    """A digest of the sources' offsets of the batch; empty if unknown."""
 
     def has(self, attempt: str) -> bool:
-        """Whether it is to be committed."""
+        """True if the attempt must be committed."""
         return attempt in self.winners
 
     @property
     def brokers(self) -> set[int]:
-        """Where it has branches."""
+        """The brokers that have branches of the winners."""
         return {broker_id for at in self.winners.values() for broker_id in at}
 
     def to_json(self) -> bytes:
-        """For its node. Each place, a broker with its history, stands there once. Raises ConfigError."""
+        """Returns the node's data. Each place, a broker with its history, is in it once. Raises ConfigError."""
         places = sorted({place for at in self.winners.values() for place in at.items()})
         number = {place: index for index, place in enumerate(places)}
         winners = {attempt: [number[place] for place in at.items()] for attempt, at in self.winners.items()}
@@ -105,15 +105,15 @@ class Decision:
         data = json.dumps(fields, separators=(",", ":")).encode()
         if len(data) > MAX_DATA_BYTES:
             raise ConfigError(
-                f"what is to be recorded of {len(winners):,} tasks with rows at {len(places):,} brokers has "
-                f"{len(data):,} bytes, and a node of ZooKeeper's {MAX_DATA_BYTES:,} at most",
+                f"the decision about {len(winners):,} tasks with rows at {len(places):,} brokers has {len(data):,} "
+                f"bytes, and a node of ZooKeeper {MAX_DATA_BYTES:,} at most",
                 hint="Write in fewer tasks: coalesce(n) before the write.",
             )
         return data
 
     @classmethod
     def from_json(cls, data: bytes) -> Decision:
-        """Raises CorruptData."""
+        """Parses a node's data. Raises CorruptData."""
 
         def read(fields: dict[str, Any]) -> Decision:
             places = [(int(one), str(history)) for one, history in fields["places"]]
@@ -128,23 +128,23 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class SinkState:
-    """A sink's own node. `identity`: the query that it is of, by its checkpoint's id."""
+    """A sink's own node. `identity`: the id of the query, from its checkpoint."""
 
     identity: str
     floor: int
     runs: tuple[str, ...] = ()
-    """The query's, each start one, in the order in which they began to write; the last one decides."""
+    """The query's runs, one for each start, in the order in which they began to write; the last one decides."""
     finished: bool = False
-    """Of a batch write: all it decided is committed."""
+    """True if a batch write's decision is carried out."""
 
     def to_json(self) -> bytes:
-        """For its node."""
+        """Returns the node's data."""
         fields = {"query": self.identity, "floor": self.floor, "runs": self.runs, "finished": self.finished}
         return json.dumps(fields).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> SinkState:
-        """Raises CorruptData."""
+        """Parses a node's data. Raises CorruptData."""
 
         def read(fields: dict[str, Any]) -> SinkState:
             runs = tuple(str(run) for run in fields.get("runs", ()))
@@ -153,7 +153,7 @@ class SinkState:
         return read_document("the node of a Spark sink in ZooKeeper", data, read)
 
     def joined(self, sink: str, run: str) -> SinkState:
-        """With a run that is about to write. Raises NotOurs when another one has followed it."""
+        """Returns the state with a run that will write. Raises NotOurs if another run has followed it."""
         if not run or self.runs[-1:] == (run,):
             return self
         if run in self.runs:
@@ -162,28 +162,28 @@ class SinkState:
 
 
 def taken_over(sink: str, by: str) -> NotOurs:
-    """What a run is told that another one has followed."""
+    """Returns the error for a run that another run has followed."""
     return NotOurs(
         f"the sink {sink} was taken over by the run {by} of its query, which began to write later than this one",
-        hint="Only one driver may run a query, and only one a copy of its checkpoint: end the other one, or this.",
+        hint="Only one driver may run a query, and only one a copy of its checkpoint: end the other one, or this one.",
     )
 
 
 def check_batch(
     sink: str, state: SinkState, run: str, batch_id: int, decision: Decision, standing: Decision | None
 ) -> None:
-    """Whether a batch may be decided about, or be taken for the one that `standing` has decided. Raises NotOurs.
+    """Checks that a batch may be decided, or is the one that `standing` has decided. Raises NotOurs.
 
-    The driver that a query really has runs again the newest batch at most, made from the same as before.
+    A query's only driver runs again at most the newest batch, with the same content.
     """
     if standing is not None and standing.winners == decision.winners:
-        return  # its own, whose answer was lost
+        return  # this driver's own decision, whose answer was lost
     if run and state.runs and state.runs[-1] != run:
         raise taken_over(sink, state.runs[-1])
     if batch_id < state.floor:
         raise NotOurs(
             f"batch {batch_id} of the sink {sink} comes again, though batch {state.floor} is decided: its checkpoint "
-            "is older than what it has written, as one from a backup is, or another driver has gone on with the query",
+            "is older than the sink, like one from a backup, or another driver has gone on with the query",
             hint="Go on with the newest checkpoint. With a new one the query writes again what it reads again.",
         )
     if standing is not None and standing.content and decision.content and standing.content != decision.content:
@@ -195,26 +195,26 @@ def check_batch(
 
 
 class Ends(NamedTuple):
-    """What is to be done with branches that were found prepared."""
+    """The branches to commit, and those to roll back, of the prepared branches that were found."""
 
     commit: list[tuple[Xid, int]]
     """(Xid, broker id)"""
     rollback: list[tuple[Xid, int]]
 
     def add(self, one: tuple[Xid, int], *, wins: bool) -> None:
-        """Takes in a branch."""
+        """Adds a branch."""
         (self.commit if wins else self.rollback).append(one)
 
 
 def batches_of(sink: str, newest: int, prepared: Iterable[tuple[Xid, int]]) -> set[int]:
-    """Those up to a decided one that a sink's branches are of: their decisions have to be known to end them."""
+    """Returns the batches up to a decided one that have branches: to end these, their decisions must be known."""
     names = [name_of(xid) for xid, _broker_id in prepared]
     return {name.batch_id for name in names if name is not None and name.sink == sink and name.batch_id <= newest}
 
 
 def ends(sink: str, newest: int, decisions: Mapping[int, Decision], prepared: Iterable[tuple[Xid, int]]) -> Ends:
-    """Of the branches of a sink at all brokers, given its newest decision's batch id and the decisions of `batches_of`
-    that there are."""
+    """Returns the ends of a sink's branches at all brokers. `newest`: the batch id of its newest decision; `decisions`:
+    those that exist for `batches_of`."""
     found = Ends([], [])
     for one in prepared:
         name = name_of(one[0])
@@ -225,8 +225,8 @@ def ends(sink: str, newest: int, decisions: Mapping[int, Decision], prepared: It
 
 
 def ends_of_jobs(jobs: Mapping[str, Decision | None], prepared: Iterable[tuple[Xid, int]]) -> Ends:
-    """Of the branches of batch writes, given those writes that have nodes, read after the branches. One that has a
-    node and no decision may be about to decide."""
+    """Returns the ends of batch writes' branches. `jobs`: the batch writes that have nodes, read after the branches. A
+    write with a node and no decision may be about to decide."""
     found = Ends([], [])
     for one in prepared:
         name = name_of(one[0])

@@ -1,7 +1,7 @@
-"""The sink that is exactly once, as Spark sees it: tasks prepare branches, the driver decides.
+"""The exactly-once sink in the form that Spark calls: tasks prepare branches, the driver decides.
 
-A streaming query, its run and its batch are known to a task by what Spark has among its local properties; the driver is
-told of them with the tasks' messages, since Spark tells it the batch alone.
+A task reads the ids of its streaming query, run and batch from Spark's local properties. Spark gives the driver only
+the batch, so the tasks' messages report the other ids to the driver.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from metamq.errors import ConfigError
+from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.checkpoint import (
     checkpoint_id,
     content,
@@ -26,7 +27,6 @@ from metamq.spark_consumers.sink.checkpoint import (
 )
 from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import BranchName, new_attempt, new_job
-from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.spark_consumers.sink.sink import StreamArrowWriter
 from metamq.spark_consumers.sink.sink_client import sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions
@@ -37,35 +37,35 @@ if TYPE_CHECKING:
 QUERY_PROPERTY = "sql.streaming.queryId"
 BATCH_PROPERTY = "streaming.sql.batchId"
 RUN_PROPERTY = "spark.jobGroup.id"
-"""A streaming query's jobs are a group by the id of its run."""
+"""The job group of a streaming query's jobs: its name is the run's id."""
 TOUCH_S = 600.0
-"""A worker says no more often that a batch write is alive."""
+"""Least seconds between two reports of a worker that a batch write is alive."""
 
 
 @dataclass
 class Prepared(WriterCommitMessage):
-    """An attempt at a task whose branches are prepared."""
+    """The message of a task attempt whose branches are prepared."""
 
     sink: str
     identity: str
-    """Of the query, by its checkpoint; empty where the task was not told."""
+    """The id of the query, by its checkpoint; empty if Spark did not give it to the task."""
     batch_id: int
     attempt: str
     run: str = ""
-    """Of the query; empty where the task was not told."""
+    """The id of the query's run; empty if Spark did not give it to the task."""
     branches: dict[int, str] = field(default_factory=dict)
-    """The history of each broker that it has a branch at."""
+    """The history of each broker that has a branch of the attempt."""
 
 
 _claimed: set[tuple[str, str, str, SinkOwner]] = set()
 _touched_s: dict[str, float] = {}
-"""What this process has said of sinks, each of a cluster, and of batch writes when."""
+"""The claims of this process, each for a cluster; and the last report of each batch write."""
 _not_exact: set[tuple[str, str, str]] = set()
-"""Queries, each at a cluster, that had decided nothing when this process looked."""
+"""Queries, each at a cluster, that had no decision when this process looked."""
 
 
 def claim(options: SinkOptions, sink: str | None, owner: SinkOwner) -> None:
-    """Before a run of a query writes: its sink is its own, and so is the name in the option `sinkId`.
+    """Claims the sink for a run of a query, and the name in the option `sinkId` for the query, before the run writes.
 
     Raises NotOurs.
     """
@@ -79,9 +79,10 @@ def claim(options: SinkOptions, sink: str | None, owner: SinkOwner) -> None:
 
 
 def refuse_half_done(options: SinkOptions, location: str | None) -> None:
-    """Of a query that writes at least once: a batch that it has decided, when it wrote exactly once, would come twice.
+    """Refuses an at-least-once write of a batch that the query has decided exactly once: it would come twice.
 
-    Raises ConfigError; ConnectError. Where it cannot be seen nothing is said. What was seen before does not count for a
+    Raises ConfigError; ConnectError. If the checkpoint cannot be read, does nothing. A former result is not reused if a
+    batch may run again: an exactly-once run of the query may have been between, and this process is kept.
     batch that comes again: an exactly-once run of the query may have been between, and this process is kept.
     """
     folder = local_folder(location)
@@ -103,7 +104,7 @@ def refuse_half_done(options: SinkOptions, location: str | None) -> None:
 
 
 def touch(options: SinkOptions, job: str) -> None:
-    """Before a task of a batch write begins: it is alive. Raises NotOurs."""
+    """Reports that a batch write is alive, before one of its tasks begins. Raises NotOurs."""
     now_s = time.monotonic()
     if now_s - _touched_s.get(job, -TOUCH_S) >= TOUCH_S:
         client = sink_client(options)
@@ -112,7 +113,7 @@ def touch(options: SinkOptions, job: str) -> None:
 
 
 def write_branches(options: SinkOptions, sink: str, owner: SinkOwner, batch_id: int, rows: Iterator[Any]) -> Prepared:
-    """One attempt at a task. Returns once all it wrote is prepared; else nothing of it will be seen."""
+    """Writes one attempt at a task. Returns once all of it is prepared; after an error readers never see any of it."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -120,11 +121,11 @@ def write_branches(options: SinkOptions, sink: str, owner: SinkOwner, batch_id: 
     client = sink_client(options)
     name = BranchName(sink, batch_id, new_attempt(context.partitionId(), context.attemptNumber()))
     branches = client.background.run(client.branches(name))
-    gatherer = Gatherer(options.topic, client.topic)
+    batcher = Batcher(options.topic, client.topic)
     try:
         for some in rows:
-            branches.add((one, client.topic(one.target.topic)) for one in gatherer.add(some))
-        branches.add((one, client.topic(one.target.topic)) for one in gatherer.rest())
+            branches.add((one, client.topic(one.target.topic)) for one in batcher.add(some))
+        branches.add((one, client.topic(one.target.topic)) for one in batcher.rest())
         histories = client.background.run(branches.prepare())
     except BaseException:
         client.background.run(branches.give_up())
@@ -146,23 +147,23 @@ class ExactBatchWriter(DataSourceArrowWriter):
         client.background.run(client.committer(self._job, SinkOwner(self._job)).begin_job())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Runs in an executor. Returns once all is prepared."""
+        """Writes rows, in an executor. Returns once all of them are prepared."""
         touch(self._options, self._job)
         return write_branches(self._options, self._job, SinkOwner(self._job), 0, iterator)
 
     def commit(self, messages: Sequence[Any]) -> None:
-        """All is to be seen once it returns."""
+        """Commits: readers see all rows once it returns."""
         client = sink_client(self._options)
         client.background.run(client.committer(self._job, SinkOwner(self._job)).commit(0, _attempts(messages)))
 
     def abort(self, messages: Sequence[Any]) -> None:
-        """Nothing will be, unless a commit() that failed has decided so."""
+        """Makes sure that readers see nothing, unless a commit() that failed has decided."""
         client = sink_client(self._options)
         client.background.run(client.committer(self._job, SinkOwner(self._job)).abort(0, _attempts(messages)))
 
 
 class ExactStreamWriter(StreamArrowWriter):
-    """`df.writeStream`, exactly once: each batch is written once, however often Spark runs it."""
+    """`df.writeStream`, exactly once: each batch is written once, also if Spark runs it again."""
 
     def __init__(self, options: SinkOptions, checkpoint: str | None) -> None:
         self._options = options
@@ -172,7 +173,7 @@ class ExactStreamWriter(StreamArrowWriter):
             claim(options, None, SinkOwner(query))
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Runs in an executor. Returns once all is prepared."""
+        """Writes rows, in an executor. Returns once all of them are prepared."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -185,16 +186,16 @@ class ExactStreamWriter(StreamArrowWriter):
         return write_branches(self._options, sink, owner, batch_id, iterator)
 
     def commit(self, messages: Sequence[Any], batchId: int) -> None:
-        """The batch is to be seen once it returns, as it was written first."""
+        """Commits: readers see the batch once it returns, as it was written first."""
         self._end(messages, batchId, is_commit=True)
 
     def abort(self, messages: Sequence[Any], batchId: int) -> None:
-        """Nothing of these attempts will be, unless a commit() that failed has decided so."""
+        """Makes sure that readers see nothing of these attempts, unless a commit() that failed has decided."""
         self._end(messages, batchId, is_commit=False)
 
     def _end(self, messages: Sequence[Any], batch_id: int, *, is_commit: bool) -> None:
         told = [one for one in messages if isinstance(one, Prepared)]
-        if not told:  # no task came to its end
+        if not told:  # no task has ended
             return
         first = told[0]
         identity = first.identity or checkpoint_id(self._checkpoint)

@@ -1,7 +1,7 @@
-"""The column `headers`, an array of structs a row, as the bytes that a batch has: a msgpack map a message. Pure.
+"""Packs the column `headers`, an array of structs in each row, into a batch's form: a msgpack map per message. Pure.
 
-It is made of joined columns: before each name and each value goes what msgpack writes there, which depends on nothing
-but the length; and there are few lengths.
+It joins columns: before each name and each value comes msgpack's prefix, which depends only on the length. There are
+few different lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from metamq.errors import ConfigError
 
 
 def check_headers(column: pa.Array) -> None:
-    """Raises ConfigError for an entry that is no header."""
+    """Raises ConfigError for an invalid entry."""
     names, values = _names_and_values(column)
     for what, array in (("key", names), ("value", values)):
         if array.null_count:
@@ -31,9 +31,9 @@ def _names_and_values(column: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 
 def packed_headers(column: pa.Array) -> pa.Array | None:
-    """A binary array, empty where a row has no headers; None when no row has any.
+    """Returns a binary array, empty where a row has no headers; None if no row has any.
 
-    A name may come more than once in a row: all of its entries are there, in their order.
+    If a name comes more than once in a row, all of its entries are there, in their order.
     """
     names, values = _names_and_values(column)
     if not len(names):
@@ -72,7 +72,7 @@ def _before_bytes(length: int) -> bytes:
 
 
 def _sized(length: int, marks: tuple[int | None, int, int]) -> bytes:
-    """A mark for lengths of 1, 2 or 4 bytes, and the length."""
+    """Returns a mark for lengths of 1, 2 or 4 bytes, and the length."""
     for mark, width in zip(marks, (1, 2, 4), strict=True):
         if mark is not None and length < 1 << 8 * width:
             return bytes([mark]) + length.to_bytes(width, "big")

@@ -1,4 +1,4 @@
-"""The sink as Spark sees it: what a task writes, and what the driver makes of it."""
+"""The at-least-once sink in the form that Spark calls: the writers for tasks and for the driver."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from metamq.client.fetch.columnar import ColumnarBatch
 from metamq.errors import ConfigError
+from metamq.spark_consumers.sink.batching import Batcher, TargetBatch
 from metamq.spark_consumers.sink.checkpoint import is_ending_a_batch, local_folder, newest_finished
-from metamq.spark_consumers.sink.gathering import Gathered, Gatherer
 from metamq.spark_consumers.sink.sink_client import sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, check_sink_columns, parse_sink_options
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 StreamArrowWriter: Any = getattr(datasource, "DataSourceStreamArrowWriter", datasource.DataSourceStreamWriter)
-"""What writers for streaming queries are; before Spark 4.1 no query comes to use them."""
+"""The base class of writers for streaming queries; before Spark 4.1 no query uses them."""
 
 
 def sink_options(given: dict[str, str], schema: StructType, overwrite: bool, *, streaming: bool) -> SinkOptions:
-    """In the driver. Raises ConfigError, TopicNotFound, ConnectError, before any task starts."""
+    """Checks the options, in the driver. Raises ConfigError, TopicNotFound, ConnectError, before any task starts."""
     options = parse_sink_options(given, streaming=streaming)
     if overwrite:
         hint = "Use outputMode('append')." if streaming else "Use mode('append')."
@@ -39,53 +39,53 @@ def sink_options(given: dict[str, str], schema: StructType, overwrite: bool, *, 
 
 
 def has_run(checkpoint: str | None) -> bool:
-    """Whether a streaming query has ended a batch before; also where that cannot be seen."""
+    """True if a streaming query has ended a batch before, or if that is unknown."""
     folder = local_folder(checkpoint)
     return folder is None or newest_finished(folder) != -1
 
 
 @dataclass
 class Stored(WriterCommitMessage):
-    """A task's messages are in their partitions."""
+    """The message of a task whose messages are in their partitions."""
 
 
 class AtLeastOnce:
-    """What both writers do: the messages are stored by the task, and the driver has nothing to decide."""
+    """The common part of both writers: the task stores the messages, and the driver decides nothing."""
 
     def __init__(self, options: SinkOptions) -> None:
         self._options = options
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Runs in an executor. Returns once all is stored."""
+        """Writes rows, in an executor. Returns once all of them are stored."""
         client = sink_client(self._options)
         shipment = client.shipment()
-        gatherer = Gatherer(self._options.topic, client.topic)
+        batcher = Batcher(self._options.topic, client.topic)
         for rows in iterator:
-            shipment.send([_batch(one) for one in gatherer.add(rows)])
-        shipment.send([_batch(one) for one in gatherer.rest()])
+            shipment.send([_batch(one) for one in batcher.add(rows)])
+        shipment.send([_batch(one) for one in batcher.rest()])
         shipment.wait()
         return Stored()
 
 
-def _batch(gathered: Gathered) -> ColumnarBatch:
-    return ColumnarBatch(gathered.target.topic, gathered.columns, gathered.size, gathered.target.place)
+def _batch(batch: TargetBatch) -> ColumnarBatch:
+    return ColumnarBatch(batch.target.topic, batch.columns, batch.size, batch.target.place)
 
 
 class BatchWriter(AtLeastOnce, DataSourceArrowWriter):
     """`df.write`, at least once."""
 
     def commit(self, messages: Sequence[Any]) -> None:
-        """All is there."""
+        """Does nothing: all messages are stored."""
 
     def abort(self, messages: Sequence[Any]) -> None:
-        """What is stored stays."""
+        """Does nothing: stored messages stay."""
 
 
 class StreamWriter(AtLeastOnce, StreamArrowWriter):
     """`df.writeStream`, at least once."""
 
     def commit(self, messages: Sequence[Any], batchId: int) -> None:
-        """All is there."""
+        """Does nothing: all messages are stored."""
 
     def abort(self, messages: Sequence[Any], batchId: int) -> None:
-        """What is stored stays: it comes again with the batch."""
+        """Does nothing: stored messages stay, and Spark writes them again with the batch."""

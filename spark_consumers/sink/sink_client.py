@@ -1,8 +1,8 @@
-"""A Python worker's connection to the cluster, for what it writes: opened by its first task, kept for the next ones.
+"""A Python worker's connection to the cluster, for its writes: its first task opens it, the next ones use it.
 
-Spark keeps its workers, of executors as of the driver, for task after task, and one may write for several queries. What
-it has of the cluster is the same for all of them: one session with ZooKeeper, and one connection to each broker.
-Waiting is bounded by the option `deliveryTimeoutMs`: until then a task waits for brokers and ZooKeeper to come back.
+Spark keeps its workers, of executors and of the driver, for task after task; one worker may write for several queries.
+All of them share one session with ZooKeeper, and one connection to each broker. The option `deliveryTimeoutMs` limits
+the waiting: until then a task waits for brokers and ZooKeeper to come back.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ RETRY_S = 0.2
 
 
 class Connected:
-    """What all that a process writes to a cluster goes through. For any thread."""
+    """The connection of a process to a cluster, for all of its writes. For any thread."""
 
     def __init__(self, zookeeper: str, root: str, patience_s: float) -> None:
-        """Raises ConnectError when ZooKeeper is not reached in so long, and in one try; ConfigError."""
+        """Raises ConnectError if ZooKeeper is not reached in `patience_s` and at least one try; ConfigError."""
         self.background = background()
         self._senders: dict[tuple[Codec, float], ColumnarSender] = {}
         self.cluster = _patiently(lambda: self.background.run(self._open(zookeeper, root)), patience_s)
@@ -52,14 +52,14 @@ class Connected:
             sender.changed_cluster()
 
     async def sender(self, codec: Codec, delivery_timeout_s: float) -> ColumnarSender:
-        """For shipments with these settings."""
+        """Returns the sender for shipments with these settings."""
         key = codec, delivery_timeout_s
         if key not in self._senders:
             self._senders[key] = ColumnarSender(self.cluster, codec, delivery_timeout_s=delivery_timeout_s)
         return self._senders[key]
 
     async def close(self) -> None:
-        """Disconnects; what is under way may never be done."""
+        """Disconnects; running requests may not be carried out."""
         for sender in self._senders.values():
             await sender.close()
         await self.cluster.close()
@@ -67,26 +67,26 @@ class Connected:
 
 
 class SinkClient:
-    """What one query writes with. For any thread."""
+    """The client of one query that writes. For any thread."""
 
     def __init__(self, options: SinkOptions, connected: Connected | None = None) -> None:
-        """`connected`: None for one of its own. Raises ConnectError, ConfigError."""
+        """`connected`: None for a connection of its own. Raises ConnectError, ConfigError."""
         self.options = options
         self._connected = connected or Connected(options.zookeeper, options.root, options.delivery_timeout_s)
         self.background = self._connected.background
         self.cluster = self._connected.cluster
 
     def close(self) -> None:
-        """Disconnects, whoever else is connected by it."""
+        """Disconnects, also for other users of the connection."""
         self.background.run(self._connected.close())
 
     def shipment(self) -> Shipment:
-        """For what one task writes."""
+        """Returns a shipment for the rows of one task."""
         options = self.options
         return Shipment(self.background.run(self._connected.sender(options.codec, options.delivery_timeout_s)))
 
     async def branches(self, name: BranchName) -> TaskBranches:
-        """For what one attempt at a task writes. In the background loop, as the next."""
+        """Returns the branches for one attempt at a task. Called in the background loop, as committer() may be."""
         with contextlib.suppress(ConnectError):  # the first request waits
             await self.cluster.refresh_brokers()
         options = self.options
@@ -96,22 +96,22 @@ class SinkClient:
         )  # fmt: skip
 
     def committer(self, sink: str, owner: SinkOwner) -> Committer:
-        """For the driver."""
+        """Returns a committer, for the driver."""
         return Committer(
             self._connected.ends, sink, owner, self.options.delivery_timeout_s,
             accepts_loss=not self.options.fail_on_data_loss,
         )  # fmt: skip
 
     def topic(self, name: str) -> TopicConfig:
-        """The topic's configuration, as it is now or was last known. Raises TopicNotFound, ConnectError."""
-        known = self.cluster.configs.get(name)  # followed by a watch
+        """Returns the topic's configuration, the present or the last known one. Raises TopicNotFound, ConnectError."""
+        known = self.cluster.configs.get(name)  # a watch keeps it current
         if known is not None:
             return known
         return _patiently(lambda: self.background.run(self.cluster.topic(name)), self.options.delivery_timeout_s)
 
 
 def _patiently(call: Callable[[], T], patience_s: float) -> T:
-    """Calls again while there is no connection. Raises the last ConnectError once time is over."""
+    """Calls again while there is no connection. Raises the last ConnectError after the time-out."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
@@ -126,8 +126,8 @@ _connected: dict[tuple[str, str], Connected] = {}
 
 
 def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
-    """By this process's connection. `is_first`: nobody has reached this cluster yet, so ZooKeeper is tried once, for
-    ten seconds, and not waited for. Raises ConnectError, ConfigError."""
+    """Returns a client with this process's connection. `is_first`: no process has reached this cluster yet, so
+    ZooKeeper is tried once, for ten seconds. Raises ConnectError, ConfigError."""
     where = options.zookeeper, options.root
     if where not in _connected:
         _connected[where] = Connected(*where, 0.0 if is_first else options.delivery_timeout_s)
@@ -135,4 +135,4 @@ def sink_client(options: SinkOptions, *, is_first: bool = False) -> SinkClient:
 
 
 os.register_at_fork(after_in_child=_connected.clear)
-"""The others' loop is not in the child."""
+"""A fork's child makes its own: the parent's loop does not run there."""

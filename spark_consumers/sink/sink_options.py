@@ -40,25 +40,25 @@ TYPES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """What the user asked for."""
+    """The checked options."""
 
     zookeeper: str
     root: str
     topic: str | None
-    """None: the column `topic` says it."""
+    """None: the column `topic` has it."""
     delivery: Literal["at_least_once", "exactly_once"]
     sink_id: str | None
-    """None: the query's own id names the sink."""
+    """None: the query's own id is the sink's name."""
     codec: Codec
     delivery_timeout_s: float
     transaction_timeout_s: float
-    """Brokers roll back what a task has written and not prepared after so long, if it does not end before."""
+    """Seconds after which brokers roll back what a task has written and not prepared."""
     fail_on_data_loss: bool
-    """Whether it is an error that a broker has lost what was prepared there, and decided."""
+    """True if it is an error that a broker has lost messages that were prepared there, and decided."""
 
 
 def parse_sink_options(given: Mapping[str, str], *, streaming: bool) -> SinkOptions:
-    """The options of a query that writes. Raises ConfigError, which names the option and the next step."""
+    """Parses the options of a query that writes. Raises ConfigError with the option's name and the next step."""
     texts = Texts(given, OPTIONS, streaming, OPTIONS)
     check_path(given, "topic")
     exactly = texts.choice("delivery", ("at_least_once", "exactly_once"), "at_least_once") == "exactly_once"
@@ -101,7 +101,7 @@ def _sink_id(texts: Texts, is_of_use: bool) -> str | None:
 def _transaction_timeout_s(texts: Texts, is_of_use: bool) -> float:
     if texts.get("transactionTimeoutMs") is not None and not is_of_use:
         problem = "option 'transactionTimeoutMs' is for delivery=exactly_once, which this is not"
-        raise ConfigError(problem, hint="Remove it; how long a task tries says 'deliveryTimeoutMs'.")
+        raise ConfigError(problem, hint="Remove it; 'deliveryTimeoutMs' limits how long a task tries.")
     timeout_s = (texts.whole("transactionTimeoutMs") or 3_600_000) / 1000
     if timeout_s > TIMEOUT_MAX_S:
         raise ConfigError(f"option 'transactionTimeoutMs' is {timeout_s:g} s", hint="It has to be a day at most.")
@@ -123,29 +123,29 @@ def _codec(texts: Texts) -> Codec:
 
 
 def check_sink_columns(columns: Sequence[tuple[str, str]], topic: str | None) -> None:
-    """Given (name, type) of each. Raises ConfigError, which names the column and the next step."""
+    """Checks columns, given (name, type) of each. Raises ConfigError with the column's name and the next step."""
     names = [name for name, _kind in columns]
     for name, kind in columns:
         allowed = TYPES.get(name)
         if allowed is None and name.lower() in TYPES:
             raise ConfigError(f"the query has a column {name!r}", hint=f"Call it {name.lower()!r}.")
-        if allowed is None:  # as Kafka's sink: what comes from a source has more than a message is made of
+        if allowed is None:  # ignored, as by Kafka's sink: rows from a source have more columns than a message
             continue
         if kind.replace(" ", "").lower() not in allowed:
-            raise ConfigError(f"the column {name!r} is of type {kind}", hint=_how_to_cast(name, allowed))
+            raise ConfigError(f"the column {name!r} is of type {kind}", hint=_type_hint(name, allowed))
     for name in TYPES:
         if names.count(name) > 1:
             raise ConfigError(f"the query has the column {name!r} twice", hint="Name each once.")
     if "value" not in names:
-        hint = "Name what is to be written so, as with select(to_json(struct('*')).alias('value'))."
+        hint = "Give the column to write this name, as with select(to_json(struct('*')).alias('value'))."
         raise ConfigError("the query has no column 'value'", hint=hint)
     if topic is None and "topic" not in names:
         raise ConfigError(
-            "nothing says to which topic", hint="Give the option 'topic', or a column 'topic' with one for each row."
+            "the rows have no topic", hint="Give the option 'topic', or a column 'topic' with one for each row."
         )
 
 
-def _how_to_cast(name: str, allowed: tuple[str, ...]) -> str:
+def _type_hint(name: str, allowed: tuple[str, ...]) -> str:
     if name == "partition":
         return "It has to be a string, as in '0-3': broker id and index, as everywhere in metamq."
     if len(allowed) > 1:

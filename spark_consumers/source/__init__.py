@@ -1,1 +1,1 @@
-"""What a task of a query reads, and how."""
+"""The tasks of a query that reads: their options, ranges, and fetches."""

@@ -1,7 +1,7 @@
-"""Fetched batches as the Arrow batches that Spark takes: columns wrapped around the received bytes.
+"""Turns fetched batches into Arrow batches for Spark: columns that refer to the received bytes.
 
-A batch of a thousand messages or more goes on as it came, without a copy. Smaller ones are merged, which copies them:
-each Arrow batch costs Spark as much as some hundred rows.
+A batch of a thousand messages or more is passed on without a copy. Smaller ones are merged, which copies them: each
+Arrow batch costs Spark as much as some hundred rows.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Maker = Callable[[Columns, BatchHeader, pa.DataType], pa.Array]
 
 
 class ArrowBatches:
-    """Makes them for one range; `schema` is Spark's Arrow schema of the wanted columns."""
+    """Makes the Arrow batches of one range; `schema` is Spark's Arrow schema of the wanted columns."""
 
     def __init__(self, wanted: OffsetRange, schema: pa.Schema) -> None:
         self._wanted = wanted
         self._offset = wanted.start
-        """How far it has come."""
+        """The offset up to which messages were taken."""
         self._schema = schema
         self._waiting: list[list[pa.Array]] = []
         self._messages = 0
@@ -42,7 +42,7 @@ class ArrowBatches:
         self._makers = [makers[name] for name in schema.names]
 
     def of(self, chunks: Iterable[Iterable[tuple[BatchHeader, memoryview]]]) -> Iterator[pa.RecordBatch]:
-        """The messages of the fetched chunks that are in the range. Raises UndecodableBatch."""
+        """Yields the messages of the fetched chunks that are in the range. Raises UndecodableBatch."""
         for chunk in chunks:
             for header, data in chunk:
                 self._add(header, data)
@@ -55,7 +55,7 @@ class ArrowBatches:
         tp = self._wanted.tp
         try:
             self._make(header, columns.decode(data, header))
-        except CorruptData as error:  # its checksums were right
+        except CorruptData as error:  # the checksums were right
             raise UndecodableBatch(
                 tp.topic, tp.partition, header.base_offset, header.end_offset, error.reason
             ) from error
@@ -79,7 +79,7 @@ class ArrowBatches:
 
 
 def _constant(value: object) -> Maker:
-    """The same value in every row: one array for all batches, of which each has a part, most often the same one."""
+    """Returns a maker of a column with one value: all batches share one array, and most of them one slice of it."""
     whole: pa.Array | None = None
     part: pa.Array | None = None
 
@@ -111,7 +111,7 @@ def _plain(name: str) -> Maker:
 
 
 def _headers(decoded: Columns, header: BatchHeader, kind: Any) -> pa.Array:
-    """A list of structs; null for a message without headers, as Spark's Kafka source has it."""
+    """Makes lists of structs; null for a message without headers, as in Spark's Kafka source."""
     if decoded.headers is None:
         return pa.nulls(decoded.count, kind)
     maps = column("headers", decoded, header)

@@ -1,4 +1,4 @@
-"""Where a query begins to read, or ends: one place for all partitions, or one for each, as offsets or as times."""
+"""The start or the end of a query: one place for all partitions, or one for each, as offsets or as times."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _EXAMPLE = '{"flights": {"0-0": 23, "0-1": -2}}'
 _MARKS = {"earliest": EARLIEST, "latest": LATEST}
 _NAMED_MAX = 5
 _TIME_MAX_MS = 253_402_300_799_999
-"""The end of the year 9999. Beyond is likely to be in microseconds."""
+"""The end of the year 9999. A larger number is probably in microseconds."""
 _FOR_EVER_MS = 2**63 - 1
-"""Java's Long.MaxValue: after each message, as Spark's Kafka source takes it."""
+"""Java's Long.MaxValue: after every message, as in Spark's Kafka source."""
 _LIKELY_SECONDS = range(10**9, 10**10)
-"""The years 2001 to 2286 in seconds. In milliseconds it is 1970 still, for which few have messages."""
+"""The years 2001 to 2286 in seconds. In milliseconds these numbers are in 1970, from which few have messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Where to begin or to end, as the option `option` has it."""
+    """The start or the end of a query, as the option `option` gives it."""
 
     option: str
     everywhere: int | None
-    """An offset's mark, EARLIEST or LATEST, or a time in microseconds; None: see `each`."""
+    """A mark, EARLIEST or LATEST, or a time in microseconds; None: see `each`."""
     each: Mapping[TopicPartition, int] | None = None
     """Offsets or marks, or times, by partition."""
     is_time: bool = False
     topics: Mapping[str, int] = field(default_factory=dict)
-    """Marks, or times, for all partitions of a topic; with `each`, which outranks it."""
+    """Marks, or times, for all partitions of a topic; `each` overrides them."""
 
     def questions(self, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
-        """For each partition its offset or mark, or its time.
+        """Returns for each partition its offset or mark, or its time.
 
-        Raises ConfigError unless the option names exactly these partitions, where it names any.
+        Raises ConfigError if the option names partitions, and these are others.
         """
         if self.each is None:
             assert self.everywhere is not None
@@ -60,13 +60,13 @@ class Boundary:
         return found
 
     def wanted(self, tp: TopicPartition | None) -> int | None:
-        """For one partition, as far as the option says; None: for one that it does not name."""
+        """Returns the value for one partition; None: the option does not name it."""
         if self.each is None:
             return self.everywhere
         return self.each.get(tp, self.topics.get(tp.topic)) if tp is not None else None
 
     def doubt(self) -> str | None:
-        """What to warn of: a time that is not wrong, but hardly meant."""
+        """Returns a warning about a time that is valid, but probably a mistake."""
         if not self.is_time:
             return None
         times = [*([] if self.everywhere is None else [self.everywhere]), *(self.each or {}).values()]
@@ -74,11 +74,11 @@ class Boundary:
         time_ms = next((us // 1000 for us in times if us // 1000 in _LIKELY_SECONDS), None)
         if time_ms is None:
             return None
-        return f"option {self.option!r} has the time {time_ms}, in 1970: is that in seconds? Milliseconds are meant"
+        return f"option {self.option!r} has the time {time_ms}, in 1970: is that in seconds? Give milliseconds"
 
 
 def check_order(starting: Boundary, ending: Boundary) -> None:
-    """Raises ConfigError where a query is to end before it begins. What only the logs can tell passes."""
+    """Raises ConfigError if a query would end before it begins, as far as the options show that without the logs."""
     if starting.is_time != ending.is_time:
         return
     named: list[TopicPartition | None] = [*(starting.each or ()), *(ending.each or ()), None]
@@ -98,7 +98,7 @@ def _named(partitions: Collection[TopicPartition]) -> str:
 
 
 def offsets_boundary(option: str, text: str, *, refused: int | None = None) -> Boundary:
-    """The value of `startingOffsets` or `endingOffsets`. `refused` is the mark that makes no sense there."""
+    """Parses `startingOffsets` or `endingOffsets`. `refused` is the mark that makes no sense there."""
     allowed = [name for name, mark in _MARKS.items() if mark != refused]
     mark = _MARKS.get(text.strip().lower())
     if mark is not None:
@@ -122,7 +122,7 @@ def offsets_boundary(option: str, text: str, *, refused: int | None = None) -> B
 
 
 def time_boundary(option: str, text: str) -> Boundary:
-    """The value of `startingTimestamp` or `endingTimestamp`: one time for all partitions."""
+    """Parses `startingTimestamp` or `endingTimestamp`: one time for all partitions."""
     if not text.strip().isdecimal() or (time_us := _time_us(int(text))) is None:
         hint = "Give the milliseconds since 1970, UTC, as in 1735689600000."
         raise ConfigError(f"option {option!r} is {text!r}, not a time", hint=hint)
@@ -130,7 +130,7 @@ def time_boundary(option: str, text: str) -> Boundary:
 
 
 def times_boundary(option: str, text: str) -> Boundary:
-    """The value of `…OffsetsByTimestamp`: a time for each partition, or for all of a topic."""
+    """Parses `…OffsetsByTimestamp`: a time for each partition, or for all of a topic."""
     topics, each = _topics_and_partitions(option, text)
     of_topics = {name: _checked_time(option, f"topic {name!r}", time_ms) for name, time_ms in topics.items()}
     of_partitions = {tp: _checked_time(option, str(tp), time_ms) for tp, time_ms in each.items()}
@@ -146,14 +146,14 @@ def _checked_time(option: str, where: str, time_ms: object) -> int:
 
 
 def _time_us(time_ms: int) -> int | None:
-    """Microseconds, None for what is no time of a message."""
+    """Returns microseconds; None if no message can have this time."""
     if time_ms == _FOR_EVER_MS:
         return _FOR_EVER_MS
     return time_ms * 1000 if 0 <= time_ms <= _TIME_MAX_MS else None
 
 
 def _topics_and_partitions(option: str, text: str) -> tuple[dict[str, Any], dict[TopicPartition, int]]:
-    """From JSON what stands for whole topics, unchecked, and a whole number for each partition. Raises ConfigError."""
+    """Reads JSON: returns the values for whole topics, unchecked, and the numbers by partition. Raises ConfigError."""
     document = json_map(option, text, _EXAMPLE)
     topics: dict[str, Any] = {}
     found: dict[TopicPartition, int] = {}
@@ -173,7 +173,7 @@ def _topics_and_partitions(option: str, text: str) -> tuple[dict[str, Any], dict
 
 
 def json_map(option: str, text: str, example: str) -> dict[str, Any]:
-    """A JSON object that is not empty. Raises ConfigError."""
+    """Returns a JSON object that is not empty. Raises ConfigError."""
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -184,9 +184,9 @@ def json_map(option: str, text: str, example: str) -> dict[str, Any]:
 
 
 def checked_partition(option: str, topic: str, partition: object) -> TopicPartition:
-    """The partition, if both names can be ones. Raises ConfigError that names the option."""
+    """Returns the partition if both names are valid. Raises ConfigError that names the option."""
     _check(option, check_topic, topic)
-    _check(option, parse_partition, partition)  # it says so itself when it is no string
+    _check(option, parse_partition, partition)  # refuses what is no string, too
     return TopicPartition(topic, str(partition))
 
 

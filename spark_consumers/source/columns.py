@@ -1,8 +1,7 @@
-"""The columns of the source: names, order and types of Spark's Kafka source, but for `partition`.
+"""The columns of the source: names, order and types of Spark's Kafka source, except for `partition`.
 
-A partition of metamq is called "0-3", after its broker id and its index there, wherever one is named: in the options of
-a query, by the command line, in a Consumer's messages. So that column is a string. A number would have to be made up,
-and could not be found again anywhere.
+A partition of metamq is called "0-3", after its broker id and its index there: in the options of a query, on the
+command line, in a Consumer's messages. So that column is a string. A number would mean nothing anywhere else.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ _JSON_TYPES: dict[str, Any] = {
         },
     },
 }
-"""The types that a schema's JSON calls by other names."""
+"""Types that have other names in a schema's JSON."""
 
 CREATE_TIME = 0
-"""The type of each timestamp: it is the producer's."""
+"""The type of each timestamp: the producer set it."""
 
 
 def full_schema(include_headers: bool) -> dict[str, Any]:
-    """The columns of a query that asks for none in particular, as the JSON of Spark's StructType.
+    """Returns the columns of a query without a schema, as the JSON of Spark's StructType.
 
-    Not as DDL: that needs a session, and with `spark.sql.timestampType=TIMESTAMP_NTZ` its `timestamp` is another type.
+    It is JSON because DDL needs a session, and `spark.sql.timestampType=TIMESTAMP_NTZ` changes its `timestamp`.
     """
     fields = [
         {"name": name, "type": _JSON_TYPES.get(kind, kind), "nullable": True, "metadata": {}}
@@ -57,7 +56,7 @@ def full_schema(include_headers: bool) -> dict[str, Any]:
 
 
 def check_columns(wanted: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """The names of the columns that a schema of the user's own asks for, given (name, type) of each.
+    """Returns the names of the columns in a schema of the user, given (name, type) of each.
 
     Raises ConfigError unless they are some of TYPES.
     """

@@ -1,14 +1,14 @@
 """Reads one range of a partition for a task, in the task's thread.
 
-While Spark takes one answer the broker already sends the next, into the socket's memory: what is received is checked,
-wrapped and handed to the JVM by the core that received it, while it is in that core's cache.
+While Spark takes one answer, the broker already sends the next one into the socket's memory. The core that receives an
+answer also checks it and passes it to the JVM, while the data is in that core's cache.
 
-A range is read to its end or not at all: whoever reads it gets every message once, in order. What fails on the way (a
-broker that is restarted, a slave that is promoted, a damaged answer) is asked for again from where reading had come to,
-at whichever replica has it; only when nothing has come for `poll_timeout_s` the task fails, and Spark runs it again.
+A task reads its range to the end, or fails. It gets every message once, in order. After an error (a broker that is
+restarted, a slave that is promoted, a damaged answer) it asks again from its place on, at any replica that has it. If
+nothing comes for `poll_timeout_s`, the task fails, and Spark runs it again.
 
-A range was there when the driver asked for it. What has gone from the log since then is an error, or is left out where
-the user said so.
+The range existed when the driver asked for it. If messages of it are lost since then, that is an error; with
+failOnDataLoss=false they are left out.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from metamq.errors import (
     Timeout,
     TopicNotFound,
 )
+from metamq.spark_consumers.source.connection_pool import ConnectionKey, PooledConnection, ReadPosition, connection_pool
 from metamq.spark_consumers.source.files import NOT_FOR_US, FileReader, NotItsFile, warn_once
-from metamq.spark_consumers.source.lanes import Lane, LaneKey, ReadPosition, lanes
 from metamq.spark_consumers.source.ranges import OffsetRange
 from metamq.spark_consumers.source.replicas import ReplicaAddress, find_replicas, find_topic_id
 from metamq.wire.batch import BatchHeader, walk
@@ -48,46 +48,46 @@ log = logging.getLogger("metamq.spark")
 Chunk = list[tuple[BatchHeader, memoryview]]
 
 FETCH_BYTES = BATCH_TARGET_BYTES
-"""About one batch as producers make them by default, or many small ones; it fits into the connection's room.
+"""About one batch of a producer with default settings, or many small ones; it fits into the connection's buffer.
 
-With more, what was received first has left the core's cache before it is used.
+With more, the first bytes have left the core's cache before they are used.
 """
 FETCH_BYTES_MIN = 64 * 1024
 WAIT_MS = 500
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 2.0
 REFUSALS_MAX = 3
-"""So often a replica may say that it has no such topic before ZooKeeper is asked: it may not know it yet."""
+"""Refusals of an unknown topic by replicas before the task asks ZooKeeper: they may not know a new topic yet."""
 
 
 class FetchTask(NamedTuple):
-    """All that a task needs to read its range. Goes to executors."""
+    """All data that a task needs to read its range. Goes to executors."""
 
     wanted: OffsetRange
     replicas: tuple[ReplicaAddress, ...]
     zookeeper: str
     root: str
     epoch: int = -1
-    """Of the message before the range; -1: not known."""
+    """Epoch of the message before the range; -1: unknown."""
     last_epoch: int = -1
-    """Of the range's last message as it was planned; -1: not known."""
+    """Epoch of the range's last message when it was planned; -1: unknown."""
     fail_on_data_loss: bool = True
     with_slaves: bool = True
     poll_timeout_s: float = 120.0
     in_place: bool = False
-    """Whether to read files of a broker on the same machine."""
+    """True if the task may read files of a broker on the same machine."""
 
 
 def fetch(task: FetchTask) -> Iterator[Chunk]:
-    """The range's batches, both checksums verified; the first and the last may have messages beyond it.
+    """Yields the range's batches, with verified checksums; the first and the last may have messages outside of it.
 
-    Raises OffsetOutOfRange, TopicNotFound and CorruptData for what is lost, else the last error once time is over.
+    Raises OffsetOutOfRange, TopicNotFound and CorruptData for lost messages; the last error after the time-out.
     """
     return Fetching(task).chunks()
 
 
 class Fetching:
-    """One range being fetched."""
+    """The fetch of one range."""
 
     def __init__(self, task: FetchTask) -> None:
         self._task = task
@@ -96,44 +96,44 @@ class Fetching:
         self._offset = task.wanted.start
         self._epoch = task.epoch
         self._message_bytes = 1024
-        """About how large a message is; what is asked for follows from it."""
+        """Approximate size of a message; the size of requests follows from it."""
         self._replicas = list(task.replicas)
-        self.lane: Lane | None = None
-        """Where the next answer comes from."""
+        self.pooled: PooledConnection | None = None
+        """The connection from which the next answer comes."""
         self._number = MASTER
-        """Which replica the lane is to."""
+        """The replica at the other end of the connection."""
         self._data = ""
-        """The data folder of that replica; empty where it is not known."""
+        """The data folder of that replica; empty: unknown."""
         self._preferred: int | None = None
         self._short: set[int] = set()
-        """Slaves whose logs end before the range: others are asked first."""
+        """Slaves whose logs end before the range: other replicas are tried first."""
         self._may_have_moved = False
-        """Whether ZooKeeper is to be asked where the replicas are now."""
+        """True if ZooKeeper must be asked for the replicas' addresses."""
         self._delay_s = 0.0
         self._damaged = 0
         self._refused = 0
         self._progress_s = 0.0
         self._ended_early_s: float | None = None
-        """Since when the master says that its log ends before the range."""
+        """Time since which the master's log ends before the range."""
         self._in_place = task.in_place
         self._file: FileReader | None = None
-        """What is read at present, instead of asking."""
+        """The open file, from which is read instead of asking."""
 
     def chunks(self) -> Iterator[Chunk]:
-        """As fetch()."""
+        """Yields the batches; see fetch()."""
         try:
             self._made_progress()
             while self._offset < self._wanted.end:
                 chunk = self._next_chunk()
                 if chunk:
                     yield chunk
-                    self._progress_s = time.monotonic()  # Spark may have taken its time
-            if self.lane is not None:
-                lanes().give_back(self.lane)
-                self.lane = None
+                    self._progress_s = time.monotonic()  # Spark may have taken long for the chunk
+            if self.pooled is not None:
+                connection_pool().give_back(self.pooled)
+                self.pooled = None
         finally:
             self._close_file()
-            self._drop_lane()
+            self._drop_connection()
 
     def _made_progress(self) -> None:
         self._progress_s = time.monotonic()
@@ -144,16 +144,17 @@ class Fetching:
         self._ended_early_s = None
 
     def _next_chunk(self) -> Chunk:
-        """What comes next; nothing after a failure, which is dealt with. Raises when it is no use to go on."""
+        """Returns the next batches; an empty list after an error that was handled. Raises an error that does not
+        pass."""
         if self._file is not None:
             return self._next_of_file(self._file)
         try:
-            lane = self._connected()
-            if not lane.is_asked:
-                self._ask(lane)
-            result, data = lane.answer()
+            pooled = self._connected()
+            if not pooled.answer_is_due:
+                self._ask(pooled)
+            result, data = pooled.answer()
             if result is not None and result.file is not None:
-                self._open_file(lane, result)
+                self._open_file(pooled, result)
                 return []
         except MetamqError as error:
             self._failed(error)
@@ -162,7 +163,7 @@ class Fetching:
         if chunk:
             self._made_progress()
         if damage is not None:
-            self._report(lane, damage)
+            self._report(pooled, damage)
             self._failed(damage)
         elif not chunk:
             self._nothing_came(result)
@@ -171,27 +172,27 @@ class Fetching:
         self._ask_ahead()
         return chunk
 
-    def _report(self, lane: Lane, damage: MetamqError) -> None:
-        """Has the broker verify what came damaged of it."""
+    def _report(self, pooled: PooledConnection, damage: MetamqError) -> None:
+        """Makes the broker verify the data that arrived damaged."""
         if isinstance(damage, CorruptData):
             with contextlib.suppress(MetamqError):
-                lane.report(report_of(self._wanted.tp, self._wanted.topic_id, self._offset))
+                pooled.report(report_of(self._wanted.tp, self._wanted.topic_id, self._offset))
 
-    def _open_file(self, lane: Lane, result: GetResult) -> None:
-        """Goes on there; or with another answer where it cannot be read. Raises ProtocolError."""
+    def _open_file(self, pooled: PooledConnection, result: GetResult) -> None:
+        """Reads on in the file. If the file cannot be read, the next answer has the data. Raises ProtocolError."""
         place = unpack(FilePlace, result.file)
         try:
-            self._file = FileReader(place, result.size, lane.rooms, self._data)
+            self._file = FileReader(place, result.size, pooled.buffers, self._data)
         except OSError as error:
             is_strange = isinstance(error, NotItsFile)
-            tell = warn_once if is_strange else log.info
-            tell("%s is read through the broker: %s", self._wanted.tp, error)
-            lane.has_files = not is_strange and error.errno not in NOT_FOR_US
+            log_line = warn_once if is_strange else log.info
+            log_line("%s is read through the broker: %s", self._wanted.tp, error)
+            pooled.has_files = not is_strange and error.errno not in NOT_FOR_US
             self._in_place = False
-            lane.done_with_it()
+            pooled.close_partition()
 
     def _next_of_file(self, file: FileReader) -> Chunk:
-        """What comes next of the file. At its end the broker is asked again, and is to send what cannot be read."""
+        """Returns the next batches of the file. At its end, or after an error, the next request goes to the broker."""
         chunk: Chunk = []
         damage: Exception | None = None
         try:
@@ -208,8 +209,8 @@ class Fetching:
         if damage is not None or not file.has_given:
             log.info("%s is read through the broker from offset %d on: %s", self._wanted.tp, self._offset, damage)
             self._in_place = False
-            if self.lane is not None:
-                self.lane.done_with_it()
+            if self.pooled is not None:
+                self.pooled.close_partition()
         return chunk
 
     def _close_file(self) -> None:
@@ -217,26 +218,26 @@ class Fetching:
             self._file.close()
             self._file = None
 
-    def _ask(self, lane: Lane) -> None:
-        in_place = self._in_place and lane.has_files and lane.connection.is_near and bool(self._data)
+    def _ask(self, pooled: PooledConnection) -> None:
+        in_place = self._in_place and pooled.has_files and pooled.connection.is_near and bool(self._data)
         place = ReadPosition(self._wanted.tp, self._wanted.topic_id, self._offset, self._epoch, in_place)
-        lane.ask(place, WAIT_MS, self._bytes_to_ask_for())
+        pooled.ask(place, WAIT_MS, self._bytes_to_ask_for())
 
     def _ask_ahead(self) -> None:
-        """For what comes next, before Spark is given what came."""
-        if self.lane is not None and self._offset < self._wanted.end:
+        """Requests the next messages before Spark gets the present ones."""
+        if self.pooled is not None and self._offset < self._wanted.end:
             try:
-                self._ask(self.lane)
+                self._ask(self.pooled)
             except MetamqError as error:
                 log.info("%s is asked again from offset %d on: %s", self._wanted.tp, self._offset, error)
-                self._drop_lane()
+                self._drop_connection()
 
     def _bytes_to_ask_for(self) -> int:
         rest = (self._wanted.end - self._offset) * self._message_bytes
         return min(max(rest + rest // 8, FETCH_BYTES_MIN), FETCH_BYTES)
 
     def _taken(self, data: memoryview, last_epoch: int) -> tuple[Chunk, MetamqError | None]:
-        """The batches of the range in an answer, up to where it is damaged, or goes on in another history."""
+        """Returns the answer's batches of the range, up to damage or to a batch of another history, and the error."""
         chunk: Chunk = []
         try:
             for position, header in walk(data):
@@ -257,13 +258,13 @@ class Fetching:
         return chunk, None
 
     def _parted(self, header: BatchHeader) -> OffsetDiverged:
-        """What a batch shows that is newer than any the range was planned with."""
+        """Returns the error for a batch that is newer than the plan of the range."""
         tp, _topic_id, start, end = self._wanted
         return OffsetDiverged(str(tp), end, start, header.end_offset, header.base_offset, self._epoch)
 
-    def _connected(self) -> Lane:
-        if self.lane is not None:
-            return self.lane
+    def _connected(self) -> PooledConnection:
+        if self.pooled is not None:
+            return self.pooled
         if self._may_have_moved or not self._replicas:
             self._look_up()
         order = sorted(self._replicas, key=lambda one: (one.number != self._preferred, one.number in self._short))
@@ -274,61 +275,61 @@ class Fetching:
         )
         for replica in order:
             try:
-                self.lane = lanes().take(LaneKey(self._broker_id, replica.host, replica.port))
+                self.pooled = connection_pool().take(ConnectionKey(self._broker_id, replica.host, replica.port))
             except MetamqError as refused:
                 error = refused
             else:
                 self._number, self._data = replica.number, replica.data
-                return self.lane
+                return self.pooled
         raise error
 
     def _broker(self) -> str:
         return f"broker {self._broker_id}"
 
     def _look_up(self) -> bool:
-        """Finds where the replicas are now; False while ZooKeeper cannot be asked."""
+        """Looks up the replicas' addresses; returns False while ZooKeeper is away."""
         task, topic = self._task, self._wanted.tp.topic
         try:
             found = background().run(
                 find_replicas(task.zookeeper, task.root, self._broker_id, topic, with_slaves=task.with_slaves)
             )
-        except MetamqError as error:  # they may be where they were
-            log.info("where broker %d is cannot be looked up at present: %s", self._broker_id, error)
+        except MetamqError as error:  # the old addresses may still be right
+            log.info("the address of broker %d cannot be looked up at present: %s", self._broker_id, error)
             return False
         self._replicas = list(found)
         return True
 
     def _topic_is_gone(self) -> bool:
-        """Whether ZooKeeper says so, too; False while it cannot be asked."""
+        """True if the topic is gone in ZooKeeper, too; False while ZooKeeper is away."""
         task = self._task
         try:
             found = background().run(find_topic_id(task.zookeeper, task.root, self._wanted.tp.topic))
             return found != self._wanted.topic_id
         except MetamqError as error:
-            log.info("whether topic %r is there cannot be looked up at present: %s", self._wanted.tp.topic, error)
+            log.info("topic %r cannot be looked up at present: %s", self._wanted.tp.topic, error)
             return False
 
-    def _drop_lane(self) -> None:
-        if self.lane is not None:
-            self.lane.abort()
-            self.lane = None
+    def _drop_connection(self) -> None:
+        if self.pooled is not None:
+            self.pooled.abort()
+            self.pooled = None
 
     def _prefer(self, number: int) -> None:
-        """Go on at another replica, if it is one that is known."""
+        """Changes to another replica, if its address is known."""
         if number != self._number and any(replica.number == number for replica in self._replicas):
             self._change_to(number)
 
     def _change_to(self, number: int) -> None:
         self._preferred = number
-        if self.lane is not None:
-            lanes().give_back(self.lane)
-            self.lane = None
+        if self.pooled is not None:
+            connection_pool().give_back(self.pooled)
+            self.pooled = None
 
     def _nothing_came(self, result: GetResult | None) -> None:
-        """The log ends before the range does: that of a slave, or of a master that is about to show more of it.
+        """Handles an empty answer: the log of this replica ends before the range does.
 
-        What a slave does not have may be lost or not: only a master that keeps to it has the last word. Who was the
-        master when the range was planned may be a slave by now: so ZooKeeper is asked before, too.
+        A slave may not have the messages yet. A master may not show them yet. Only a replica that stays the master can
+        say that messages are lost. The master of the plan may be a slave by now, so ZooKeeper is asked before.
         """
         if self._number != MASTER:
             self._short.add(self._number)
@@ -337,7 +338,7 @@ class Fetching:
             else:
                 self._failed(ConnectError(self._broker(), "its master cannot be reached, and slaves have less"))
             return
-        if result is not None and result.preferred_replica >= 0 and not result.size:  # as only slaves answer
+        if result is not None and result.preferred_replica >= 0 and not result.size:  # only slaves answer so
             self._failed(self._no_master())
             return
         now = time.monotonic()
@@ -357,19 +358,19 @@ class Fetching:
             self._lost(lost, self._wanted.end)
 
     def _no_master(self) -> Fenced:
-        reason = "its log ends before the range, and nothing says that it is the master: that may have more"
-        return Fenced(f"who answers for {self._broker()}", reason)
+        reason = "its log ends before the range, and it may not be the master, which may have more"
+        return Fenced(f"the replica that answers for {self._broker()}", reason)
 
     def _is_at_master(self) -> bool:
-        """Whether the lane is to whom the master was known to be at the last look-up, or the planning."""
-        at = self.lane.key[1:] if self.lane is not None else None
+        """True if the connection is to the master as known from the last look-up, or from the plan."""
+        at = self.pooled.key[1:] if self.pooled is not None else None
         return any(replica.number == MASTER and (replica.host, replica.port) == at for replica in self._replicas)
 
     def _time_is_over(self) -> bool:
         return time.monotonic() - self._progress_s > self._task.poll_timeout_s
 
     def _failed(self, error: MetamqError) -> None:
-        """Raises what cannot be helped; else waits a moment, longer each time."""
+        """Raises an error that does not pass; else waits, longer each time."""
         if isinstance(error, OffsetDiverged):  # a streaming query's driver goes on from where the logs agree
             self._lost(error, self._wanted.end)
             return
@@ -390,20 +391,20 @@ class Fetching:
         if self._time_is_over():
             raise error
         log.info("%s from offset %d is tried again: %s", self._wanted.tp, self._offset, error)
-        self._drop_lane()
+        self._drop_connection()
         self._preferred = None
         if isinstance(error, Fenced):
             self._preferred, self._ended_early_s = MASTER, None
-        # After a broken connection, or damage, another replica may do: not every task has to ask ZooKeeper then.
+        # After a broken connection, or damage, another replica may answer: then not every task asks ZooKeeper.
         self._may_have_moved = self._delay_s > 0 or not isinstance(error, ConnectError | CorruptData)
         self._delay_s = min(max(self._delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
         time.sleep(self._delay_s * random.uniform(0.8, 1.2))
 
     def _lost(self, error: MetamqError, go_on_at: int) -> None:
-        """Raises, or leaves out what is gone."""
+        """Raises the error, or skips the lost messages."""
         if self._task.fail_on_data_loss:
             if isinstance(error, OffsetOutOfRange):
-                error.hint = "To go on without what is gone: failOnDataLoss=false."
+                error.hint = "To go on without the lost messages: failOnDataLoss=false."
             raise error
         go_on_at = min(go_on_at, self._wanted.end)
         log.warning(
@@ -411,6 +412,6 @@ class Fetching:
             self._wanted.tp, self._offset, go_on_at, error,
         )  # fmt: skip
         self._offset, self._epoch = go_on_at, -1
-        if self.lane is not None:
-            self.lane.done_with_it()
+        if self.pooled is not None:
+            self.pooled.close_partition()
         self._made_progress()

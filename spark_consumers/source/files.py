@@ -1,11 +1,11 @@
-"""Reads a log where it lies: in a file of a broker that is on this machine.
+"""Reads a log in place: from a file of a broker on the same machine.
 
-What a broker sends it has read before, and it is copied into the kernel and out of it again. Where both are on one
-machine, and the reader may read the broker's files, it is told the place instead: HDFS calls that a short-circuit read.
-How far the log may be read is the broker's word as before, and the checksums are looked at as ever.
+To send data, a broker reads it, and copies it into the kernel and out of it again. If the reader is on the broker's
+machine, and may read its files, the broker sends the place in the file instead. HDFS calls that a short-circuit read.
+The broker still says how far the log may be read, and the reader still verifies the checksums.
 
-Which files there may be read is not the word of whoever answers: only regular ones below the data folder that the
-replica registered in ZooKeeper, of a broker on this machine. To open one waits for nothing, and follows no link.
+The answering process does not decide which files are read. A reader opens only regular files below the data folder that
+the replica registered in ZooKeeper, of a broker on this machine. Opening does not block, and follows no link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metamq.wire.limits import BATCH_BYTES_MAX
 from metamq.wire.rooms import Rooms
 
 NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ESTALE)
-"""Why a file cannot be read that will not pass: it is another user's, or another container's."""
+"""Errors of a file that do not pass: it belongs to another user, or to another container."""
 
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 POSITION_MAX = 2**63 - 1
@@ -32,11 +32,11 @@ _warned = False
 
 
 class NotItsFile(OSError):
-    """A broker names what no broker has for a log: it is misled, or misleads."""
+    """The error for a path that no broker has for a log: the broker is deceived, or deceives."""
 
 
 def check_place(place: FilePlace, size: int, data: str) -> None:
-    """Raises NotItsFile unless the place can be one in a log's file below the data folder `data`."""
+    """Raises NotItsFile if the place cannot be in a log's file below the data folder `data`."""
     if "\0" in place.path or not is_encodable(place.path) or os.path.normpath(place.path) != place.path:
         raise NotItsFile(errno.EINVAL, "the path is not a plain one", place.path)
     if not os.path.isabs(data) or data == os.sep or os.path.normpath(data) != data:
@@ -48,7 +48,7 @@ def check_place(place: FilePlace, size: int, data: str) -> None:
 
 
 def is_encodable(path: str) -> bool:
-    """Whether a file can be called so."""
+    """True if a file can have this name."""
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
@@ -57,7 +57,7 @@ def is_encodable(path: str) -> bool:
 
 
 def warn_once(message: str, *arguments: object) -> None:
-    """A warning, the first time in this process: a broker may name as many files as it likes."""
+    """Logs a warning, once in this process: a broker may name any number of files."""
     global _warned
     if not _warned:
         _warned = True
@@ -65,19 +65,19 @@ def warn_once(message: str, *arguments: object) -> None:
 
 
 class FileReader:
-    """Batches from a place in a file on, `size` bytes of them. Not thread-safe; close() it."""
+    """Reads batches from a place in a file on, `size` bytes of them. Not thread-safe; close() it."""
 
-    def __init__(self, place: FilePlace, size: int, rooms: Rooms, data: str) -> None:
-        """What is read goes into `rooms`. `data` is the data folder that the replica registered.
+    def __init__(self, place: FilePlace, size: int, buffers: Rooms, data: str) -> None:
+        """`buffers` has the memory for the data. `data` is the data folder that the replica registered.
 
-        Raises NotItsFile; OSError, also where the file of that path is another one, as it may be in another container.
+        Raises NotItsFile; OSError, also if the path has another file here, as it may in another container.
         """
         check_place(place, size, data)
         self.epoch = place.epoch
-        """Of the log's last batch when this place was told. Later ones stand where others stood."""
+        """Epoch of the log's last batch when the broker sent this place. Later batches have replaced others."""
         self.has_given = False
-        """Whether anything was taken of it."""
-        self._rooms = rooms
+        """True if batches were taken from the file."""
+        self._buffers = buffers
         self._at = place.at
         self._end = place.at + size
         self._fd = os.open(place.path, FLAGS)
@@ -91,9 +91,10 @@ class FileReader:
             undo.pop_all()
 
     def read(self, bytes_max: int) -> memoryview:
-        """What comes next: whole batches, but for the last; the first even if it is larger. Empty at the end.
+        """Returns the next batches: all of them whole except the last; the first even if it is too large. Empty at the
+        end.
 
-        Raises OSError, also where the file is shorter: it was cut.
+        Raises OSError, also if the file is shorter: it was cut.
         """
         left = self._end - self._at
         if left < HEADER_BYTES:
@@ -102,19 +103,19 @@ class FileReader:
         if len(head) < HEADER_BYTES:
             raise OSError(errno.ESTALE, "the file ends early")
         size = read_header(head).size
-        if size > left or size > BATCH_BYTES_MAX:  # damage: the broker tells of it
+        if size > left or size > BATCH_BYTES_MAX:  # damage: the broker's answer will report it
             return memoryview(b"")
         wanted = bytes_to_read(min(max(bytes_max, HEADER_BYTES), left), size, left)
-        view = memoryview(self._rooms.take(wanted))[:wanted]
+        view = memoryview(self._buffers.take(wanted))[:wanted]
         if os.preadv(self._fd, [view], self._at) < wanted:
             raise OSError(errno.ESTALE, "the file ends early")
         return view
 
     def skip(self, size: int) -> None:
-        """Goes on behind what was taken of the last that was read."""
+        """Moves on by `size` bytes, which were taken from the last read."""
         self._at += size
         self.has_given = True
 
     def close(self) -> None:
-        """Closes the file. What was read stays."""
+        """Closes the file. The data that was read stays."""
         os.close(self._fd)

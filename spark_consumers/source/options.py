@@ -1,7 +1,7 @@
-"""The options of a query that reads: their names, which are those of Spark's Kafka source, and what they mean.
+"""The options of a query that reads: their names, which are those of Spark's Kafka source, and their meaning.
 
-Spark hands over texts with names in any case. All of them are looked at in the driver before anything is done; one that
-is wrong is told with its name and with what to write instead, and so is one that nobody knows.
+Spark passes texts, with names in any case. The driver checks all of them before it does anything. The error for a wrong
+or unknown option names the option and the right value.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BOTH = (
 BATCH = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp", "pushdown")
 STREAM = ("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "groupId")
 SPARKS_OWN = {"path", "serialization.format", "checkpointlocation", "queryname", "__ispatternrecursive"}
-"""What Spark puts among the options of a table or a query by itself, in lower case."""
+"""Options that Spark adds to those of a table or a query, in lower case."""
 
 _OF_KAFKA = {
     "fetchoffset.numretries": "Brokers are asked again until `pollTimeoutMs` is over: give that.",
@@ -55,7 +55,7 @@ _OF_KAFKA = {
     "kafkaconsumer.polltimeoutms": "Give `pollTimeoutMs`.",
     "groupidprefix": "A query joins no group. `groupId` names the one whose offsets show its progress.",
 }
-"""Options of Kafka's source that have others in their place here, in lower case."""
+"""Options of Kafka's source that have other names here, in lower case."""
 _ASSIGN_EXAMPLE = '{"flights": ["0-0", "0-1"]}'
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _COUNT_MAX = 2**63 - 1
@@ -63,7 +63,7 @@ _COUNT_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """What is read: topics by name, by a pattern that the whole name matches, or partitions."""
+    """The topics of a query: by name, by a pattern that the whole name matches, or as partitions."""
 
     topics: tuple[str, ...] = ()
     pattern: str | None = None
@@ -72,7 +72,7 @@ class Subscription:
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """What the user asked for."""
+    """The checked options."""
 
     zookeeper: str
     root: str
@@ -93,7 +93,7 @@ class SourceOptions:
 
 
 def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions:
-    """The options of a batch or of a streaming query. Raises ConfigError, which names the option and the next step."""
+    """Parses the options of a batch or streaming query. Raises ConfigError with the option's name and the next step."""
     allowed = (*BOTH, *(STREAM if streaming else BATCH))
     texts = Texts(given, allowed, streaming)
     check_path(given, "subscribe")
@@ -124,15 +124,15 @@ def parse_options(given: Mapping[str, str], *, streaming: bool) -> SourceOptions
 
 
 def check_path(given: Mapping[str, str], topic_option: str) -> None:
-    """Refuses what load(), save() or start() was given. A table's folder, which Spark makes up, is a URL."""
+    """Refuses a path given to load(), save() or start(). A table's folder, which Spark makes up, is a URL."""
     path = next((text for name, text in given.items() if name.lower() == "path"), None)
     if path is not None and ":/" not in path:
         raise ConfigError(f"a topic has no path, and {path!r} is one", hint=f"Name the topic: option {topic_option!r}.")
 
 
 def _refuse_pushdown(texts: Texts) -> None:
-    """Spark up to 4.3 keeps what a scan's filters left with the data source, which all scans of one load() share: a
-    second scan of the same data frame or table would read what the first one's filters left."""
+    """Refuses filter pushdown. Spark up to 4.3 keeps a scan's filters in the data source, which all scans of one load()
+    share: a second scan of the same data frame or table would lose rows to the filters of the first."""
     if texts.flag("pushdown", False):
         raise ConfigError(
             "option 'pushdown' is 'true', and Spark mixes up the filters of a data frame's scans: rows are missing",
@@ -142,7 +142,7 @@ def _refuse_pushdown(texts: Texts) -> None:
 
 
 def _check_company(texts: Texts) -> None:
-    """Refuses options that do nothing without another one."""
+    """Refuses options that have no effect without another one."""
     times = ("startingTimestamp", "startingOffsetsByTimestamp")
     for name, others in (("maxTriggerDelay", ("minOffsetsPerTrigger",)), (times[1] + "Strategy", times)):
         if texts.get(name) is not None and not texts.present(others):
@@ -151,7 +151,7 @@ def _check_company(texts: Texts) -> None:
 
 
 def check_options(given: Mapping[str, str]) -> None:
-    """Raises ConfigError for what is wrong in whichever kind of query it is; the kind is not known yet."""
+    """Raises ConfigError for options that are wrong in both kinds of query; the kind is not known yet."""
     is_for_stream = any(name.lower() in map(str.lower, STREAM) for name in given)
     try:
         parse_options(given, streaming=is_for_stream)
@@ -163,7 +163,7 @@ def check_options(given: Mapping[str, str]) -> None:
 
 
 def wants_headers(given: Mapping[str, str]) -> bool:
-    """Whether there is a column of headers; asked for before it is known what kind of query it is."""
+    """True if there is a column of headers; called before the kind of the query is known."""
     text = next((text for name, text in given.items() if name.lower() == "includeheaders"), "false")
     return Texts({"includeHeaders": text}, BOTH, False).flag("includeHeaders", False)
 
@@ -198,19 +198,19 @@ class Texts:
             self._texts[name] = str(text)
 
     def get(self, name: str) -> str | None:
-        """What was given, None for nothing."""
+        """Returns the option's text; None if it was not given."""
         return self._texts.get(name)
 
     def first_of(self, *names: str) -> tuple[str, str] | None:
-        """(name, text) of the first that was given."""
+        """Returns (name, text) of the first that was given."""
         return next(((name, self._texts[name]) for name in names if name in self._texts), None)
 
     def present(self, names: tuple[str, ...]) -> list[str]:
-        """Those that were given."""
+        """Returns those that were given."""
         return [name for name in names if name in self._texts]
 
     def whole(self, name: str) -> int | None:
-        """A whole number, 1 or more. Raises ConfigError, as the next ones."""
+        """Returns a whole number, 1 or more. Raises ConfigError, as the next methods do."""
         text = self._texts.get(name)
         if text is None:
             return None
@@ -219,18 +219,18 @@ class Texts:
         return int(text)
 
     def flag(self, name: str, default: bool) -> bool:
-        """ "true" or "false"."""
+        """Returns True for "true", False for "false"."""
         return self.choice(name, ("true", "false"), str(default).lower()) == "true"
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
-        """One of some, in lower case."""
+        """Returns one of the choices, in lower case."""
         text = self._texts.get(name, default)
         if text.strip().lower() not in choices:
             raise ConfigError(f"option {name!r} is {text!r}", hint=f"Choose {' or '.join(map(repr, choices))}.")
         return text.strip().lower()
 
     def seconds(self, name: str, default: float) -> float:
-        """A time with its unit."""
+        """Returns a time with its unit, in seconds."""
         text = self._texts.get(name)
         if text is None:
             return default
@@ -263,7 +263,7 @@ def _subscription(texts: Texts) -> Subscription:
         try:
             re.compile(text)
         except re.error as error:
-            hint = "Write it as Python's `re` has it; the whole name has to match."
+            hint = "Write it in the syntax of Python's `re`; the pattern must match the whole name."
             raise ConfigError(f"option 'subscribePattern' is {text!r}: {error}", hint=hint) from None
         return Subscription(pattern=text)
     partitions = []

@@ -1,4 +1,4 @@
-"""What Spark hands to a task, and how the task reads it; the same for batch and streaming queries."""
+"""The partition that Spark gives to a task, and its reading; the same for batch and streaming queries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _spared = False
 
 
 def spare_the_collector() -> None:
-    """Once in a worker's life: what is loaded by now is not looked through by the collector of garbage any more.
+    """Takes all loaded objects out of garbage collection, once in a worker's life.
 
-    Spark's workers run it after each task, which then takes 50 ms of a core for all the modules alone. A task of a
+    Spark's workers collect garbage after each task. For the modules alone that takes 50 ms of a core. A task of a
     streaming query may take less, and the next one waits.
     """
     global _spared
@@ -31,7 +31,7 @@ def spare_the_collector() -> None:
 
 
 class RangePartition(InputPartition):
-    """One task's range."""
+    """The range of one task."""
 
     def __init__(self, task: FetchTask) -> None:
         super().__init__(task)
@@ -39,7 +39,7 @@ class RangePartition(InputPartition):
 
 
 def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
-    """The Arrow batches of a task; none for the partition that Spark makes up when there is nothing to read."""
+    """Yields the Arrow batches of a task; none for the partition that Spark makes if there is nothing to read."""
     if not isinstance(partition, RangePartition):
         return
     from metamq.spark_consumers.source.arrow_batches import ArrowBatches

@@ -1,4 +1,4 @@
-"""Who reads what: ranges of offsets, cut into as many pieces as there are to be tasks. Pure."""
+"""Ranges of offsets, and cutting them into one piece for each task. Pure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class OffsetRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many messages."""
+        """Number of messages."""
         return self.end - self.start
 
 
 def split(ranges: Iterable[OffsetRange], at_least: int | None, most_messages: int | None) -> list[OffsetRange]:
-    """The ranges that have messages, none of more than `most_messages`, and `at_least` of them if there are as many.
+    """Returns ranges with messages, of at most `most_messages` each, and `at_least` of them if there are enough.
 
     The larger a range, the more pieces it is cut into; no piece is empty.
     """
@@ -47,7 +47,7 @@ def _cut_by_size(one: OffsetRange, most_messages: int | None) -> list[OffsetRang
 
 
 def cut(one: OffsetRange, pieces: int) -> list[OffsetRange]:
-    """The range in so many pieces of nearly the same size; fewer where there are fewer messages."""
+    """Cuts the range into this number of pieces of nearly the same size; fewer if there are fewer messages."""
     pieces = min(pieces, one.size)
     ends = [one.start + one.size * number // pieces for number in range(pieces + 1)]
     return [one._replace(start=start, end=end) for start, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Where a task finds the replicas of a broker: as the driver knew them, and looked up again when that is of no use."""
+"""The replicas of a broker for a task: those that the driver knew; if these fail, the task looks them up again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from metamq.zk.cluster.topics import TopicStore
 
 
 class ReplicaAddress(NamedTuple):
-    """One replica's address. `number` is MASTER for whichever is the master."""
+    """The address of one replica. `number` is MASTER for the present master."""
 
     number: int
     host: str
     port: int
     data: str = ""
-    """The data folder on its machine, below which its files are; empty: it does not say it."""
+    """The data folder on its machine, which has its files; empty: unknown."""
 
 
 def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -> tuple[ReplicaAddress, ...]:
-    """The master first, if there is one."""
+    """Returns the replicas, the master first if there is one."""
     found = [] if master is None else [ReplicaAddress(MASTER, master.host, master.port, master.data)]
     return (*found, *(ReplicaAddress(slave.replica, slave.host, slave.port, slave.data) for slave in slaves))
 
@@ -34,9 +34,9 @@ def replicas_of(master: BrokerAddress | None, slaves: Iterable[BrokerAddress]) -
 async def find_replicas(
     zookeeper: str, root: str, broker_id: int, topic: str, *, with_slaves: bool
 ) -> tuple[ReplicaAddress, ...]:
-    """Those that are registered now: the master, and the slaves that have the topic. Raises ConnectError.
+    """Returns the registered replicas: the master, and the slaves that have the topic. Raises ConnectError.
 
-    In a session of its own: a cluster has many tasks, and they need ZooKeeper only when a broker is not where it was.
+    Opens a session for this: a cluster has many tasks, and they need ZooKeeper only if a broker has moved.
     """
     session = await open_session(zookeeper, root=root, patient=False)
     try:
@@ -51,7 +51,7 @@ async def find_replicas(
 
 
 async def find_topic_id(zookeeper: str, root: str, topic: str) -> str | None:
-    """The id that the topic has now, None when there is none of that name. Raises ConnectError."""
+    """Returns the present id of the topic, None if there is no topic of that name. Raises ConnectError."""
     session = await open_session(zookeeper, root=root, patient=False)
     try:
         return (await TopicStore(session).get(topic)).id

@@ -1,4 +1,4 @@
-"""What each release of Spark offers to a source in Python, and what metamq does where it offers less.
+"""The interfaces that each release of Spark has for a source in Python, and what metamq does without them.
 
 | Spark | read | write | writeStream | readStream |
 |---|---|---|---|---|
@@ -6,8 +6,8 @@
 | 4.1 | yes | yes | yes | no |
 | 4.2, 4.3 | yes | yes | yes | yes |
 
-Spark imports every module called `pyspark_…` when it looks for a format of any name. So what a release may lack is
-imported only where it is used, and a query that needs it ends with an error that names the release.
+Spark imports every module called `pyspark_…` when it looks for a format of any name. So a class that a release may not
+have is imported only where it is used, and a query that needs it ends with an error that names the release.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 STREAM_READS = "4.2", "pyspark.sql.streaming.datasource", "SupportsTriggerAvailableNow"
-"""Spark's first release with that class, and its place. The class lets a source bound a batch."""
+"""Spark's first release with that class, and its place. The class lets a source limit a batch."""
 STREAM_WRITES = "4.1", "pyspark.sql.datasource", "DataSourceStreamArrowWriter"
 FILE_MANAGER_PACKAGES = (
     ((4, 1), "org.apache.spark.sql.execution.streaming.checkpointing"),
     ((4, 0), "org.apache.spark.sql.execution.streaming"),
 )
-"""The package of FileSystemBasedCheckpointFileManager, from a release on."""
+"""The package of FileSystemBasedCheckpointFileManager, by the first release that has it there."""
 
 
 def is_there(needed: tuple[str, str, str]) -> bool:
-    """Whether this Spark has the class."""
+    """True if this Spark has the class."""
     _release, module, name = needed
     return importlib.util.find_spec(module) is not None and hasattr(importlib.import_module(module), name)
 
 
 def check_is_there(what: str, needed: tuple[str, str, str], instead: str) -> None:
-    """Raises ConfigError where this Spark lacks the class."""
+    """Raises ConfigError if this Spark lacks the class."""
     if not is_there(needed):
         import pyspark
 
@@ -48,16 +48,16 @@ def check_is_there(what: str, needed: tuple[str, str, str], instead: str) -> Non
 
 
 def file_manager(version: str) -> str:
-    """The class that keeps checkpoints in a file system, by the name that this release of Spark has for it."""
+    """Returns the name in this release of Spark of the class that keeps checkpoints in a file system."""
     release = tuple(int(part) for part in version.split(".")[:2])
     package = next(name for first, name in FILE_MANAGER_PACKAGES if release >= first)
     return f"{package}.FileSystemBasedCheckpointFileManager"
 
 
 def arrow_schema(schema: StructType) -> Any:
-    """Spark's Arrow schema of what a reader yields, with times in UTC."""
+    """Returns Spark's Arrow schema for a reader's rows, with times in UTC."""
     from pyspark.sql.pandas.types import to_arrow_schema
 
     if "timezone" in inspect.signature(to_arrow_schema).parameters:
         return to_arrow_schema(schema, timezone="UTC")
-    return to_arrow_schema(schema)  # before Spark 4.2 they always are
+    return to_arrow_schema(schema)  # before Spark 4.2 times are always in UTC

@@ -26,7 +26,7 @@ WITHOUT_SPARK = {
     "test_files.py",
     "test_gathering.py",
     "test_lag.py",
-    "test_lanes.py",
+    "test_connection_pool.py",
     "test_plans.py",
     "test_sink_options.py",
     "test_strange_files.py",

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.committing import Committer
 from metamq.spark_consumers.sink.decision_store import SinkOwner
 from metamq.spark_consumers.sink.decisions import JOB, BranchName, name_of, new_attempt, new_job
-from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.spark_consumers.sink.sink_client import SinkClient
 from metamq.spark_consumers.sink.sink_options import parse_sink_options
 from metamq.testing import Cluster
@@ -66,10 +66,10 @@ class Driver:
         for task in range(tasks):
             name = BranchName(self.sink, batch_id, new_attempt(task, 0))
             branches = self.client.background.run(self.client.branches(name))
-            gatherer = Gatherer(self.client.options.topic, self.client.topic)
+            batcher = Batcher(self.client.options.topic, self.client.topic)
             some = pa.array(values[task::tasks], pa.string())
             rows = pa.record_batch({"value": some, "key": some})
-            branches.add((one, self.client.topic(one.target.topic)) for one in [*gatherer.add(rows), *gatherer.rest()])
+            branches.add((one, self.client.topic(one.target.topic)) for one in [*batcher.add(rows), *batcher.rest()])
             histories = self.client.background.run(branches.prepare())
             if histories:
                 attempts[name.attempt] = histories

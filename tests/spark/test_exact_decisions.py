@@ -19,6 +19,7 @@ import pytest
 
 from metamq.client.fetch.columnar import ColumnarBatch
 from metamq.errors import ConfigError, ConnectError, MetamqError
+from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.branch_ends import CommitLost
 from metamq.spark_consumers.sink.committing import CommitUnfinished
 from metamq.spark_consumers.sink.decision_store import KEPT
@@ -28,7 +29,6 @@ from metamq.spark_consumers.sink.decisions import (
     new_attempt,
     new_job,
 )
-from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.testing import Cluster, cluster
 from metamq.zk.errors import BadVersion, ConnectionLost
 from tests.parts import wait_until
@@ -222,7 +222,7 @@ def test_s1_8_e_a_sink_id_whose_checkpoint_was_deleted_is_an_error(two: Cluster,
     driver.commit(0, driver.write(0, texts(0, 5)))
     again = Driver(two, topic, sink, "checkpoint-2")
     with pytest.raises(
-        ConfigError, match=r"is of the query checkpoint-1, and this one is checkpoint-2.*another sinkId"
+        ConfigError, match=r"belongs to the query checkpoint-1, and this one is checkpoint-2.*another sinkId"
     ):
         again.write(0, texts(5, 10))
     check(two, topic, sink, texts(0, 5))
@@ -370,12 +370,12 @@ def test_s1_8_f_at_least_once_all_of_a_second_attempt_is_stored_in_whatever_orde
     first = Driver(two, topic, "")
     second = first if is_same_worker else Driver(two, topic, "")
     for worker, rows in ((first, values[:400]), (second, values[::-1])):
-        gatherer = Gatherer(topic, worker.client.topic)
+        batcher = Batcher(topic, worker.client.topic)
         shipment = worker.client.shipment()
         for at in range(0, len(rows), 100):
             some = pa.record_batch({"value": rows[at : at + 100], "key": rows[at : at + 100]})
-            gathered = [*gatherer.add(some), *gatherer.rest()]
-            shipment.send([ColumnarBatch(topic, one.columns, one.size, one.target.place) for one in gathered])
+            target_batch = [*batcher.add(some), *batcher.rest()]
+            shipment.send([ColumnarBatch(topic, one.columns, one.size, one.target.place) for one in target_batch])
         shipment.wait()
     assert seen(two, topic) == Counter(values) + Counter(values[:400])
 
@@ -446,11 +446,11 @@ def test_an_attempt_whose_broker_is_killed_fails_and_the_next_one_counts(two: Cl
     driver = Driver(two, topic, sink)
     name = BranchName(sink, 0, new_attempt(0, 0))
     branches = driver.client.background.run(driver.client.branches(name))
-    gatherer = Gatherer(topic, driver.client.topic)
+    batcher = Batcher(topic, driver.client.topic)
     config = driver.client.topic(topic)
     values = texts(0, 40)
-    branches.add((one, config) for one in [*gatherer.add(pa.record_batch({"value": values, "key": values}))])
-    branches.add((one, config) for one in gatherer.rest())
+    branches.add((one, config) for one in [*batcher.add(pa.record_batch({"value": values, "key": values}))])
+    branches.add((one, config) for one in batcher.rest())
     wait_until(lambda: len(left_open(two, sink)) == 2, 20, "a branch at each broker")
     two.brokers[1].kill()
     two.brokers[1].start()

@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.decisions import (
     BranchName,
     NotOurs,
     new_attempt,
     new_job,
 )
-from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.testing import Cluster
 from metamq.zk.errors import ConnectionLost
 from tests.spark.drivers import (
@@ -60,7 +60,7 @@ def test_a_batch_write_whose_driver_died_behind_its_decision_is_ended_by_the_nex
         check(two, topic, one.sink, texts(0, 10))
     assert {died.sink, after.sink} & set(nodes(after)) == {died.sink}, "its driver may live, and ask"
     with monkeypatch.context() as patched:
-        patched.setattr("metamq.spark_consumers.sink.leftovers.GIVEN_UP_AFTER_MS", -1)
+        patched.setattr("metamq.spark_consumers.sink.orphans.GIVEN_UP_AFTER_MS", -1)
         (third,) = new_jobs(two, topic, 1)
     assert died.sink not in nodes(third)
     assert third.sink in nodes(third)
@@ -98,9 +98,9 @@ def test_what_batch_writes_have_left_prepared_is_rolled_back_by_the_next(
     failed.abort(0, {})
     done.commit(0, done.write(0, texts(0, 5)))
     late = done.client.background.run(done.client.branches(BranchName(done.sink, 0, new_attempt(0, 1))))
-    gatherer = Gatherer(topic, done.client.topic)
+    batcher = Batcher(topic, done.client.topic)
     rows = pa.record_batch({"value": ["late"], "key": ["late"]})
-    late.add((one, done.client.topic(topic)) for one in [*gatherer.add(rows), *gatherer.rest()])
+    late.add((one, done.client.topic(topic)) for one in [*batcher.add(rows), *batcher.rest()])
     done.client.background.run(late.prepare())  # a speculative attempt's
     of_dead = died.write(0, texts(0, 9, "of a dead driver "))
     going_on = runs.write(0, texts(5, 9))
@@ -111,7 +111,7 @@ def test_what_batch_writes_have_left_prepared_is_rolled_back_by_the_next(
     assert len(left_open(two, died.sink)) == len(left_open(two, runs.sink)) == 4, "they may be about to decide"
     runs.commit(0, going_on)
     with monkeypatch.context() as patched:
-        patched.setattr("metamq.spark_consumers.sink.leftovers.GIVEN_UP_AFTER_MS", -1)
+        patched.setattr("metamq.spark_consumers.sink.orphans.GIVEN_UP_AFTER_MS", -1)
         new_jobs(two, topic, 1)
     with pytest.raises(NotOurs, match=r"was given up.*Look whether"):
         died.commit(0, of_dead)

@@ -62,8 +62,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FileReader]:
     found: list[FileReader] = []
 
     class Seen(FileReader):
-        def __init__(self, place: FilePlace, size: int, rooms: Rooms, data: str) -> None:
-            super().__init__(place, size, rooms, data)
+        def __init__(self, place: FilePlace, size: int, buffers: Rooms, data: str) -> None:
+            super().__init__(place, size, buffers, data)
             found.append(self)
 
     monkeypatch.setattr(fetching, "FileReader", Seen)

@@ -11,7 +11,7 @@ import pytest
 
 from metamq.client.producer.partitioner import by_key_hash
 from metamq.errors import ConfigError, MessageTooLarge, PartitionNotFound
-from metamq.spark_consumers.sink.gathering import Gathered, Gatherer
+from metamq.spark_consumers.sink.batching import Batcher, TargetBatch
 from metamq.spark_consumers.sink.packed_headers import packed_headers
 from metamq.wire import batch as layout
 from metamq.wire import columns
@@ -27,8 +27,8 @@ def topics(*names: str, **settings: Any) -> dict[str, TopicConfig]:
     return {name: TopicConfig(name, {0: 2, 3: 1}, **settings) for name in names}
 
 
-def decoded(gathered: Gathered) -> list[Message]:
-    encoded = gathered.columns.encode(base_timestamp_us=1)
+def decoded(batch: TargetBatch) -> list[Message]:
+    encoded = batch.columns.encode(base_timestamp_us=1)
     view = memoryview(encoded)
     header = layout.check_from_producer(view, 0, len(view), 16 * 1024 * 1024)
     found = columns.decode(view, header)
@@ -39,10 +39,10 @@ def decoded(gathered: Gathered) -> list[Message]:
 
 def gather(
     rows: list[pa.RecordBatch], known: Mapping[str, TopicConfig], topic: str | None = "t", batch_bytes: int = 1 << 20
-) -> tuple[dict[tuple[str, tuple[int, int] | None], list[Message]], list[Gathered]]:
-    gatherer = Gatherer(topic, lambda name: known[name], batch_bytes)
-    made = [one for some in rows for one in gatherer.add(some)]
-    made += gatherer.rest()
+) -> tuple[dict[tuple[str, tuple[int, int] | None], list[Message]], list[TargetBatch]]:
+    batcher = Batcher(topic, lambda name: known[name], batch_bytes)
+    made = [one for some in rows for one in batcher.add(some)]
+    made += batcher.rest()
     found: dict[tuple[str, tuple[int, int] | None], list[Message]] = {}
     for one in made:
         found.setdefault(tuple(one.target), []).extend(decoded(one))  # type: ignore[arg-type]
@@ -172,10 +172,10 @@ def test_what_is_wrong_with_a_row_is_named(columns_given: dict[str, Any], kind: 
 def test_where_a_row_is_wrong_no_row_that_came_with_it_is_taken(wrong: dict[str, Any]) -> None:
     """Each row alone makes a batch here."""
     known = {"t": topics("t")["t"], "u": topics("u")["u"]}
-    gatherer = Gatherer(None, lambda name: known[name], batch_bytes=1)
+    batcher = Batcher(None, lambda name: known[name], batch_bytes=1)
     with pytest.raises(ConfigError, match="null"):
-        next(gatherer.add(pa.record_batch(wrong)))
-    assert list(gatherer.rest()) == []
+        next(batcher.add(pa.record_batch(wrong)))
+    assert list(batcher.rest()) == []
 
 
 def test_columns_that_no_message_has_are_left_out() -> None:

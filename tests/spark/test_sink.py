@@ -76,7 +76,7 @@ def test_the_option_outranks_the_column_and_keys_keep_their_order(spark: Any, ru
         ("id value", {"topic": "t"}, "the column 'value' is of type bigint"),
         ("cast(id as string) Value", {"topic": "t"}, "the query has a column 'Value'. Call it 'value'"),
         ("cast(id as string) value", {"topic": "no-such-topic"}, "topic 'no-such-topic' does not exist"),
-        ("cast(id as string) value", {}, "nothing says to which topic"),
+        ("cast(id as string) value", {}, "the rows have no topic"),
         ("cast(id as string) value", {"topic": "t", "acks": "all"}, "unknown option 'acks'"),
     ],
 )

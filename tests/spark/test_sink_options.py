@@ -38,7 +38,7 @@ def test_a_wrong_option(given: dict[str, str], said: str) -> None:
         ([("value", "string"), ("headers", "map<string,binary>")], "t", "'headers' is of type map"),
         ([("value", "string"), ("Key", "string")], "t", "a column 'Key'. Call it 'key'"),
         ([("value", "string"), ("value", "string")], "t", "the column 'value' twice"),
-        ([("value", "string")], None, "nothing says to which topic"),
+        ([("value", "string")], None, "the rows have no topic"),
     ],
 )
 def test_a_wrong_column(columns: list[tuple[str, str]], topic: str | None, said: str) -> None:

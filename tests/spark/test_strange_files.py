@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from metamq.errors import ProtocolError
+from metamq.spark_consumers.source import connection_pool
 from metamq.spark_consumers.source import files as opening
-from metamq.spark_consumers.source import lanes
 from metamq.spark_consumers.source.fetch import fetch
 from metamq.spark_consumers.source.files import FileReader, NotItsFile
 from metamq.testing import Cluster
@@ -137,8 +137,8 @@ def test_a_file_that_nobody_asked_for_is_an_error_of_metamqs(
     told[:] = [place_of("/dev/zero")]
     (task,) = planned(running, "t")
     assert not task.in_place
-    opened = lanes.GetPartition
-    monkeypatch.setattr(lanes, "GetPartition", lambda *fields: opened(*fields[:5], in_place=True))
+    opened = connection_pool.GetPartition
+    monkeypatch.setattr(connection_pool, "GetPartition", lambda *fields: opened(*fields[:5], in_place=True))
     with pytest.raises(ProtocolError, match="names a file, and was asked to send"):
         list(fetch(task))
 
@@ -148,8 +148,8 @@ def test_two_answers_to_one_question_are_an_error_of_metamqs(
 ) -> None:
     running, _told = misleading
     (task,) = planned(running, "t")
-    unpacked = lanes.unpack_list
-    monkeypatch.setattr(lanes, "unpack_list", lambda cls, header: 2 * unpacked(cls, header))
+    unpacked = connection_pool.unpack_list
+    monkeypatch.setattr(connection_pool, "unpack_list", lambda cls, header: 2 * unpacked(cls, header))
     with pytest.raises(ProtocolError, match=r"answers for the handles \[\d+, \d+\], asked was \d+"):
         list(fetch(task))
 

@@ -235,7 +235,9 @@ def test_a_broker_that_does_not_answer_is_warned_of_once(caplog: pytest.LogCaptu
 
     assert warned(away, 1000) == warned(away, 1000 + WARN_AFTER_S - 1) == []
     (message,) = warned(away, 1000 + WARN_AFTER_S)
-    assert message.startswith("what is new in a/0-0 and 1 other partition has not been known for 30 s: no connection")
+    assert message.startswith(
+        "the new messages of a/0-0 and 1 other partition have been unknown for 30 s: no connection"
+    )
     assert warned(away, 9000) == []
     assert warned({A0: answer(5)}, 9001) == warned({A0: AWAY}, 9002) == []
     assert len(warned({A0: AWAY}, 9002 + WARN_AFTER_S)) == 1
@@ -305,5 +307,5 @@ def test_losses_are_told() -> None:
     told = [*lost_partitions({A0: place(5), A1: place(1)}, {A0: "y"})]
     assert all(isinstance(loss, MetamqError) for loss in told)
     assert "deleted and made anew" in str(told[0])
-    assert "a/0-1, which the query has read, is not among what it reads any more" in str(told[1])
+    assert "a/0-1, which the query has read, is not among its partitions any more" in str(told[1])
     assert "topic 'a', which the query has read, is not" in str(lost_partitions({A0: place(5)}, {})[0])

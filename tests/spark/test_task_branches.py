@@ -12,8 +12,8 @@ import pytest
 
 from metamq.client.net.branches import TxClient
 from metamq.errors import ConfigError, ConnectError, MetamqError, TryLater
+from metamq.spark_consumers.sink.batching import Batcher
 from metamq.spark_consumers.sink.decisions import BranchName, new_attempt
-from metamq.spark_consumers.sink.gathering import Gatherer
 from metamq.spark_consumers.sink.sink_client import SinkClient, sink_client
 from metamq.spark_consumers.sink.sink_options import SinkOptions, parse_sink_options
 from metamq.spark_consumers.sink.task_branches import TaskBranches
@@ -57,9 +57,9 @@ def attempt(client: SinkClient, values: list[str], *, keys: bool = True) -> Task
     branches = client.background.run(client.branches(BranchName("s", 0, new_attempt(0, 0))))
     assert client.options.topic is not None
     config = client.topic(client.options.topic)
-    gatherer = Gatherer(config.topic, client.topic)
+    batcher = Batcher(config.topic, client.topic)
     columns = {"value": values, "key": values} if keys else {"value": values}
-    found = [*gatherer.add(pa.record_batch(columns)), *gatherer.rest()]
+    found = [*batcher.add(pa.record_batch(columns)), *batcher.rest()]
     branches.add((one, config) for one in found)
     return branches
 

@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused_with_the_next_step(running: Cluster, topic
                 await dbtx(connection, producer, table="others").__aenter__()
             await create_outcome_table(connection, "others")  # on the same connection
             async with dbtx(connection, producer, table="others"):
-                with pytest.raises(BranchMisuse, match="not nested"):
+                with pytest.raises(BranchMisuse, match="cannot be nested"):
                     await dbtx(connection, producer).__aenter__()
                 with pytest.raises(BranchMisuse, match=r"in a dbtx block.*tx\.send"):
                     producer.send(topic, b"past")

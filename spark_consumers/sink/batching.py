@@ -1,8 +1,8 @@
-"""From Arrow batches of rows to the columns of batches for partitions: by Arrow's kernels, without a loop over rows.
+"""Turns Arrow batches of rows into the columns of batches for partitions: by Arrow's kernels, without a loop over rows.
 
-Rows of a key go where a Producer sends that key. Those that may go anywhere stay together, in the pieces they came in.
-A partition's pieces are gathered until they make a batch: small ones cost the broker, and whoever reads them, as much
-as large ones. Pure: no I/O, no Spark.
+Rows with a key go where a Producer sends that key. Rows that may go anywhere stay together, in the pieces in which they
+came. A partition's pieces are collected until they make a batch: a small batch costs the broker and the readers as much
+as a large one. Pure: no I/O, no Spark.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from metamq.zk.names import parse_partition
 Topics = Callable[[str], TopicConfig]
 
 COLUMNS = ("value", "key", "headers", "topic", "partition")
-"""What a message is made of; a query may have others."""
+"""The columns of a message; a query may have others."""
 OPEN_BYTES_MAX = 32 * 1024 * 1024
-"""Of all pieces that wait for others: with thousands of partitions each would wait for its megabyte."""
+"""Limit of all pieces that wait for others: with thousands of partitions each would wait for its megabyte."""
 
 
 class Target(NamedTuple):
-    """Where messages go. `place`: (broker id, index) of the partition; None: any."""
+    """The destination of messages. `place`: (broker id, index) of the partition; None: any."""
 
     topic: str
     place: tuple[int, int] | None
 
 
-class Gathered(NamedTuple):
+class TargetBatch(NamedTuple):
     """Messages for one target, as many as make a batch."""
 
     target: Target
@@ -56,8 +56,8 @@ class _Piece(NamedTuple):
     size: int
 
 
-class Gatherer:
-    """For one task. `topic`: of all rows; None: the column says it. `topics` tells a topic's configuration."""
+class Batcher:
+    """The batcher of one task. `topic`: of all rows; None: see the column. `topics` gives a topic's configuration."""
 
     def __init__(self, topic: str | None, topics: Topics, batch_bytes: int = BATCH_TARGET_BYTES) -> None:
         self._topic = topic
@@ -67,9 +67,9 @@ class Gatherer:
         self._sizes: dict[Target, int] = {}
         self._places: dict[str, tuple[TopicConfig, list[tuple[int, int]]]] = {}
 
-    def add(self, rows: pa.RecordBatch) -> Iterator[Gathered]:
-        """Takes rows; gives what is enough for a batch. Raises TopicNotFound, PartitionNotFound, MessageTooLarge;
-        ConfigError for a null, before it has taken any of these rows."""
+    def add(self, rows: pa.RecordBatch) -> Iterator[TargetBatch]:
+        """Takes rows; yields full batches. Raises TopicNotFound, PartitionNotFound, MessageTooLarge. Raises ConfigError
+        for a null, before it has taken any of these rows."""
         if not rows.num_rows:
             return
         rows = rows.select([name for name in rows.schema.names if name in COLUMNS])
@@ -85,8 +85,8 @@ class Gatherer:
         if sum(self._sizes.values()) > OPEN_BYTES_MAX:
             yield from self.rest()
 
-    def rest(self) -> Iterator[Gathered]:
-        """What is left."""
+    def rest(self) -> Iterator[TargetBatch]:
+        """Yields the remaining messages."""
         for target in list(self._open):
             yield from self._taken(target)
 
@@ -106,7 +106,7 @@ class Gatherer:
         if "headers" in rows.schema.names:
             check_headers(rows.column("headers"))
 
-    # -- where rows go ------------------------------------------------------------------------------------------------
+    # -- the targets of rows ------------------------------------------------------------------------------------------
 
     def _by_topic(self, rows: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         if self._topic is not None:
@@ -138,7 +138,7 @@ class Gatherer:
         return known[1]
 
     def _numbers(self, topic: str, rows: pa.RecordBatch, places: list[tuple[int, int]]) -> pa.Array | None:
-        """Of each row's partition among the topic's; null, or None for all of them, where it is all one."""
+        """Returns the index of each row's partition in the topic; null, or None for all rows: any partition."""
         by_key = None
         if "key" in rows.schema.names:
             encoded = _binary(rows.column("key")).dictionary_encode()
@@ -157,7 +157,7 @@ class Gatherer:
         named = pa.array(numbers, pa.int32()).take(encoded.indices)
         return named if by_key is None else pc.coalesce(named, by_key)
 
-    # -- what goes there ----------------------------------------------------------------------------------------------
+    # -- the batches --------------------------------------------------------------------------------------------------
 
     def _piece(self, rows: pa.RecordBatch) -> _Piece:
         values = _binary(rows.column("value"))
@@ -170,7 +170,7 @@ class Gatherer:
             size += _bytes_of(headers) + len(values) * HEADERS_OVERHEAD_BYTES
         return _Piece(values, keys, headers, size)
 
-    def _taken(self, target: Target) -> Iterator[Gathered]:
+    def _taken(self, target: Target) -> Iterator[TargetBatch]:
         pieces, size = self._open.pop(target), self._sizes.pop(target)
         values = _joined([piece.values for piece in pieces])
         keys = headers = None
@@ -180,14 +180,14 @@ class Gatherer:
             headers = _joined([_or_empty(piece.headers, len(piece.values)) for piece in pieces])
         config = self._topics(target.topic)
         if size <= self._batch_bytes and len(values) <= BATCH_COUNT_MAX and size <= config.max_message_bytes:
-            yield Gathered(target, _ready(values, keys, headers), size)
+            yield TargetBatch(target, _ready(values, keys, headers), size)
             return
-        parts = -(-size // self._batch_bytes)  # about equal ones, not a last one of some rows
+        parts = -(-size // self._batch_bytes)  # of about equal size, so that the last one is not small
         for first, end, part_size in _chunks([values, keys, headers], -(-size // parts)):
             if end - first == 1 or part_size > config.max_message_bytes:
                 self._check_sizes(config, [values, keys, headers], first, end)
             columns = [None if one is None else one.slice(first, end - first) for one in (values, keys, headers)]
-            yield Gathered(target, _ready(*columns), part_size)
+            yield TargetBatch(target, _ready(*columns), part_size)
 
     def _check_sizes(self, config: TopicConfig, columns: list[Any], first: int, end: int) -> None:
         sizes = pc.binary_length(columns[0].slice(first, end - first))
@@ -202,7 +202,7 @@ class Gatherer:
 
 
 def _grouped(rows: pa.RecordBatch, numbers: pa.Array) -> Iterator[tuple[int | None, pa.RecordBatch]]:
-    """The rows of each number, in their order."""
+    """Yields the rows of each number, in their order."""
     order = pc.array_sort_indices(numbers)  # stable
     ends = pc.run_end_encode(numbers.take(order))
     is_sorted = ends.values.null_count == 0 and len(ends.values) == 1
@@ -214,7 +214,7 @@ def _grouped(rows: pa.RecordBatch, numbers: pa.Array) -> Iterator[tuple[int | No
 
 
 def _binary(array: pa.Array) -> pa.Array:
-    """The same bytes as Arrow's binary, whatever kind of text or bytes it is."""
+    """Returns the same bytes as Arrow's binary, for any kind of text or bytes."""
     return array if array.type == pa.binary() else array.cast(pa.binary())
 
 
@@ -226,7 +226,7 @@ def _bytes_of(array: pa.Array | None) -> int:
 
 
 def _offsets_of(array: pa.Array) -> memoryview:
-    """int32, one more than the array has entries. Such an array has at least one entry."""
+    """Returns int32 offsets, one more than the array has entries. The array has at least one entry."""
     offsets = memoryview(array.buffers()[1]).cast("i")
     return offsets[array.offset : array.offset + len(array) + 1]
 
@@ -244,7 +244,7 @@ def _or_empty(headers: pa.Array | None, rows: int) -> pa.Array:
 
 
 def _chunks(columns: list[pa.Array | None], batch_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, bytes) of consecutive chunks of at most `batch_bytes`, or of one message."""
+    """Yields (first, end, bytes) of consecutive chunks of at most `batch_bytes`, or of one message."""
     offsets = [_offsets_of(one) for one in columns if one is not None]
     overhead = MESSAGE_OVERHEAD_BYTES + (HEADERS_OVERHEAD_BYTES if columns[2] is not None else 0)
     rows = len(offsets[0]) - 1
@@ -271,7 +271,7 @@ def _ready(values: pa.Array, keys: pa.Array | None, headers: pa.Array | None) ->
 
 
 def _column(array: pa.Array) -> ReadyColumn:
-    """The array's own buffers, cut to what is used of them; offsets that do not begin at 0 are copied."""
+    """Returns the used part of the array's own buffers; offsets that do not begin at 0 are copied."""
     _validity, offsets, data = array.buffers()
     count = len(array)
     ends = _offsets_of(array)

@@ -1,7 +1,7 @@
-"""Lanes: connections of one reader's own, with the fetch session that the broker keeps for it, used again by the next.
+"""Connections of one reader each, with the fetch session that the broker keeps for it. The next reader uses them again.
 
-Spark keeps its Python workers, and runs task after task in them. A lane is taken by one reader at a time, and used in
-that reader's thread.
+Spark keeps its Python workers, and runs task after task in them. One reader at a time has a pooled connection, and uses
+it in its own thread.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from metamq.zk.partitions import TopicPartition
 
 ANSWER_LATE_S = 10.0
 IDLE_MAX = 16
-"""Lanes that are kept, to all brokers together: each keeps the memory of its last answers."""
+"""Connections that are kept, to all brokers together. Each keeps the memory of its last answers."""
 
 
 class ReadPosition(NamedTuple):
-    """Where in a partition to read on. `epoch` is that of the message before; -1: not known.
+    """The place in a partition from which to read on. `epoch` is that of the message before; -1: unknown.
 
-    `in_place`: a broker on this machine may tell the file instead of sending what is there.
+    `in_place`: a broker on this machine may send the place in a file instead of the data.
     """
 
     tp: TopicPartition
@@ -38,31 +38,31 @@ class ReadPosition(NamedTuple):
     in_place: bool = False
 
 
-class LaneKey(NamedTuple):
-    """Whom a lane is to."""
+class ConnectionKey(NamedTuple):
+    """The broker of a connection."""
 
     broker_id: int
     host: str
     port: int
 
 
-class Lane:
-    """One connection: ask(), then answer(), and so on. All calls are about one partition until done_with_it()."""
+class PooledConnection:
+    """One connection: ask(), then answer(), and so on. All calls are about one partition until close_partition()."""
 
-    def __init__(self, connection: BlockingConnection, key: LaneKey) -> None:
+    def __init__(self, connection: BlockingConnection, key: ConnectionKey) -> None:
         self.key = key
-        self.is_asked = False
-        """Whether an answer is to come."""
+        self.answer_is_due = False
+        """True while an answer is outstanding."""
         self.has_files = True
-        """Whether files that the broker told of can be read, as far as is known."""
-        self.rooms = Rooms(KEPT_BYTES)
-        """For what is read in files."""
+        """False if the broker's files cannot be read here."""
+        self.buffers = Rooms(KEPT_BYTES)
+        """The memory for data that is read from files."""
         self.connection = connection
         self._handles = count(1)
         self._handle = 0
-        """Of the partition that is open; 0: none is."""
+        """Handle of the open partition; 0: none."""
         self._in_place = False
-        """Whether the partition was opened so that the broker may tell a file."""
+        """True if the partition was opened so that the broker may send the place in a file."""
         self._closed: list[int] = []
         self._limit_s = 0.0
 
@@ -72,11 +72,11 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be used by another reader."""
-        return not self.is_asked and self.connection.is_idle
+        """True if another reader can use the connection."""
+        return not self.answer_is_due and self.connection.is_idle
 
     def ask(self, place: ReadPosition, wait_ms: int, bytes_max: int) -> None:
-        """Asks the broker for what comes next. Raises ConnectError, Timeout."""
+        """Requests the next messages. Raises ConnectError, Timeout."""
         opened = []
         if not self._handle:
             self._handle = next(self._handles)
@@ -88,12 +88,12 @@ class Lane:
         poll = Get(wait_ms, 1, bytes_max, bytes_max, opened, [(self._handle, place.offset)], closed)
         self._limit_s = wait_ms / 1000 + ANSWER_LATE_S
         self.connection.send(Command.GET, poll, timeout_s=self._limit_s)
-        self.is_asked = True
+        self.answer_is_due = True
 
     def answer(self) -> tuple[GetResult | None, memoryview]:
-        """What is there; None after a wait in vain. Raises the broker's error, ConnectError, Timeout; ProtocolError for
-        an answer to what was not asked."""
-        self.is_asked = False
+        """Returns the answer; None if no message came in time. Raises the broker's error, ConnectError, Timeout;
+        ProtocolError for an answer to another request."""
+        self.answer_is_due = False
         response = self.connection.receive(timeout_s=self._limit_s)
         if response.status != status.OK:
             raise status.decode_error(response.status, response.header)
@@ -103,70 +103,71 @@ class Lane:
         result = results[0]
         if len(results) > 1 or result.handle != self._handle:
             handles = reprlib.repr([one.handle for one in results])
-            raise ProtocolError(f"{self._address} answers for the handles {handles}, asked was {self._handle}")
+            raise ProtocolError(f"{self._address} answers for the handles {handles}, requested was {self._handle}")
         if result.status != status.OK:
-            self.done_with_it()
+            self.close_partition()
             raise status.decode_error(result.status, result.error)
         if result.file is not None and not self._in_place:
-            raise ProtocolError(f"{self._address} names a file, and was asked to send what is there")
+            raise ProtocolError(f"{self._address} names a file, but had to send the data")
         return result, response.body
 
     def report(self, entry: OffsetsEntry) -> None:
-        """Tells the broker what came damaged. No answer may be under way. Raises ConnectError, Timeout."""
+        """Reports damaged data to the broker. No answer may be outstanding. Raises ConnectError, Timeout."""
         self.connection.send(Command.OFFSETS, [entry], timeout_s=ANSWER_LATE_S)
         self.connection.receive(timeout_s=ANSWER_LATE_S)
 
-    def done_with_it(self) -> None:
-        """The next request opens a partition anew."""
+    def close_partition(self) -> None:
+        """Closes the partition: the next request opens one."""
         if self._handle:
             self._closed.append(self._handle)
             self._handle = 0
 
     def abort(self) -> None:
-        """Closes at once."""
+        """Closes the connection at once."""
         self.connection.abort()
 
 
-class Lanes:
-    """Idle lanes: `kept`, the last one used at the end."""
+class ConnectionPool:
+    """Idle connections: `kept`, with the last used one at the end."""
 
     def __init__(self) -> None:
-        self.kept: list[Lane] = []
+        self.kept: list[PooledConnection] = []
 
-    def take(self, key: LaneKey) -> Lane:
-        """A lane that nobody else uses. Raises UnsupportedVersion; ConnectError, also when another broker answers."""
-        for lane in [one for one in reversed(self.kept) if one.key == key]:
-            self.kept.remove(lane)
-            if lane.is_idle:
-                return lane
-            lane.abort()
+    def take(self, key: ConnectionKey) -> PooledConnection:
+        """Returns a connection for one reader. Raises UnsupportedVersion; ConnectError, also if another broker
+        answers."""
+        for pooled in [one for one in reversed(self.kept) if one.key == key]:
+            self.kept.remove(pooled)
+            if pooled.is_idle:
+                return pooled
+            pooled.abort()
         connection = BlockingConnection.open(key.host, key.port)
         if connection.broker_id != key.broker_id:
             connection.abort()
             raise another_answered(connection.address, connection.broker_id, key.broker_id)
-        return Lane(connection, key)
+        return PooledConnection(connection, key)
 
-    def give_back(self, lane: Lane) -> None:
-        """For whoever comes next, unless an answer is to come on it. Those that have broken meanwhile are closed."""
-        lane.done_with_it()
-        before = [*self.kept, lane]
+    def give_back(self, pooled: PooledConnection) -> None:
+        """Keeps a connection for the next reader, unless an answer is outstanding. Closes broken ones."""
+        pooled.close_partition()
+        before = [*self.kept, pooled]
         self.kept = [one for one in before if one.is_idle][-IDLE_MAX:]
         for one in before:
             if one not in self.kept:
                 one.abort()
 
 
-_lanes = Lanes()
+_pool = ConnectionPool()
 
 
-def lanes() -> Lanes:
-    """Those of this process."""
-    return _lanes
+def connection_pool() -> ConnectionPool:
+    """Returns the pool of this process."""
+    return _pool
 
 
 def _after_fork_in_child() -> None:
-    global _lanes
-    _lanes = Lanes()  # the parent goes on using the others
+    global _pool
+    _pool = ConnectionPool()  # the parent still uses the others
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
