@@ -157,10 +157,10 @@ class ClusterView:
     async def _publish(self, group: str, places: Places) -> None:
         session = self._cluster.session
         await check_empty(session, group, "a query cannot publish its progress there")
-        room = asyncio.Semaphore(PUBLISHED_AT_ONCE)
+        limit = asyncio.Semaphore(PUBLISHED_AT_ONCE)
 
         async def publish_one(tp: TopicPartition, place: StreamPlace) -> None:
-            async with room:
+            async with limit:
                 await reset_offset(session, group, tp, CommittedOffset(place.offset, place.epoch, place.topic_id))
 
         found = await asyncio.gather(*(publish_one(*item) for item in places.items()), return_exceptions=True)

@@ -106,8 +106,8 @@ class BranchEnds:
                 return []
             return [(one.xid, broker_id) for one in branches if one.state == "prepared"]
 
-        asked = [one for one in self.cluster.brokers if self._silent_until_s.get(one, 0.0) <= now_s]
-        return [one for found in await asyncio.gather(*map(of, asked)) for one in found]
+        queried = [one for one in self.cluster.brokers if self._silent_until_s.get(one, 0.0) <= now_s]
+        return [one for found in await asyncio.gather(*map(of, queried)) for one in found]
 
     async def end(self, found: Ends) -> None:
         """Ends the branches that can be ended now."""

@@ -56,7 +56,7 @@ def known_id(folder: Path | None) -> str | None:
 
 
 def content(location: str | None, query: str, batch_id: int) -> str:
-    """Returns a digest of the sources' offsets of a batch; empty if the checkpoint is not a folder of this machine."""
+    """Returns a digest of what a batch reads; empty if the checkpoint is not a folder of this machine."""
     folder = local_folder(location)
     if folder is None or known_id(folder) != query:  # the folder at that place is another query's
         return ""

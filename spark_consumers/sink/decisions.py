@@ -85,7 +85,7 @@ class Decision:
 
     winners: Mapping[str, Mapping[int, str]]
     content: str = ""
-    """A digest of the sources' offsets of the batch; empty if unknown."""
+    """A digest of what the batch reads; empty if unknown."""
 
     def has(self, attempt: str) -> bool:
         """True if the attempt must be committed."""

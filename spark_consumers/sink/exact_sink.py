@@ -194,10 +194,10 @@ class ExactStreamWriter(StreamArrowWriter):
         self._end(messages, batchId, is_commit=False)
 
     def _end(self, messages: Sequence[Any], batch_id: int, *, is_commit: bool) -> None:
-        told = [one for one in messages if isinstance(one, Prepared)]
-        if not told:  # no task has ended
+        prepared = [one for one in messages if isinstance(one, Prepared)]
+        if not prepared:  # no task has ended
             return
-        first = told[0]
+        first = prepared[0]
         identity = first.identity or checkpoint_id(self._checkpoint)
         client = sink_client(self._options)
         committer = client.committer(first.sink, SinkOwner(identity, first.run))

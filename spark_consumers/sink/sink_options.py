@@ -85,12 +85,12 @@ def _topic(texts: Texts) -> str | None:
     return topic
 
 
-def _sink_id(texts: Texts, is_of_use: bool) -> str | None:
+def _sink_id(texts: Texts, is_allowed: bool) -> str | None:
     name = texts.get("sinkId")
     if name is None:
         return None
-    if not is_of_use:
-        problem = "option 'sinkId' names a streaming query's sink with delivery=exactly_once, which this is not"
+    if not is_allowed:
+        problem = "option 'sinkId' is only for a streaming query with delivery=exactly_once"
         raise ConfigError(problem, hint="Remove it.")
     if not re.fullmatch(f"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}", name) or name.startswith(JOB):
         hint = f"It has to be 1 to {NAME_CHARS_MAX} letters, digits, '-' and '_', and does not begin with {JOB!r}."
@@ -98,9 +98,9 @@ def _sink_id(texts: Texts, is_of_use: bool) -> str | None:
     return name
 
 
-def _transaction_timeout_s(texts: Texts, is_of_use: bool) -> float:
-    if texts.get("transactionTimeoutMs") is not None and not is_of_use:
-        problem = "option 'transactionTimeoutMs' is for delivery=exactly_once, which this is not"
+def _transaction_timeout_s(texts: Texts, is_allowed: bool) -> float:
+    if texts.get("transactionTimeoutMs") is not None and not is_allowed:
+        problem = "option 'transactionTimeoutMs' is only for delivery=exactly_once"
         raise ConfigError(problem, hint="Remove it; 'deliveryTimeoutMs' limits how long a task tries.")
     timeout_s = (texts.whole("transactionTimeoutMs") or 3_600_000) / 1000
     if timeout_s > TIMEOUT_MAX_S:
@@ -108,9 +108,9 @@ def _transaction_timeout_s(texts: Texts, is_of_use: bool) -> float:
     return timeout_s
 
 
-def _fail_on_data_loss(texts: Texts, is_of_use: bool) -> bool:
-    if texts.get("failOnDataLoss") is not None and not is_of_use:
-        raise ConfigError("option 'failOnDataLoss' is for delivery=exactly_once, which this is not", hint="Remove it.")
+def _fail_on_data_loss(texts: Texts, is_allowed: bool) -> bool:
+    if texts.get("failOnDataLoss") is not None and not is_allowed:
+        raise ConfigError("option 'failOnDataLoss' is only for delivery=exactly_once", hint="Remove it.")
     return texts.flag("failOnDataLoss", True)
 
 

@@ -186,7 +186,7 @@ def json_map(option: str, text: str, example: str) -> dict[str, Any]:
 def checked_partition(option: str, topic: str, partition: object) -> TopicPartition:
     """Returns the partition if both names are valid. Raises ConfigError that names the option."""
     _check(option, check_topic, topic)
-    _check(option, parse_partition, partition)  # refuses what is no string, too
+    _check(option, parse_partition, partition)  # refuses other types than strings, too
     return TopicPartition(topic, str(partition))
 
 

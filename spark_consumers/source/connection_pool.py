@@ -103,12 +103,12 @@ class PooledConnection:
         result = results[0]
         if len(results) > 1 or result.handle != self._handle:
             handles = reprlib.repr([one.handle for one in results])
-            raise ProtocolError(f"{self._address} answers for the handles {handles}, requested was {self._handle}")
+            raise ProtocolError(f"{self._address} answers for the handles {handles}, not for {self._handle}")
         if result.status != status.OK:
             self.close_partition()
             raise status.decode_error(result.status, result.error)
         if result.file is not None and not self._in_place:
-            raise ProtocolError(f"{self._address} names a file, but had to send the data")
+            raise ProtocolError(f"{self._address} names a file, but the request was for the data")
         return result, response.body
 
     def report(self, entry: OffsetsEntry) -> None:

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from metamq.spark_consumers.source.fetch import FetchTask
 
 
-_spared = False
+_is_frozen = False
 
 
-def spare_the_collector() -> None:
+def freeze_loaded_objects() -> None:
     """Takes all loaded objects out of garbage collection, once in a worker's life.
 
     Spark's workers collect garbage after each task. For the modules alone that takes 50 ms of a core. A task of a
     streaming query may take less, and the next one waits.
     """
-    global _spared
-    if not _spared:
-        _spared = True
+    global _is_frozen
+    if not _is_frozen:
+        _is_frozen = True
         gc.collect()
         gc.freeze()
 
@@ -50,4 +50,4 @@ def read_partition(partition: object, schema: StructType) -> Iterator[Any]:
     try:
         yield from ArrowBatches(task.wanted, arrow_schema(schema)).of(fetch(task))
     finally:
-        spare_the_collector()
+        freeze_loaded_objects()

@@ -113,7 +113,7 @@ def test_what_batch_writes_have_left_prepared_is_rolled_back_by_the_next(
     with monkeypatch.context() as patched:
         patched.setattr("metamq.spark_consumers.sink.orphans.GIVEN_UP_AFTER_MS", -1)
         new_jobs(two, topic, 1)
-    with pytest.raises(NotOurs, match=r"was given up.*Look whether"):
+    with pytest.raises(NotOurs, match=r"was given up.*Check if"):
         died.commit(0, of_dead)
     check(two, topic, died.sink, texts(0, 9))
     with pytest.raises(NotOurs, match="was given up"):

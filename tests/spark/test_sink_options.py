@@ -18,9 +18,9 @@ from metamq.spark_consumers.sink.sink_options import HEADERS, check_sink_columns
         ({"compression": "gzip"}, "option 'compression' is 'gzip'"),
         ({"deliveryTimeoutMs": "0"}, "option 'deliveryTimeoutMs' is '0'"),
         ({"topic": "t", "path": "t"}, "a topic has no path.*option 'topic'"),
-        ({"topic": "t", "transactionTimeoutMs": "1000"}, "'transactionTimeoutMs' is for delivery=exactly_once"),
-        ({"topic": "t", "failOnDataLoss": "false"}, "'failOnDataLoss' is for delivery=exactly_once"),
-        ({"topic": "t", "sinkId": "mine"}, "'sinkId' names .*exactly_once"),
+        ({"topic": "t", "transactionTimeoutMs": "1000"}, "'transactionTimeoutMs' is only for delivery=exactly_once"),
+        ({"topic": "t", "failOnDataLoss": "false"}, "'failOnDataLoss' is only for delivery=exactly_once"),
+        ({"topic": "t", "sinkId": "mine"}, "'sinkId' is only for .*exactly_once"),
         ({"kafka.bootstrap.servers": "x"}, "it is Kafka's"),
     ],
 )

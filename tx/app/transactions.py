@@ -85,7 +85,7 @@ class OpenTransaction:
         self.is_tpc = is_tpc
         self.prepared: bool | None = None
         """True if there is something to commit; False if not; None: it is not prepared."""
-        self.was_tried = False
+        self.prepare_called = False
         """True once prepare() was called. If it did not succeed, some brokers may have prepared their branches."""
         staging = Staging(routes)
         self.work = LocalWork(
@@ -115,9 +115,9 @@ class Transactions:
         """True if a thread or task works in a transaction, or a block was entered."""
         return bool(self._open or self.blocks)
 
-    def _check_untried(self, one: OpenTransaction) -> None:
+    def _check_not_prepared(self, one: OpenTransaction) -> None:
         """Raises the error that failed it; BranchMisuse if its prepare() was interrupted, or still runs."""
-        if one.was_tried:
+        if one.prepare_called:
             if one.outbox.failed is not None:
                 raise one.outbox.failed.with_traceback(None)
             raise misuse(one.xid, "its tpc_prepare() was interrupted, or has failed: it can only be rolled back")
@@ -154,8 +154,8 @@ class Transactions:
     async def prepare(self, one: OpenTransaction) -> bool:
         """Prepares it at all brokers; returns False if there is nothing in it. After an error or an interrupt it can
         only be rolled back."""
-        self._check_untried(one)
-        one.was_tried = True
+        self._check_not_prepared(one)
+        one.prepare_called = True
         await one.outbox.settle()
         one.outbox.closed = True
         try:
@@ -174,7 +174,7 @@ class Transactions:
             one.outbox.end(None)
             return
         try:
-            self._check_untried(one)
+            self._check_not_prepared(one)
             one.outbox.check()
             await one.outbox.settle()
             await one.work.commit_at_once()
@@ -200,7 +200,7 @@ class Transactions:
         """Rolls it back. Raises if a broker that did not answer may have prepared its branch: nothing would end that
         branch, so the caller must call again."""
         failures = await self.rollback(one)
-        if failures and (one.prepared or one.was_tried):
+        if failures and (one.prepared or one.prepare_called):
             raise failures[0]
         warn_of_unreached(one, failures)
 
@@ -242,7 +242,7 @@ class Transactions:
         if failed:
             raise failed[0]
         if not done:
-            nobody = BranchNotKnown(xid, XACode.NOTA, "no broker knows it: it never was, or is finished")
+            nobody = BranchNotKnown(xid, XACode.NOTA, "no broker knows it: it never began, or is finished")
             raise next((error for error in not_known if error.finished), nobody)
 
     def _is_mixed(self, xid: Xid, broker_id: int) -> TransactionError:

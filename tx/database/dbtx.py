@@ -232,7 +232,7 @@ class dbtx(DatabaseBlock):
     Leaving raises the database's errors. If the messages cannot be prepared it raises RolledBack, ConnectError and so
     on: then nothing is committed. If the connection was committed or rolled back in the block, it raises BranchMisuse:
     no message is sent, but committed rows stay. Only if the connection is lost during the commit, the outcome is
-    unknown. A Recoverer must run in some process: it ends what processes leave that die between the steps.
+    unknown. A Recoverer must run in some process: it ends the transactions of processes that died.
     """
 
     def __init__(

@@ -92,10 +92,10 @@ class BranchState:
         """Drops what was sent: from now on the branch can only be rolled back."""
         self.state = BranchPhase.ROLLBACK_ONLY
         self.rolled_back_code, self.rolled_back_reason = code, reason
-        self.gives_up_bodies()
+        self.drop_bodies()
         self.first_lsn = -1
         self.deadline_s = None
 
-    def gives_up_bodies(self) -> None:
+    def drop_bodies(self) -> None:
         """Drops the bodies: they are rolled back, or a CommittedBranch has them."""
         self.bodies, self.bytes = [], 0

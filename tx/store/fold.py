@@ -3,7 +3,7 @@
 A new master calls `apply` with every entry of the journal, in order. Then it calls `apply` with each entry that it
 writes. So a restart finds the state that was there before it; a test compares the two states.
 
-The journal is cut at its start, before a MARK, once every live branch is written again after the cut. So the journal
+After a MARK the journal is cut at its start: by then every live branch is written again behind the cut. So the journal
 may begin with records of branches that are not known: these branches are finished, and their records are ignored.
 """
 
@@ -146,11 +146,11 @@ class JournalState:
             branch.sessions.clear()
         elif isinstance(record, Heuristic):
             branch.state, branch.heuristic_commit = BranchPhase.HEURISTIC, record.commit
-            branch.gives_up_bodies()
+            branch.drop_bodies()
         elif isinstance(record, Decide):
             branch.state, branch.prepared_us, branch.deadline_s = BranchPhase.DECIDED, record.time_us, None
             branch.followers = record.followers
-            branch.gives_up_bodies()
+            branch.drop_bodies()
             branch.sessions.clear()
         else:
             del self.branches[xid]

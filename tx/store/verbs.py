@@ -146,7 +146,7 @@ class JournalTransactionStore:
             and not branch.is_of(request.session)
         ):
             # Its request may have been lost on its way here, and another session uses the id.
-            return _refuse(request, BranchMisuse, XACode.PROTO, "the branch is another session's: say which epoch")
+            return _refuse(request, BranchMisuse, XACode.PROTO, "another session uses the id: give the epoch")
         ruling = TABLE[request.verb, branch.state if branch is not None else BranchPhase.NONE]
         if ruling is Ruling.NOTA:
             return self._not_known(request, now_us)
@@ -179,7 +179,7 @@ class JournalTransactionStore:
             return _refuse(request, BranchMisuse, XACode.PROTO, _stale(request.epoch, committed))
         if request.verb is Verb.RESOLVE:
             self._not_committed.add(BranchKey(request.xid, 0), now_us)
-        return _refuse(request, BranchNotKnown, XACode.NOTA, "the broker does not know it: it never was, or has ended")
+        return _refuse(request, BranchNotKnown, XACode.NOTA, "the broker does not know it: it never began, or ended")
 
     def _rolled_back(self, request: VerbRequest, branch: BranchState) -> VerbStep:
         if request.verb in (Verb.END, Verb.FAIL, Verb.SUSPEND):
