@@ -117,7 +117,7 @@ class Fetching:
         """Time since which the master's log ends before the range."""
         self._in_place = task.in_place
         self._file: FileReader | None = None
-        """The open file, from which is read instead of asking."""
+        """The open file. While there is one, the task reads it, and sends no requests."""
 
     def chunks(self) -> Iterator[Chunk]:
         """Yields the batches; see fetch()."""

@@ -170,7 +170,7 @@ class GlobalTransaction:
         return await self._each(self.prepared.values(), self._commit_one)
 
     async def rollback(self) -> list[MetamqError]:
-        """Rolls back all branches; returns the errors. A broker gives up a branch that is not prepared by itself."""
+        """Rolls back all branches; returns the errors. Brokers drop unprepared branches later."""
         return await self._each(self.branches.values(), self._rollback_one)
 
     async def _commit_one(self, branch: Branch) -> None:
