@@ -12,5 +12,5 @@ def main() -> int:
         from metamq.cli.app import run
 
         return run()
-    except KeyboardInterrupt:  # while the command was being loaded
+    except KeyboardInterrupt:  # during the import
         return 130

@@ -1,13 +1,13 @@
-"""The command tree, what all commands share, and how a command ends.
+"""The command tree, and the exit statuses.
 
-Commands are loaded when they are named: `metamq --help` imports none of them. What a command prints on standard output
-is data; everything else is talk and goes to standard error. Its end is one of
+A command is imported when it runs: `metamq --help` imports none of them. A command prints data on standard output, and
+everything else on standard error. Its exit status is one of
 
-    0   ok, also when whoever reads our output has had enough, and when a server was asked to end, however early
-    1   failed; "metamq: problem" and, in the next line, what to do
+    0   ok; also if the reader of the output closes it, and if a signal stops a server, however early
+    1   failed; prints "metamq: problem" and, in the next line, the next step
     2   usage
-    3   unreachable: nobody answers where ZooKeeper or a broker should be
-    130 ended by Ctrl-C before it was done
+    3   unreachable: ZooKeeper or a broker does not answer
+    130 ended by Ctrl-C before the command was done
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 COMPLETION_VARIABLE = "_METAMQ_COMPLETE"
 
 COMMANDS = {
-    "up": ("metamq.cli.commands.up", "up", "Start a ZooKeeper and a broker here, for development."),
+    "up": ("metamq.cli.commands.up", "up", "Start ZooKeeper and a broker on this machine, for development."),
     "broker": ("metamq.cli.commands.servers", "broker", "Run a broker."),
     "zookeeper": ("metamq.cli.commands.servers", "zookeeper", "Run a single ZooKeeper server."),
     "topic": ("metamq.cli.commands.topic", "topic", "Create, list, describe, alter and delete topics."),
     "produce": ("metamq.cli.commands.produce", "produce", "Send lines of input, or arguments, to a topic."),
     "consume": ("metamq.cli.commands.consume", "consume", "Print the messages of topics."),
-    "group": ("metamq.cli.commands.group", "group", "Look at consumer groups, and mend them."),
-    "ha": ("metamq.cli.commands.ha", "ha", "Look at masters and slaves, and promote a slave."),
+    "group": ("metamq.cli.commands.group", "group", "Show consumer groups, set their offsets, evict members."),
+    "ha": ("metamq.cli.commands.ha", "ha", "Show masters and slaves, and promote a slave."),
     "cluster": (
         "metamq.cli.commands.cluster",
         "cluster",
-        "Save and restore what ZooKeeper holds; remove brokers.",
+        "Export and restore ZooKeeper's content; remove brokers.",
     ),
-    "tx": ("metamq.cli.commands.tx", "tx", "Look at transactions in doubt, and decide about them."),
+    "tx": ("metamq.cli.commands.tx", "tx", "Show transactions in doubt; commit them or roll them back."),
     "log": ("metamq.cli.commands.log", "log", "Check and print a broker's files, offline; give up a damaged log."),
-    "bench": ("metamq.cli.commands.bench", "bench", "Measure what a running cluster can do."),
-    "doctor": ("metamq.cli.commands.doctor", "doctor", "Look at every part, and say what is wrong."),
-    "demo": ("metamq.cli.demo.command", "demo", "Watch real data go through a real cluster."),
+    "bench": ("metamq.cli.commands.bench", "bench", "Measure the throughput of a running cluster."),
+    "doctor": ("metamq.cli.commands.doctor", "doctor", "Check every part of a cluster, and report problems."),
+    "demo": ("metamq.cli.demo.command", "demo", "Send real data through a real cluster, and kill parts of it."),
 }
 
 
 class LazyGroup(Group):
-    """Knows its commands by name; imports one when it is asked for."""
+    """Lists its commands without an import; imports a command when it runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -77,13 +77,13 @@ def metamq() -> None:
     """A pull-style message queue: brokers, topics, groups, from the command line.
 
     \b
-    metamq up                           a cluster on this machine; elsewhere:
+    metamq up                           starts a cluster; in another terminal:
     metamq topic create flights
     echo hello | metamq produce flights
     metamq consume flights -e
 
-    Settings come from a TOML file (--config or METAMQ_CONFIG), then METAMQ_... variables, then options; a later one
-    wins. Options that all commands share may stand before or behind the command's name.
+    Settings come from a TOML file (--config or METAMQ_CONFIG), then from METAMQ_... variables, then from options; the
+    last one wins. The options of every command may stand before or after the name of the command.
     """
 
 
@@ -111,13 +111,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         silence_stdout()
         return OK
     except OSError as error:
-        return tell(_of_output(error), debug=settings.debug)
+        return report(_named(error), debug=settings.debug)
     except Exception as error:
-        return tell(error, debug=settings.debug)
+        return report(error, debug=settings.debug)
 
 
-def _of_output(error: OSError) -> OSError:
-    """The same error; with a name where standard output still holds what it cannot write. That is then dropped."""
+def _named(error: OSError) -> OSError:
+    """Returns the error; names "standard output" if that still has bytes that it cannot write, and drops the bytes."""
     try:
         sys.stdout.flush()
     except OSError as still:
@@ -128,14 +128,14 @@ def _of_output(error: OSError) -> OSError:
 
 
 def silence_stdout() -> None:
-    """Nobody reads our output any more: Python's own flush at exit is not to complain of it."""
+    """Drops all further output: its reader is gone, and Python's own flush at exit must not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
-def tell(error: Exception, *, debug: bool) -> int:
-    """Prints what went wrong, in as few words as possible; returns the exit status."""
+def report(error: Exception, *, debug: bool) -> int:
+    """Prints each problem with its hint; returns the exit status."""
     if debug:
         traceback.print_exception(error)
     causes = list(dict.fromkeys(_causes(error)))
@@ -163,4 +163,4 @@ def _causes(error: Exception) -> Iterator[tuple[str, str]]:
             yield f"{where}{one.strerror or one}", ""
         else:
             logging.getLogger("metamq.cli").debug("unexpected", exc_info=one)
-            yield f"internal error: {one!r}", "Run it again with --debug, and report what it prints."
+            yield f"internal error: {one!r}", "Run the command again with --debug, and report what it prints."

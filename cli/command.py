@@ -1,4 +1,4 @@
-"""click commands that all take the global options, and show them below their own in `--help`."""
+"""click commands that take the global options, and show them below their own options in `--help`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT_HELP_MAX = 200
 
 
 class GlobalOption(click.Option):
-    """An option of every command; the last place where it is given counts."""
+    """An option of every command. If it is given several times, the last one counts."""
 
 
 def _set(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
@@ -30,18 +30,20 @@ def _set(name: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
 
 
 def global_options() -> list[click.Parameter]:
-    """A new set of them."""
+    """Returns new objects for the options of every command."""
 
     def option(*names: str, text: str, **kind: Any) -> GlobalOption:
         callback = _set(names[-1].removeprefix("--"))
         return GlobalOption(list(names), help=text, expose_value=False, callback=callback, **kind)
 
     return [
-        option("--zookeeper", metavar="ADDRESS", text="ZooKeeper: host:port,host:port/chroot. [127.0.0.1:2181]"),
+        option(
+            "--zookeeper", metavar="ADDRESS", text="ZooKeeper's address: host:port,host:port/chroot.  [127.0.0.1:2181]"
+        ),
         option("--config", metavar="FILE", text="A TOML file with settings."),
-        option("--root", metavar="PATH", text=f"The path in ZooKeeper that all is kept below. [{DEFAULT_ROOT}]"),
-        option("-v", "--verbose", count=True, text="Say more on standard error; -vv everything."),
-        option("--debug", is_flag=True, text="Log everything, and show where an error comes from."),
+        option("--root", metavar="PATH", text=f"The path of the cluster in ZooKeeper.  [{DEFAULT_ROOT}]"),
+        option("-v", "--verbose", count=True, text="Log more on standard error; -vv logs everything."),
+        option("--debug", is_flag=True, text="Log everything, and print the stack trace of an error."),
     ]
 
 
@@ -67,7 +69,7 @@ class _WithGlobals(click.Command):
 
 
 class CliCommand(_WithGlobals):
-    """A command. Where something is missing or too much, the error shows how it is written."""
+    """A command. The error for a missing or an extra argument shows an example."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -75,11 +77,11 @@ class CliCommand(_WithGlobals):
         except click.UsageError as error:
             example = self._example(ctx)
             if type(error) not in (click.UsageError, click.MissingParameter) or not example:
-                raise  # what is wrong is named by itself
+                raise  # the message names the wrong argument
             raise click.UsageError(f"{error.format_message()}\nWrite it like: {example}", ctx) from error
 
     def _example(self, ctx: click.Context) -> str:
-        """The first of its help, without what is said beside it."""
+        """Returns the first example of the help, without the remark beside it."""
         lines = (line.strip().partition("   ")[0] for line in (self.help or "").splitlines())
         return next((line for line in lines if f"{line} ".startswith(f"{ctx.command_path} ")), "")
 
@@ -90,7 +92,7 @@ class Group(_WithGlobals, click.Group):
     command_class = CliCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does, but with whole sentences: it cuts them at the width of the terminal."""
+        """Writes the commands with whole sentences: click cuts them at the width of the terminal."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         shown = [(name, one.get_short_help_str(SHORT_HELP_MAX)) for name, one in commands if one and not one.hidden]
         with formatter.section("Commands"):
@@ -103,6 +105,6 @@ class Group(_WithGlobals, click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            if not near or "Did you mean" in error.message:  # a later click may say so itself
+            if not near or "Did you mean" in error.message:  # a later click may suggest a command itself
                 raise
             raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from error

@@ -1,4 +1,4 @@
-"""What all commands share: where ZooKeeper is, which file has the settings, how much is said."""
+"""The options of every command: ZooKeeper's address, the settings file, the amount of logging."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from metamq.cli.show.terminal import inert
+from metamq.cli.show.terminal import escaped
 from metamq.client.settings import CONFIG_FILE_VARIABLE, load, zookeeper_root, zookeeper_servers
 
 if TYPE_CHECKING:
     from metamq import Admin
 
 
-class _Inert(logging.Formatter):
-    """Other people's words in a line do not command the terminal."""
+class _EscapingFormatter(logging.Formatter):
+    """Escapes control characters in log lines, so that other people's bytes do not control the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return inert(super().format(record))
+        return escaped(super().format(record))
 
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -48,51 +48,51 @@ class Globals:
     debug: bool = False
 
     def servers(self) -> str:
-        """ZooKeeper's address. Raises ConfigError."""
+        """Returns ZooKeeper's address. Raises ConfigError."""
         return zookeeper_servers(self.zookeeper, self.config)
 
-    def place(self) -> str:
-        """The znode that all is kept below. Raises ConfigError."""
+    def root_path(self) -> str:
+        """Returns the path of the cluster in ZooKeeper. Raises ConfigError."""
         return zookeeper_root(self.root, self.config)
 
     @property
     def config_file(self) -> str | None:
-        """The file with the settings, where there is one."""
+        """The settings file; None if there is none."""
         return self.config or os.environ.get(CONFIG_FILE_VARIABLE)
 
     def client(self, *kinds: Kind, **settings: Any) -> dict[str, Any]:
-        """The arguments of a Producer, Consumer or Admin. Raises ConfigError, ConnectError when no cluster is there.
+        """Returns the arguments of a Producer, Consumer or Admin. Raises ConfigError, ConnectError without a cluster.
 
-        What is wrong with the settings of those `kinds`, of which some are given here, is told before anybody is asked.
+        Checks the settings of all `kinds` before it connects. `settings` are options of the first kind.
         """
         from metamq.cli.reach import check_cluster
 
         for kind in kinds:
             load(_options(kind), kind, file=self.config, arguments=settings if kind == kinds[0] else {})
-        servers, root = self.servers(), self.place()
+        servers, root = self.servers(), self.root_path()
         check_cluster(servers, root)
         return {"zookeeper": servers, "config": self.config, "root": root}
 
     def admin(self) -> Admin:
-        """An open Admin. Raises ConfigError, ConnectError."""
+        """Returns an open Admin. Raises ConfigError, ConnectError."""
         from metamq import Admin
 
         return Admin(**self.client())
 
     def log(self, quiet: int = logging.WARNING) -> None:
-        """Sends log lines to standard error: of `quiet` and above, or more when asked for."""
+        """Sends log lines from level `quiet` up to standard error; -v, -vv and --debug log more."""
         level = logging.DEBUG if self.debug or self.verbose > 1 else logging.INFO if self.verbose else quiet
         logging.basicConfig(level=max(level, logging.WARNING), format=LOG_FORMAT)
         if sys.stderr.isatty():
             for handler in logging.getLogger().handlers:
-                handler.setFormatter(_Inert(LOG_FORMAT))
+                handler.setFormatter(_EscapingFormatter(LOG_FORMAT))
         logging.getLogger("metamq").setLevel(level)
-        # What it says about lost connections, metamq.zk says in plainer words.
+        # metamq.zk logs lost connections in plainer words.
         logging.getLogger("kazoo").setLevel(logging.DEBUG if self.debug else logging.CRITICAL)
 
 
 def current() -> Globals:
-    """The options of the command that runs."""
+    """Returns the options of the running command."""
     found = click.get_current_context().find_object(Globals)
     assert found is not None
     return found

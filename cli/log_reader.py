@@ -1,8 +1,8 @@
-"""A broker's files, looked at from outside: every batch checked, nothing locked, nothing changed.
+"""Checks a broker's files from outside: reads every batch, locks nothing, changes nothing.
 
-The broker's own code reads; what is added here is to go on behind damage, where the broker stops, so that its extent is
-known. Bad bytes that were never flushed are no damage: the broker cuts them at its next start. What tells the two apart
-is told in metamq.broker.log.recovery.
+It reads with the broker's own code. The broker stops at damage; this module goes on behind it, to find the extent of
+the damage. Bad bytes that were never flushed are no damage: the broker cuts them at its next start.
+metamq.broker.log.recovery explains the difference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class PartitionFolder:
-    """One partition on disk; `name` is "flights/0-3", or "flights/3" where nothing tells the broker id."""
+    """One partition on disk; `name` is "flights/0-3", or "flights/3" if the broker id is unknown."""
 
     name: str
     path: Path
@@ -59,7 +59,7 @@ class LogFinding:
 
 @dataclass(slots=True)
 class SegmentReport:
-    """What is in one segment. Offsets and positions count over the whole partition."""
+    """The content of one segment. Offsets and positions count over the whole partition."""
 
     path: str
     base_offset: int
@@ -72,7 +72,7 @@ class SegmentReport:
 
 @dataclass(slots=True)
 class PartitionReport:
-    """What was found in one partition. `flushed_position` is None when nothing says how far it was flushed."""
+    """The findings in one partition. `flushed_position` is None if it is unknown how far the log was flushed."""
 
     name: str
     path: str
@@ -83,12 +83,12 @@ class PartitionReport:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether bytes are bad that somebody may have been promised."""
+        """True if the bad bytes may have been acknowledged messages."""
         return any(finding.kind == "damage" for finding in self.findings)
 
 
 def find_partitions(folder: Path) -> list[PartitionFolder]:
-    """The partitions in a data folder, a topic's, or a partition's. Raises ConfigError when it is none of these."""
+    """Returns the partitions in the folder of a broker, a topic or a partition. Raises ConfigError for any other."""
     for root in (folder, folder / "broker"):  # the latter: the folder of `metamq up`
         if (root / "topics").is_dir():
             topics = sorted(path for path in (root / "topics").iterdir() if _TOPIC_FOLDER.fullmatch(path.name))
@@ -98,7 +98,7 @@ def find_partitions(folder: Path) -> list[PartitionFolder]:
     if (folder / "flushed").exists() or take_inventory(str(folder)).segments:
         return [_partition(folder)]
     raise ConfigError(
-        f"{folder} is neither a data folder nor that of a topic or a partition",
+        f"{folder} is not a data folder, and not the folder of a topic or a partition",
         hint="Give the broker's --data folder, or topics/<topic>@<id>/<index> in it.",
     )
 
@@ -127,9 +127,10 @@ def _broker_id(data_folder: Path) -> int | None:
 
 
 def lock_holder(folder: Path) -> str | None:
-    """Who uses the data folder that `folder` is, or lies in: "process 4711"; None when nobody is known to.
+    """Returns the process that uses the data folder: "process 4711"; None if no process is known to use it.
 
-    To try the lock would be to take it, for a moment; so the kernel's list is asked, else the process id in the file.
+    `folder` is the data folder, or is in it. Trying the lock would take it for a moment. So this reads the kernel's
+    list of locks, or else the process id in the lock file.
     """
     for place in (folder.resolve(), folder.resolve() / "broker", *folder.resolve().parents):
         lock = place / "lock"
@@ -154,7 +155,7 @@ def _is_locked(lock: Path, pid: str) -> bool:
 
 
 def verify_partition(partition: PartitionFolder, advance: Advance) -> PartitionReport:
-    """Checks every batch of a partition, both checksums, and that segments and offsets join. Raises OSError."""
+    """Checks both checksums of every batch of a partition, and that segments and offsets join. Raises OSError."""
     folder = str(partition.path)
     report = PartitionReport(partition.name, folder)
     files = ReadOnlyFiles()
@@ -178,21 +179,23 @@ def _flush_point(folder: str, name: str, files: FileCache, report: PartitionRepo
         report.notes.append(error.problem)
         return None
     if point is None:
-        report.notes.append("there is no file `flushed`: how far the log was flushed is not known")
+        report.notes.append("there is no file `flushed`: it is unknown how far the log was flushed")
         return None
     report.flushed_position = point.position
     return point
 
 
 def _check_chain(inventory: Inventory, point: FlushPoint | None, report: PartitionReport) -> list[Segment]:
-    """The segments that count; notes where they do not join."""
+    """Returns the segments that count; reports segments that do not join."""
     if point is not None and point.emptying:
-        report.notes.append(f"the log is being emptied, to begin at byte {point.start_position:,}: no file counts")
+        report.notes.append(
+            f"the log is being emptied, and will begin at byte {point.start_position:,}: no file counts"
+        )
         return []
     start = point.start_position if point is not None else 0
     retired = [one for one in inventory.segments if point and one.size_bytes and one.end_position <= start]
     if retired:
-        report.notes.append(f"past retention: {count(len(retired), 'segment')}, to go at the broker's next start")
+        report.notes.append(f"past retention: {count(len(retired), 'segment')}; the broker removes them when it starts")
     segments = inventory.segments[len(retired) :]
     if point is not None and (not segments or segments[0].base_position != start):
         found = segments[0].base_position if segments else None
@@ -200,14 +203,14 @@ def _check_chain(inventory: Inventory, point: FlushPoint | None, report: Partiti
         report.findings.append(LogFinding("damage", report.path, 0, start, start if found is None else found, reason))
     for before, after in pairwise(segments):
         if before.end_position != after.base_position:
-            reason = f"the segment ends at byte {before.end_position:,}, the next begins at {after.base_position:,}"
+            reason = f"the segment ends at byte {before.end_position:,}, the next one begins at {after.base_position:,}"
             kind = _kind(before.end_position, point)
             report.findings.append(
                 LogFinding(kind, before.path, before.base_position, before.end_position, after.base_position, reason)
             )
     if point is not None and segments and segments[-1].end_position < point.position:
         last = segments[-1]
-        reason = f"the log was flushed up to byte {point.position:,} and ends before"
+        reason = f"the log was flushed up to byte {point.position:,}, but ends before that byte"
         report.findings.append(
             LogFinding("damage", last.path, last.base_position, last.end_position, point.position, reason)
         )
@@ -227,13 +230,13 @@ def _verify_segment(
     report: PartitionReport,
     advance: Advance,
 ) -> int | None:
-    """Walks one segment, going on behind damage; returns the offset that is due after it, where that is known."""
+    """Checks one segment, and goes on behind damage; returns the next offset, or None if that is unknown."""
     found = SegmentReport(
         segment.path, segment.base_offset, segment.base_offset, segment.base_position, segment.size_bytes
     )
     report.segments.append(found)
     if expected is not None and expected != segment.base_offset:
-        reason = f"the segment begins with offset {segment.base_offset:,}, {expected:,} is due"
+        reason = f"the segment begins with offset {segment.base_offset:,}, expected {expected:,}"
         report.findings.append(
             LogFinding(
                 "damage", segment.path, segment.base_position, segment.base_position, segment.base_position, reason
@@ -248,7 +251,7 @@ def _verify_segment(
                 bad = at, problem or "there is no header"
                 break
             if due is not None and header.base_offset != due:
-                reason = f"offset {header.base_offset:,} where {due:,} is due"
+                reason = f"offset {header.base_offset:,}, expected {due:,}"
                 report.findings.append(LogFinding("damage", segment.path, segment.base_position, at, at, reason))
             due = header.end_offset
             found.batches += 1
@@ -262,14 +265,14 @@ def _verify_segment(
         kind = _kind_of_bad_bytes(files, segment, segments, bad[0], point)
         report.findings.append(LogFinding(kind, segment.path, segment.base_position, bad[0], end, bad[1]))
         advance(end - bad[0])
-        due = None  # how many messages were there, nobody knows
+        due = None  # the number of messages in the bad bytes is unknown
     return due
 
 
 def _kind_of_bad_bytes(
     files: FileCache, segment: Segment, segments: list[Segment], bad: int, point: FlushPoint | None
 ) -> Literal["damage", "torn tail"]:
-    """As recovery decides: damage below the flushed point, or where a later intact batch says it was flushed."""
+    """Decides as recovery does: damage below the flushed point, or if a later intact batch says it was flushed."""
     if point is None or _kind(bad, point) == "damage":
         return "damage"
     for later in segments[segments.index(segment) :]:
@@ -279,24 +282,24 @@ def _kind_of_bad_bytes(
 
 
 def _check_derived(folder: str, inventory: Inventory, report: PartitionReport) -> None:
-    """Indexes, producer states and epochs, which the broker makes anew when they are not usable."""
+    """Reports indexes, producer states and epochs that are not usable. The broker rebuilds them."""
     for segment in inventory.segments:
         if segment.index_path in inventory.indexes and load_index(segment, _INDEX_INTERVAL_BYTES) is None:
-            report.notes.append(f"the index {segment.index_path} is not usable, the broker makes it anew")
+            report.notes.append(f"the index {segment.index_path} is not usable; the broker rebuilds it")
     for snapshot in inventory.snapshots:
         if load_producers(snapshot) is None:
-            report.notes.append(f"the producer states {snapshot.path} are not usable, the broker makes them anew")
+            report.notes.append(f"the producer states {snapshot.path} are not usable; the broker rebuilds them")
     epochs = os.path.join(folder, epochs_file.FILE_NAME)
     if os.path.exists(epochs) and load_epochs(folder) is None:
-        report.notes.append(f"the epochs {epochs} are not usable, the broker makes them anew")
+        report.notes.append(f"the epochs {epochs} are not usable; the broker rebuilds them")
     for leftover in inventory.leftovers:
-        report.notes.append(f"{leftover} is half-written, the broker removes it")
+        report.notes.append(f"{leftover} is half-written; the broker removes it")
 
 
 def stored_batches(partition: PartitionFolder, from_offset: int) -> Iterator[tuple[int, BatchHeader, memoryview]]:
-    """(position, header, bytes) of each batch from the one that holds `from_offset` on, up to the first bad one.
+    """Yields (position, header, bytes) of each batch, from the one that holds `from_offset` on.
 
-    Raises CorruptData there, OSError.
+    Raises CorruptData at the first bad batch, OSError.
     """
     files = ReadOnlyFiles()
     try:
@@ -307,7 +310,7 @@ def stored_batches(partition: PartitionFolder, from_offset: int) -> Iterator[tup
                 continue
             for at, header, problem in checked_batches(files, segment, segment.base_position):
                 if header is None or problem is not None:
-                    hint = f"`metamq log verify {partition.path}` shows the extent."
+                    hint = f"`metamq log verify {partition.path}` shows the extent of the damage."
                     raise CorruptData(segment.path, problem or "there is no header", position=at, hint=hint)
                 if header.end_offset > from_offset:
                     yield at, header, memoryview(read_at(files, segment, at, header.size))

@@ -1,4 +1,4 @@
-"""Servers as child processes, the signals that end them, and what is left to say of one that ended."""
+"""Servers as child processes, the signals that stop them, and the error for a child that has ended."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from metamq.zk.server.java import find_java
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 LOG_LINES = 12
-TELLS = "metamq: "
-"""With this begins what a command says as it fails."""
+ERROR_PREFIX = "metamq: "
+"""The beginning of the error message of a command that fails."""
 POLL_S = 0.05
-KILLED_HINT = "Somebody did, or the kernel when memory ran out: its log cannot tell."
+KILLED_HINT = "A user killed it, or the kernel did because memory ran out; its log cannot say which."
 
 
 class BrokerChild:
-    """`metamq broker` in a process of its own; its log goes to a file."""
+    """A `metamq broker` process; its log goes to a file."""
 
     def __init__(self, arguments: list[str], log_path: Path, *, name: str, pass_fds: tuple[int, ...] = ()) -> None:
-        """`name`: for people. `pass_fds` stay open in the child: a lock that it holds on for as long as it lives."""
+        """Starts the process. `name` is for messages. `pass_fds` stay open in the child, which so keeps a lock."""
         self.name = name
-        self._asked = False
+        self._is_terminated = False
         self._log_path = log_path
         self.port = 0
         self.http_port = 0
@@ -53,9 +53,9 @@ class BrokerChild:
             )
 
     def wait_ready(self, check: Callable[[], None]) -> None:
-        """Waits until it serves. Raises MetamqError, with the end of its log, when it ends instead; Timeout.
+        """Waits until the broker serves. Raises MetamqError, with the end of its log, if it ends first; Timeout.
 
-        `check` is called often; what it raises ends the wait.
+        `check` is called often; an exception that it raises ends the wait.
         """
         assert self._process.stdout is not None
         answer = select.poll()
@@ -67,60 +67,60 @@ class BrokerChild:
                 raise Timeout(f"the start of {self.name}", START_TIMEOUT_S, hint=self._end_of_log())
         line = self._process.stdout.readline()
         if line:
-            told = json.loads(line)
-            self.port, self.http_port = told["port"], told["http_port"]
+            address = json.loads(line)
+            self.port, self.http_port = address["port"], address["http_port"]
             return
         status = self._process.wait()
-        raise MetamqError(f"{self.name} {how_it_ended(status)} instead of serving", hint=self._end_of_log())
+        raise MetamqError(f"{self.name} {how_it_ended(status)} before it served", hint=self._end_of_log())
 
     def failure(self) -> MetamqError | None:
-        """None while it runs; the error, with the end of its log if that can tell, once it has ended by itself."""
+        """Returns None while the process runs; after it has ended by itself, the error with the end of its log."""
         if self._process.poll() is None:
             return None
         hint = KILLED_HINT if self.was_killed() else self._end_of_log()
         return MetamqError(f"{self.name} {self.how_it_ended()}", hint=hint)
 
     def how_it_ended(self) -> str:
-        """For a process that has ended: "was ended by SIGKILL"."""
+        """Describes the end of the process, which must have ended: "was ended by SIGKILL"."""
         return how_it_ended(self._process.wait())
 
     def was_killed(self) -> bool:
-        """Whether the process, which has ended, got a signal that it could not tell of in its log."""
+        """True if SIGKILL ended the process: then its log does not say why."""
         return self._process.wait() == -signal.SIGKILL
 
     def _end_of_log(self) -> str:
-        """What it said in the end: its own error message where there is one, else the last lines since it began."""
+        """Returns the error message in the log of this process, or else the last lines of the log."""
         try:
             with self._log_path.open("rb") as log:
                 log.seek(self._log_start)
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"Its log {self._log_path} cannot be read: {error.strerror}"
-        told = [number for number, line in enumerate(lines) if line.startswith(TELLS)]
-        shown = lines[told[-1] :] if told else lines[-LOG_LINES:]
+        errors = [number for number, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+        shown = lines[errors[-1] :] if errors else lines[-LOG_LINES:]
         return "\n    ".join([f"Its log {self._log_path} ends:", *shown])
 
     def end(self) -> None:
-        """A graceful stop. Raises MetamqError when it is none."""
+        """Stops the process gracefully. Raises MetamqError if it fails while it stops."""
         status = self.stop()
         if status:
-            raise MetamqError(f"{self.name} {how_it_ended(status)} as it stopped", hint=self._end_of_log())
+            raise MetamqError(f"{self.name} {how_it_ended(status)} while it stopped", hint=self._end_of_log())
 
     def terminate(self) -> None:
-        """SIGTERM, once: a second one would come to a process that is past its own handling of it."""
-        if not self._asked and self._process.poll() is None:
-            self._asked = True
+        """Sends SIGTERM, once: a second one could come after the process has removed its handler."""
+        if not self._is_terminated and self._process.poll() is None:
+            self._is_terminated = True
             self._process.terminate()
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL when that does not help; waits for the end, and gives its status. May be repeated."""
+        """Sends SIGTERM, then SIGKILL after a time; waits for the end and returns the status. May be repeated."""
         if self._process.poll() is None:
             self.terminate()
             try:
                 self._process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 pass
-            finally:  # also after a second Ctrl-C: it is not to write any more once we go on
+            finally:  # also after a second Ctrl-C: the child must not write after this call
                 self._process.kill()
                 self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -131,15 +131,15 @@ class BrokerChild:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised where a signal has asked us to stop."""
+    """Raised after a signal that stops this process."""
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP are noted instead of ending the process; a second Ctrl-C raises KeyboardInterrupt.
+    """Notes SIGINT, SIGTERM and SIGHUP, which then do not end the process; a second Ctrl-C raises KeyboardInterrupt.
 
-    Entered before anything is started that is to be ended. An exception out of a signal's handler may come between any
-    two steps, also between a start and the note of what was started; so what starts things asks `check` now and then,
-    and only what holds nothing is interrupted `at_once`.
+    Enter it before you start anything that must be stopped. An exception from a signal handler can come between any
+    two steps, also between the start of a process and the note of it. So code that starts processes calls `check` now
+    and then, and only code that holds nothing runs `at_once`.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has it
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores it
                 self._before[number] = signal.signal(number, self._stop)
         return self
 
@@ -158,13 +158,13 @@ class StopSignals:
             signal.signal(number, before)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Raise Stopped when a signal has come."""
+        """Raises Stopped if a signal has come."""
         if self.asked:
             raise Stopped
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Raises Stopped when a signal comes, or has come: around what may take long and leaves nothing behind."""
+        """Raises Stopped at once when a signal comes, or has come: for slow work that leaves nothing behind."""
         self._at_once = True
         try:
             self.check()
@@ -173,7 +173,7 @@ class StopSignals:
             self._at_once = False
 
     def wait(self, seconds: float) -> bool:
-        """Whether a signal has come; waits so long for one."""
+        """Returns True if a signal has come; waits up to `seconds` for one."""
         if not self.asked:
             time.sleep(seconds)
         return self.asked
@@ -186,22 +186,22 @@ class StopSignals:
             raise Stopped
 
 
-def fetch_what_zookeeper_needs(signals: StopSignals) -> None:
-    """Looks for Java and the jars, which may have to be downloaded. Raises as EmbeddedZooKeeper.start; Stopped."""
+def find_java_and_jars(signals: StopSignals) -> None:
+    """Finds Java and ZooKeeper's jars, and downloads missing jars. Raises as EmbeddedZooKeeper.start; Stopped."""
     with download_progress() as progress, signals.at_once():
         find_java()
         find_jars(progress)
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of memory for the embedded ZooKeeper. Raises ValueError."""
+    """Returns the bytes of memory for the embedded ZooKeeper. Raises ValueError."""
     try:
         wanted = parse_bytes(text)
     except ValueError:
         wanted = 0
     if not MEMORY_BYTES_MIN <= wanted <= MEMORY_BYTES_MAX:
-        limits = f"{show_bytes(MEMORY_BYTES_MIN)} to {show_bytes(MEMORY_BYTES_MAX)}"
-        raise ValueError(f"{text!r} is no size of ZooKeeper's memory: write it like 512MiB or 2GiB, {limits}")
+        limits = f"from {show_bytes(MEMORY_BYTES_MIN)} to {show_bytes(MEMORY_BYTES_MAX)}"
+        raise ValueError(f"{text!r} is not a size for ZooKeeper's memory: write it like 512MiB or 2GiB, {limits}")
     return wanted
 
 

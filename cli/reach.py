@@ -1,4 +1,4 @@
-"""Looks whether a cluster is there before a command does its work: a wrong address or root is not an empty cluster."""
+"""Checks that a cluster exists before a command works on it: a wrong address or root must not look empty."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from metamq.zk.session.presence import missing_cluster
 
 
 def check_cluster(servers: str, root: str) -> None:
-    """Raise ConnectError when no ZooKeeper is there, ConfigError when no broker was ever at the root."""
+    """Raises ConnectError if ZooKeeper does not answer, ConfigError if no broker was ever started at the root."""
     asyncio.run(look_for_cluster(servers, root))
 
 
 async def look_for_cluster(servers: str, root: str) -> None:
-    """See `check_cluster`."""
+    """Does the work of `check_cluster`, and raises the same."""
     async with await open_session(servers, root=root, patient=False) as session:
         problem = await missing_cluster(session)
         if problem is not None:

@@ -1,4 +1,4 @@
-"""How the removal of a broker id, or of a replica, is shown before it is done."""
+"""Plans and results of the removal of a broker id or a replica, as text."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import click
 from metamq.cli.show.output import count, listed, print_json, say
 from metamq.client.admin.admin_model import RemovalPlan
 
-ACCEPT_LOSS = click.option("--accept-loss", is_flag=True, help="Also when messages are lost with it.")
+ACCEPT_LOSS = click.option("--accept-loss", is_flag=True, help="Remove it even if messages are lost.")
 
 
 def removal_lines(plan: RemovalPlan, accept_loss: bool) -> list[str]:
-    """The plan in sentences."""
-    lines = [f"{plan.who[0].upper()}{plan.who[1:]} is removed from ZooKeeper for good."]
+    """Returns the plan in sentences."""
+    lines = [f"{plan.who[0].upper()}{plan.who[1:]} will be removed from ZooKeeper permanently."]
     if plan.in_sync:
-        lines.append("It stands in the in-sync set, and is taken out.")
+        lines.append("It is in the in-sync set, and will be removed from it.")
     if plan.forgets_slaves:
         lines.append(
-            "The broker id counts as one that never had a slave, from its master's next start: it then takes writes "
-            "while ZooKeeper is away. Do not remove it if another slave is only down."
+            "From the master's next start the broker id counts as one that never had a slave: it then accepts writes "
+            "while ZooKeeper is unreachable. If another slave is only down, do not remove this one."
         )
     if plan.offsets:
-        lines.append(f"{count(plan.offsets, 'committed offset')} of groups in its partitions go with it.")
+        lines.append(f"{count(plan.offsets, 'committed offset')} of groups in its partitions will be deleted.")
     if plan.emptied:
-        lines.append(f"Topics that have no other partition are deleted: {listed(plan.emptied)}.")
+        lines.append(f"Topics that have no other partition will be deleted: {listed(plan.emptied)}.")
     if plan.loss:
-        refused = "LOST" if accept_loss else "Without --accept-loss it is refused"
+        refused = "LOST" if accept_loss else "Without --accept-loss the removal is refused"
         lines.append(f"{refused}: {plan.loss}.")
     return lines
 
 
-def tell_removed(plan: RemovalPlan, output: str) -> None:
-    """That it is done."""
+def report_removed(plan: RemovalPlan, output: str) -> None:
+    """Prints the result of a removal."""
     if output == "json":
         print_json(asdict(plan))
     else:

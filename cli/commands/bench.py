@@ -1,4 +1,4 @@
-"""`metamq bench`: what a running cluster can do, seen from here. The project's own measurements are in bench/."""
+"""`metamq bench`: measures a running cluster from this machine. The project's own measurements are in bench/."""
 
 from __future__ import annotations
 
@@ -41,14 +41,18 @@ class Rate:
 
 
 @click.command(cls=CliCommand)
-@click.option("-n", "--messages", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="How many.")
-@click.option("-s", "--size", type=SIZE, default="100", show_default=True, help="Bytes of a message: 100, 1KiB.")
-@click.option("-p", "--partitions", type=click.IntRange(min=1), default=4, show_default=True, help="Of the topic.")
+@click.option(
+    "-n", "--messages", type=click.IntRange(min=1), default=1_000_000, show_default=True, help="Number of messages."
+)
+@click.option("-s", "--size", type=SIZE, default="100", show_default=True, help="Size of a message: 100, 1KiB.")
+@click.option(
+    "-p", "--partitions", type=click.IntRange(min=1), default=4, show_default=True, help="Partitions of the topic."
+)
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
-@click.option("--keep", is_flag=True, help="Leave the topic there.")
+@click.option("--keep", is_flag=True, help="Do not delete the topic.")
 @TABLE_OR_JSON
 def bench(messages: int, size: int, partitions: int, compression: str | None, keep: bool, output: str) -> None:
-    """Send messages to a topic made for it, read them back, and print the rates.
+    """Send messages to a new topic, read them back, and print the rates.
 
     \b
     metamq bench
@@ -68,18 +72,18 @@ def bench(messages: int, size: int, partitions: int, compression: str | None, ke
             trips_ms = _round_trips(settings, topic, size)
         finally:
             if keep:
-                say(f"Topic {topic} is still there.")
+                say(f"Topic {topic} is kept.")
             else:
                 admin.delete(topic)
     _report(rates, trips_ms, output)
 
 
 def _produce(settings: dict[str, Any], topic: str, messages: int, size: int, compression: str | None) -> Rate:
-    """send_many, until the last acknowledgement."""
+    """Measures send_many, until the last acknowledgement."""
     from metamq import Producer
 
     per_call = max(min(messages, CHUNK_BYTES // max(size, 1)), 1)
-    # Random bytes: a compressor is not to find the same message a million times.
+    # Random bytes: a compressor must not find the same message a million times.
     pool = secrets.token_bytes(size + per_call)
     values = [pool[start : start + size] for start in range(per_call)]
     producer: Producer[bytes] = Producer(**settings, compression=compression)
@@ -95,7 +99,7 @@ def _produce(settings: dict[str, Any], topic: str, messages: int, size: int, com
 
 
 def _consume(settings: dict[str, Any], topic: str, messages: int, size: int) -> Rate:
-    """batches(), with every value made."""
+    """Measures batches(), with every value."""
     from metamq import Consumer
 
     consumer: Consumer[bytes] = Consumer(**settings, topics=topic, idle_timeout_s=IDLE_LIMIT_S)
@@ -109,12 +113,12 @@ def _consume(settings: dict[str, Any], topic: str, messages: int, size: int) -> 
                 break
         took_s = time.perf_counter() - began
     if seen < messages:
-        raise Timeout(f"reading {messages:,} messages back ({seen:,} came)", IDLE_LIMIT_S)
+        raise Timeout(f"reading {messages:,} messages back ({seen:,} received)", IDLE_LIMIT_S)
     return Rate("batches", messages, messages * size, took_s)
 
 
 def _round_trips(settings: dict[str, Any], topic: str, size: int) -> list[float]:
-    """send(...).result(), one at a time; milliseconds, sorted."""
+    """Measures send(...).result(), one at a time; returns sorted milliseconds."""
     from metamq import Producer
 
     value = secrets.token_bytes(size)
@@ -139,7 +143,7 @@ def _report(rates: list[Rate], trips_ms: list[float], output: str) -> None:
         print_json({"rates": measured, "round_trip_ms": {"p50": round(p50, 3), "p99": round(p99, 3)}})
         return
     print_table(
-        ["WHAT", "MESSAGES", "SECONDS", "MESSAGES/S", "MB/S"],
+        ["CALL", "MESSAGES", "SECONDS", "MESSAGES/S", "MB/S"],
         [
             [rate.what, rate.messages, f"{rate.seconds:.2f}", round(rate.messages_per_s), round(rate.mb_per_s)]
             for rate in rates

@@ -16,7 +16,7 @@ from metamq.broker.data.folder_report import FolderReport, inspect_folder
 from metamq.broker.data.restore import Choices, Restore, plan_restore
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
+from metamq.cli.removal import ACCEPT_LOSS, removal_lines, report_removed
 from metamq.cli.show.output import (
     TABLE_OR_JSON,
     TEXT_OR_JSON,
@@ -29,7 +29,7 @@ from metamq.cli.show.output import (
     print_table,
     say,
 )
-from metamq.cli.show.terminal import inert_json
+from metamq.cli.show.terminal import escaped_json
 from metamq.client.net.first_contact import open_session
 from metamq.errors import ConfigError
 from metamq.zk.cluster.cluster_nodes import ClusterExport, Standing, compare, exported_cluster, restore_cluster
@@ -41,7 +41,7 @@ JSON = output_option("json")
 
 @click.group(cls=Group)
 def cluster() -> None:
-    """Save and restore what ZooKeeper holds, and remove brokers that are gone for good.
+    """Export and restore ZooKeeper's content; remove brokers.
 
     \b
     metamq cluster export cluster.json
@@ -53,11 +53,11 @@ def cluster() -> None:
 @click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @JSON
 def export(file: Path | None, output: str) -> None:
-    """Write everything that ZooKeeper holds of the cluster into FILE, or to standard output (no FILE, or -), as JSON.
+    """Export the cluster's data in ZooKeeper as JSON, to FILE or to standard output (no FILE, or -).
 
-    Topics with their settings, who is master and in sync, the groups' offsets and Spark's decisions. What is there only
-    while a process runs is left out. Do it regularly: `metamq cluster restore` brings groups back to this state.
-    An older export in FILE is replaced; one of another cluster is not.
+    The export has the topics with their settings, the masters and in-sync sets, the groups' offsets and Spark's
+    decisions. It does not have nodes that exist only while a process runs. Export regularly: `metamq cluster restore`
+    sets groups back to this state. An older export in FILE is replaced; an export of another cluster is not.
 
     \b
     metamq cluster export cluster.json
@@ -66,7 +66,7 @@ def export(file: Path | None, output: str) -> None:
     current().log()
     with current().admin() as admin:
         document = admin.export_cluster()
-    text = inert_json(json.dumps(document, indent=1)) + "\n"
+    text = escaped_json(json.dumps(document, indent=1)) + "\n"
     if file is None or str(file) == "-":
         sys.stdout.write(text)
     else:
@@ -75,22 +75,22 @@ def export(file: Path | None, output: str) -> None:
         say(f"{count(len(document['nodes']), 'node')} of cluster {document['cluster_id']} are in {file}.")
     moved = document["changed_meanwhile"]
     if moved:
-        say(f"{count(len(moved), 'node')} changed while they were read, and are as they were last: {listed(moved)}.")
+        say(f"{count(len(moved), 'node')} changed during the export, which has their last state: {listed(moved)}.")
 
 
 def _check_is_own(file: Path, cluster_id: str) -> None:
-    """Raises ConfigError when the file is the export of another cluster, perhaps the last that there is; OSError."""
+    """Raises ConfigError if the file is the export of another cluster, which may be its only one; OSError."""
     former = exported_cluster(file.read_bytes()) if file.is_file() else None
     if former not in (None, cluster_id):
         raise ConfigError(
-            f"{file} is an export of cluster {former}, and this ZooKeeper has cluster {cluster_id}: it is not replaced",
+            f"{file} is an export of cluster {former}, but this ZooKeeper has cluster {cluster_id}: it is not replaced",
             hint="Give another file name, or remove the file.",
         )
 
 
 def _write(file: Path, text: str) -> None:
-    """An older export stays whole until this one is on the disk."""
-    if file.exists() and not file.is_file():  # a pipe or a device is written to, and stays
+    """Replaces an older export after the new one is on the disk."""
+    if file.exists() and not file.is_file():  # a pipe or a device cannot be replaced
         file.write_text(text)
         return
     temporary = file.with_name(f"{file.name}.tmp")
@@ -105,9 +105,9 @@ def _write(file: Path, text: str) -> None:
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @JSON
 def inspect(folder: Path, output: str) -> None:
-    """Print what the data folder DIR knows of its cluster, as JSON: for a restore that runs on another machine.
+    """Print the cluster's data in the data folder DIR, as JSON: for a restore on another machine.
 
-    The folder's broker has to be stopped. Nothing is changed.
+    The folder's broker must be stopped. Nothing is changed.
 
     \b
     metamq cluster inspect ./broker-0 > broker-0.json
@@ -120,7 +120,7 @@ def _pairs(what: str, separator: str, values: Iterable[str]) -> Iterator[tuple[s
     for value in values:
         left, found, right = value.rpartition(separator)
         if not found or not left or not right:
-            raise click.UsageError(f"{what} is {value!r}, and has to be written like {_EXAMPLES[what]}")
+            raise click.UsageError(f"{what} is {value!r}: write it like {_EXAMPLES[what]}")
         yield left, right
 
 
@@ -133,12 +133,19 @@ _EXAMPLES = {"--master": "0=1", "--topic": "orders@0123456789abcdef"}
 )
 @click.option(
     "--folder", "files", metavar="FILE", type=FILE, multiple=True,
-    help="What `metamq cluster inspect` printed on another machine; repeatable.",
+    help="Output of `metamq cluster inspect` from another machine; repeatable.",
 )  # fmt: skip
-@click.option("--export", "exported", metavar="FILE", type=FILE, help="What `metamq cluster export` wrote last.")
-@click.option("--master", "masters", metavar="BROKER=REPLICA", multiple=True, help="The next master of a broker id.")
-@click.option("--topic", "topics", metavar="NAME@ID", multiple=True, help="Which topic counts, where two have a name.")
-@click.option("--without-broker", "without", metavar="ID", type=int, multiple=True, help="Gone, with its partitions.")
+@click.option("--export", "exported", metavar="FILE", type=FILE, help="The last output of `metamq cluster export`.")
+@click.option(
+    "--master", "masters", metavar="BROKER=REPLICA", multiple=True, help="The next master of a broker id; repeatable."
+)
+@click.option(
+    "--topic", "topics", metavar="NAME@ID", multiple=True, help="The topic to keep of two with one name; repeatable."
+)
+@click.option(
+    "--without-broker", "without", metavar="ID", type=int, multiple=True,
+    help="A broker that is lost with its partitions; repeatable.",
+)  # fmt: skip
 @YES
 @TABLE_OR_JSON
 def restore(
@@ -151,10 +158,10 @@ def restore(
     yes: bool,
     output: str,
 ) -> None:
-    """Make a lost ZooKeeper's content anew from the brokers' data folders, and from an export.
+    """Restore a lost ZooKeeper's content from the brokers' data folders, and from an export.
 
-    Give the folder of every replica, all brokers stopped. Without --yes nothing is written: it shows what would be, and
-    what cannot be known. One that was interrupted is run again. Then start the brokers.
+    Stop all brokers, and give the folder of every replica. Without --yes the command writes nothing: it shows the plan,
+    and what it cannot find out. If it was interrupted, run it again. Then start the brokers.
 
     \b
     metamq cluster restore --data ./broker-0 --data ./broker-0-slave
@@ -185,23 +192,23 @@ def restore(
     if plan.questions:
         raise ConfigError("this restore needs a decision", hint="\n  ".join(plan.questions))
     if standing.is_finished:
-        say(f"Cluster {plan.cluster_id} is here already: nothing is written. Start the brokers.")
+        say(f"Cluster {plan.cluster_id} is already in ZooKeeper: nothing is written. Start the brokers.")
         return
-    where = f"{current().place()} in ZooKeeper at {current().servers()}"
+    where = f"{current().root_path()} in ZooKeeper at {current().servers()}"
     confirm(
-        [f"{count(len(standing.operations), 'node')} of cluster {plan.cluster_id} are written to {where}."], yes=yes
+        [f"{count(len(standing.operations), 'node')} of cluster {plan.cluster_id} will be written to {where}."], yes=yes
     )
     asyncio.run(_restore(plan))
     say(f"Cluster {plan.cluster_id} is restored. Start the brokers.")
 
 
 async def _compare(plan: Restore) -> Standing:
-    async with await open_session(current().servers(), root=current().place(), patient=False) as session:
+    async with await open_session(current().servers(), root=current().root_path(), patient=False) as session:
         return await compare(session, plan.cluster_id, plan.nodes)
 
 
 async def _restore(plan: Restore) -> None:
-    servers, root = current().servers(), current().place()
+    servers, root = current().servers(), current().root_path()
     async with await open_session(servers, root=root, patient=False, make_chroot=True) as session:
         await restore_cluster(session, plan.cluster_id, plan.nodes)
 
@@ -233,7 +240,7 @@ def _print(plan: Restore) -> None:
                 ", ".join(f"{number} at broker {broker_id}" for broker_id, number in config.partitions.items()),
                 config.replication,
                 config.flush if isinstance(config.flush, str) else "later",
-                plan.settings_from.get(topic) or "unknown: the default ones",
+                plan.settings_from.get(topic) or "unknown: defaults",
             ]
             for topic, config in plan.topics.items()
         ],
@@ -276,10 +283,10 @@ def _document(plan: Restore, standing: Standing) -> dict[str, Any]:
 @YES
 @TEXT_OR_JSON
 def remove_broker(broker_id: int, accept_loss: bool, yes: bool, output: str) -> None:
-    """Remove a broker id that is gone for good, with its partitions and what groups committed in them.
+    """Remove a broker id that is lost permanently, with its partitions and the groups' offsets in them.
 
-    What was in its partitions is lost; a topic that has no others is deleted. One that runs is refused. A single
-    replica is removed by `metamq ha remove`.
+    The messages in its partitions are lost; a topic without other partitions is deleted. The command refuses a broker
+    that runs. To remove a single replica, use `metamq ha remove`.
 
     \b
     metamq cluster remove-broker 3
@@ -290,4 +297,4 @@ def remove_broker(broker_id: int, accept_loss: bool, yes: bool, output: str) -> 
         plan = admin.plan_removal(broker_id)
         confirm(removal_lines(plan, accept_loss), yes=yes)
         admin.remove_broker(broker_id, accept_loss=accept_loss)
-    tell_removed(plan, output)
+    report_removed(plan, output)

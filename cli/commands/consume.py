@@ -1,7 +1,7 @@
-"""`metamq consume`: messages on standard output, until there is an end, enough, or nobody reads any more.
+"""`metamq consume`: prints messages until the end, until a count, or until its reader closes the output.
 
-A message of a group is committed only after it has been written: what is buffered here is written first. So a consumer
-that is killed repeats lines, and loses none.
+A message of a group is committed only after it has been written: the buffer is written first. So a consumer that is
+killed repeats lines, and loses none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Ends = dict[TopicPartition, int]
 
 @click.command(cls=CliCommand, epilog=f"FORMAT: {LETTERS}.")
 @click.argument("topics", type=TOPIC, nargs=-1, required=True)
-@click.option("-g", "--group", type=GROUP, help="Read as a member of this group, and commit what has been printed.")
+@click.option("-g", "--group", type=GROUP, help="Read as a member of this group, and commit printed messages.")
 @click.option(
     "--from",
     "place",
@@ -50,11 +50,11 @@ Ends = dict[TopicPartition, int]
     default="earliest",
     show_default=True,
     metavar="PLACE",
-    help="Where to begin: earliest, latest, an OFFSET, -N for the last N of each partition, @TIME. A group "
-    "begins where it has committed; this is for partitions where it has not.",
+    help="First message: earliest, latest, an OFFSET, -N for the last N of each partition, @TIME. A group begins at "
+    "its committed offsets; PLACE is for partitions without one.",
 )
-@click.option("-n", "--count", type=click.IntRange(min=1), help="Stop after so many messages.")
-@click.option("-e", "--exit", "exit_at_end", is_flag=True, help="Stop at the end, as it was when the command began.")
+@click.option("-n", "--count", type=click.IntRange(min=1), help="Stop after this number of messages.")
+@click.option("-e", "--exit", "exit_at_end", is_flag=True, help="Stop after the last message that exists at the start.")
 @click.option(
     "--format",
     "template",
@@ -62,9 +62,9 @@ Ends = dict[TopicPartition, int]
     default=r"%v\n",
     show_default=True,
     metavar="FORMAT",
-    help="How a message is printed.",
+    help="Format of a message, as below.",
 )
-@output_option("text", "json", "raw", text="As --format says, a JSON object a line, or values with nothing between.")
+@output_option("text", "json", "raw", text="As in --format, one JSON object per line, or only the bytes of values.")
 def consume(
     topics: tuple[str, ...],
     group: str | None,
@@ -74,7 +74,7 @@ def consume(
     template: Render,
     output: str,
 ) -> int:
-    """Print the messages of topics, and wait for more. Ctrl-C ends it, with status 0.
+    """Print the messages of topics, and wait for more. Ctrl-C ends the command, with status 0.
 
     \b
     metamq consume flights -e
@@ -85,7 +85,7 @@ def consume(
     """  # fmt: skip
     if group is not None and isinstance(place, int):
         raise click.UsageError(
-            "a group begins where it has committed: set offsets with `metamq group reset`, or leave --group out"
+            "a group begins at its committed offsets: set them with `metamq group reset`, or omit --group"
         )
     current().log()
     render = {"text": template, "json": as_json, "raw": as_raw}[output]
@@ -94,15 +94,15 @@ def consume(
         partitions = _partitions(topics) if exit_at_end or isinstance(place, int) else {}
         ends = {tp: _end(tp, found) for tp, found in partitions.items()} if exit_at_end else None
         start = "latest" if isinstance(place, int) else place
-        consumer = Looking(
+        consumer = PollingConsumer(
             **settings, topics=topics, group=group, start=start, auto_commit=False, idle_timeout_s=LOOK_S
         )
         with consumer, StopSignals() as signals:
             if isinstance(place, int):
                 _seek(consumer, place, partitions)
-            printing = Printing(consumer, render, signals, commits=group is not None, count=count, ends=ends)
+            printer = Printer(consumer, render, signals, commits=group is not None, count=count, ends=ends)
             try:
-                printing.run()
+                printer.run()
             except BrokenPipeError:
                 silence_stdout()
     return 0
@@ -115,15 +115,15 @@ def _partitions(topics: tuple[str, ...]) -> dict[TopicPartition, PartitionDescri
 
 
 def _end(tp: TopicPartition, found: PartitionDescription) -> int:
-    """Where the partition ended when the command began. Raises ConnectError when nobody can tell."""
+    """Returns the end of the partition at the start of the command. Raises ConnectError if it is unknown."""
     if found.stable_offset is None:
         reason = "it is not registered in ZooKeeper" if found.address is None else f"{tp}: {found.problem}"
-        raise ConnectError(f"broker {found.broker_id}", reason, hint="`metamq doctor` looks at every part.")
+        raise ConnectError(f"broker {found.broker_id}", reason, hint="`metamq doctor` checks every part.")
     return found.stable_offset
 
 
 def _seek(consumer: Consumer[bytes], place: int, partitions: Mapping[TopicPartition, PartitionDescription]) -> None:
-    """To an offset in each partition, or so many before its end; as near to it as there are messages."""
+    """Seeks to an offset in each partition, or to a number of messages before its end; stays within the log."""
     for tp in consumer.assignment:
         found = partitions.get(tp)
         if found is None:
@@ -134,33 +134,33 @@ def _seek(consumer: Consumer[bytes], place: int, partitions: Mapping[TopicPartit
         consumer.seek(tp, min(max(wanted, found.start_offset), end))
 
 
-def _hang_ups(stream: IO[str]) -> select.poll | None:
-    """Tells of the end of whoever reads the stream; None for one that is no file of the system's."""
+def _poll_reader(stream: IO[str]) -> select.poll | None:
+    """Returns a poll that reports that the stream's reader has closed it; None without a file descriptor."""
     try:
         descriptor = stream.fileno()
     except OSError:
         return None
     watched = select.poll()
-    watched.register(descriptor, 0)  # errors and hang-ups are told in any case
+    watched.register(descriptor, 0)  # poll reports errors and hang-ups in any case
     return watched
 
 
-class Looking(Consumer[bytes]):
-    """Its loops end every now and then, so that signals and the reader of our output are looked at."""
+class PollingConsumer(Consumer[bytes]):
+    """A consumer whose loops end often, so that the command can check for signals and a closed output."""
 
     _asks_for_the_end = False
 
     def has_all_partitions(self) -> bool:
-        """Whether it has every partition that is its own, and those that have the others live."""
+        """Returns True if this consumer has all partitions of its plan, and the owners of the others run."""
         return self._background.run(self._core.end.has_all_partitions())
 
 
-class Printing:
-    """Writes what a consumer gives, and commits behind what is written."""
+class Printer:
+    """Writes the messages of a consumer, and commits what is written."""
 
     def __init__(
         self,
-        consumer: Looking,
+        consumer: PollingConsumer,
         render: Render,
         signals: StopSignals,
         *,
@@ -168,7 +168,7 @@ class Printing:
         count: int | None,
         ends: Ends | None,
     ) -> None:
-        """`ends`: stop once every partition of ours has been read up to here; None: never."""
+        """Prepares the output. `ends`: stop after all partitions of ours are read up to these offsets; None: never."""
         self._consumer = consumer
         self._render = render
         self._signals = signals
@@ -181,10 +181,10 @@ class Printing:
         self._buffered_bytes = 0
         self._written_s = self._looked_s = time.monotonic()
         self._last: Message[bytes] | None = None
-        self._output = _hang_ups(sys.stdout)
+        self._output = _poll_reader(sys.stdout)
 
     def run(self) -> None:
-        """Until the end. Raises BrokenPipeError, and what the consumer fails with."""
+        """Prints until the end. Raises BrokenPipeError, and errors of the consumer."""
         try:
             while not (self._print_some() or self._signals.asked or self._is_at_end()):
                 self._write()
@@ -195,7 +195,7 @@ class Printing:
         self._commit(last=self._last)
 
     def _print_some(self) -> bool:
-        """Prints until nothing comes for a moment, or it is time to commit; True when nothing more is to be done."""
+        """Prints until no message comes for a moment, or a commit is due; returns True at the end of the command."""
         self._looked_s = time.monotonic()
         for message in self._consumer:
             self._last = message
@@ -226,12 +226,12 @@ class Printing:
         self._written_s = time.monotonic()
 
     def _check_reader(self) -> None:
-        """Raise BrokenPipeError when nobody reads our output any more: without a write, none would tell."""
+        """Raises BrokenPipeError if the reader has closed our output: without a write, no call would fail."""
         if self._output is not None and self._output.poll(0):
             raise BrokenPipeError
 
     def _passes_end(self, message: Message[Any]) -> bool:
-        """Notes where we are; True when that was the last partition with something to read."""
+        """Notes our position; returns True if this was the last partition with messages to read."""
         assert self._ends is not None
         tp = TopicPartition(message.topic, message.partition)
         if message.offset + 1 >= self._ends.get(tp, 0):
@@ -239,10 +239,10 @@ class Printing:
         return not self._ends
 
     def _is_at_end(self) -> bool:
-        """Whether everything that is ours has been read; asked when nothing comes."""
+        """Returns True if all of our partitions have been read; called when no message comes."""
         if self._ends is None:
             return False
-        # It has no partition where others have all there is, or the topics were deleted.
+        # This member has no partition if others have all of them, or if the topics were deleted.
         return self._has_read_its_own() and self._consumer.has_all_partitions() and self._has_read_its_own()
 
     def _has_read_its_own(self) -> bool:
@@ -254,7 +254,7 @@ class Printing:
         return not any(tp in self._ends for tp in partitions)
 
     def _commit(self, *, last: Message[bytes] | None = None) -> None:
-        """Commits what is done, and `last`, which was the last to be written."""
+        """Commits the messages that are done, and `last`, the last one that was written."""
         if not self._commits:
             return
         try:

@@ -24,7 +24,7 @@ from metamq.cli.show.output import (
     say,
     table_lines,
 )
-from metamq.cli.show.units import GROUP_THERE, PLACE, TOPIC, Parsed, show_age
+from metamq.cli.show.units import EXISTING_GROUP, PLACE, TOPIC, Parsed, show_age
 from metamq.client.admin.admin_model import GroupDescription, OffsetReset, ResetTo
 from metamq.zk.names import check_consumer, parse_partition
 from metamq.zk.partitions import TopicPartition
@@ -34,7 +34,7 @@ RESET_HEADINGS = ("PARTITION", "BEFORE", "AFTER")
 
 @click.group(cls=Group)
 def group() -> None:
-    """Look at consumer groups, and mend them."""
+    """Show consumer groups, set their offsets, evict members."""
 
 
 @group.command("list")
@@ -59,13 +59,13 @@ def list_groups(output: str) -> None:
 
 
 @group.command()
-@click.argument("names", type=GROUP_THERE, nargs=-1, required=True)
+@click.argument("names", type=EXISTING_GROUP, nargs=-1, required=True)
 @TABLE_OR_JSON
 def describe(names: tuple[str, ...], output: str) -> None:
     """Show committed offsets, lag and owners of a group's partitions, and its members.
 
-    PROGRESS is how long ago a member last said that it got on; members say so every 10 s, so a minute or more means
-    that it is stuck. "-": nothing is committed, nobody owns the partition, or the lag is not known.
+    PROGRESS is the time since a member last reported progress. Members report it every 10 s; a minute or more means
+    that the member is stuck. "-" means that nothing is committed, no member owns the partition, or the lag is unknown.
 
     \b
     metamq group describe etl
@@ -97,7 +97,7 @@ def _description_json(one: GroupDescription) -> dict[str, Any]:
 
 def _print_description(one: GroupDescription) -> None:
     strategy = f", strategy {one.strategy}" if one.strategy else ""
-    lag = "not known" if one.lag is None else f"{one.lag:,}"
+    lag = "unknown" if one.lag is None else f"{one.lag:,}"
     click.echo(folded(f"{one.group}: {count(len(one.members), 'member')}{strategy}, lag {lag}", sys.stdout))
     if one.partitions:
         print_table(
@@ -111,7 +111,7 @@ def _print_description(one: GroupDescription) -> None:
         words = f"Offsets are kept by {keeper}, not in ZooKeeper: {listed(names)}"
         click.echo(folded(words, sys.stdout))
     for problem, names in _problems(one).items():
-        click.echo(folded(f"Not known: {listed(names)}: {problem}", sys.stdout))
+        click.echo(folded(f"The end of {listed(names)} is unknown: {problem}", sys.stdout))
     if one.members:
         click.echo()
         print_table(
@@ -134,7 +134,7 @@ def _print_description(one: GroupDescription) -> None:
 
 
 def _keepers(one: GroupDescription) -> dict[str, list[str]]:
-    """Partitions whose offsets are not in ZooKeeper, by what keeps them."""
+    """Returns the partitions whose offsets are not in ZooKeeper, by the store that has them."""
     found: dict[str, list[str]] = {}
     for part in one.partitions:
         if part.kept_by:
@@ -143,7 +143,7 @@ def _keepers(one: GroupDescription) -> dict[str, list[str]]:
 
 
 def _problems(one: GroupDescription) -> dict[str, list[str]]:
-    """Partitions of which no broker says where they end, by what is wrong."""
+    """Returns the partitions whose end no broker reports, by the problem."""
     found: dict[str, list[str]] = {}
     for part in one.partitions:
         if part.problem:
@@ -152,10 +152,10 @@ def _problems(one: GroupDescription) -> dict[str, list[str]]:
 
 
 @group.command()
-@click.argument("name", type=GROUP_THERE)
+@click.argument("name", type=EXISTING_GROUP)
 @TABLE_OR_JSON
 def explain(name: str, output: str) -> None:
-    """Say which member is to have which partition and why, and where it is not so yet.
+    """Show which member should own each partition and why, and the partitions that still have another owner.
 
     \b
     metamq group explain etl
@@ -188,14 +188,16 @@ def _parse_partition_offset(text: str) -> tuple[str, int]:
 
 
 @group.command()
-@click.argument("name", type=GROUP_THERE)
+@click.argument("name", type=EXISTING_GROUP)
 @click.argument("topic", type=TOPIC)
-@click.option("--to", "place", type=PLACE, metavar="PLACE", help="earliest, latest, an OFFSET for all, @TIME or @-1h.")
+@click.option(
+    "--to", "place", type=PLACE, metavar="PLACE", help="earliest, latest, an OFFSET for all partitions, @TIME or @-1h."
+)
 @click.option(
     "--partition", "offsets", type=Parsed("offset", _parse_partition_offset), multiple=True, metavar="0-3=1200",
-    help="An offset for one partition; repeat it. The others stay as they are.",
+    help="An offset for one partition; repeatable. The others stay as they are.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Only print what would be done; ends with status 0.")
+@click.option("--dry-run", is_flag=True, help="Only print the plan; ends with status 0.")
 @YES
 @TABLE_OR_JSON
 def reset(
@@ -207,10 +209,10 @@ def reset(
     yes: bool,
     output: str,
 ) -> None:
-    """Set where a group goes on in a topic. The group must have no members.
+    """Set a group's offsets in a topic. The group must have no members.
 
     \b
-    metamq group reset etl flights --to earliest          shows what would change
+    metamq group reset etl flights --to earliest          shows the plan
     metamq group reset etl flights --to earliest --yes
     metamq group reset etl flights --to @2026-11-01T00:00 --yes
     metamq group reset etl flights --partition 0-3=1200 --yes
@@ -234,9 +236,9 @@ def reset(
 
 def _reset_to(topic: str, place: Any, offsets: tuple[tuple[str, int], ...]) -> ResetTo:
     if (place is None) == (not offsets):
-        raise click.UsageError("give --to or --partition, to say where the group is to go on")
+        raise click.UsageError("give either --to or --partition, for the group's new offsets")
     if isinstance(place, int) and place < 0:
-        raise click.BadParameter(f"{place} is no offset", param_hint="'--to'")
+        raise click.BadParameter(f"{place} is not an offset", param_hint="'--to'")
     if place is not None:
         to: ResetTo = place
         assert isinstance(to, str | int | datetime)
@@ -249,14 +251,14 @@ def _rows(resets: tuple[OffsetReset, ...]) -> list[list[object]]:
 
 
 @group.command()
-@click.argument("name", type=GROUP_THERE)
+@click.argument("name", type=EXISTING_GROUP)
 @click.argument("member", type=Parsed("consumer id", check_consumer))
 @YES
 @TABLE_OR_JSON
 def evict(name: str, member: str, yes: bool, output: str) -> None:
-    """Put a member that is stuck out of its group; others get its partitions at once.
+    """Remove a stuck member from its group; other members get its partitions at once.
 
-    What it has not committed is delivered again, to them. If it is well after all, it ends with an error.
+    They receive its uncommitted messages again. If the member still runs, it ends with an error.
 
     \b
     metamq group describe etl                            shows the members
@@ -265,20 +267,20 @@ def evict(name: str, member: str, yes: bool, output: str) -> None:
     current().log()
     with current().admin() as admin:
         plan = _eviction(admin.describe_group(name), member)
-        if plan:  # else there is no such member, which evict() tells
+        if plan:  # else there is no such member, and evict() raises
             confirm(plan, yes=yes)
         freed = admin.evict(name, member)
     if output == "json":
         print_json({"group": name, "member": member, "partitions": list(map(str, freed))})
-    say(f"{member} is out of group {name}, {count(len(freed), 'partition')} freed.")
+    say(f"{member} is removed from group {name}, {count(len(freed), 'partition')} freed.")
 
 
 def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
-    """What evicting the member means; nothing when there is nothing of it."""
+    """Returns the plan of the eviction; an empty one if there is no such member and no such owner."""
     held = [f"{part.topic}/{part.partition}" for part in found.partitions if part.owner == consumer_id]
     lines = [
         f"Evict {consumer_id} from group {found.group}: process {member.pid} on {member.host}, "
-        f"which got on {show_age(member.progress_age_ms)} ago."
+        f"last progress {show_age(member.progress_age_ms)} ago."
         for member in found.members
         if member.consumer_id == consumer_id
     ]
@@ -288,7 +290,7 @@ def _eviction(found: GroupDescription, consumer_id: str) -> list[str]:
 
 
 @group.command()
-@click.argument("names", type=GROUP_THERE, nargs=-1, required=True)
+@click.argument("names", type=EXISTING_GROUP, nargs=-1, required=True)
 @YES
 @TEXT_OR_JSON
 def delete(names: tuple[str, ...], yes: bool, output: str) -> None:

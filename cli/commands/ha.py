@@ -11,7 +11,7 @@ import click
 
 from metamq.cli.command import Group
 from metamq.cli.context import current
-from metamq.cli.removal import ACCEPT_LOSS, removal_lines, tell_removed
+from metamq.cli.removal import ACCEPT_LOSS, removal_lines, report_removed
 from metamq.cli.show.output import (
     TABLE_OR_JSON,
     TEXT_OR_JSON,
@@ -23,7 +23,7 @@ from metamq.cli.show.output import (
     print_table,
     say,
 )
-from metamq.cli.show.replica_view import amiss, damage, in_sync_and_down
+from metamq.cli.show.replica_view import damage_faults, in_sync_and_down, replica_faults
 from metamq.cli.show.units import DURATION, show_bytes
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.errors import ConfigError, ConnectError, MetamqError, Timeout
@@ -37,12 +37,12 @@ HEADINGS = [
     "BROKER", "REPLICA", "ROLE", "STATE", "ADDRESS", "IN SYNC", "MESSAGES BEHIND", "BYTES", "SECONDS", "EPOCH"
 ]  # fmt: skip
 WAIT_S = 0.2
-WAIT_HINT = "`metamq ha status` says what each replica does; with --broker only that one is waited for."
+WAIT_HINT = "`metamq ha status` shows each replica. With --broker the command waits for one broker only."
 
 
 @click.group(cls=Group)
 def ha() -> None:
-    """Look at masters and slaves, and promote a slave.
+    """Show masters and slaves, and promote a slave.
 
     \b
     metamq ha status
@@ -53,14 +53,14 @@ def ha() -> None:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="This broker id only.  [every one]")
+@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
 @TABLE_OR_JSON
 def status(broker_id: int | None, output: str) -> int:
-    """Show each broker's replicas: roles, who is in sync, how far slaves are behind their master.
+    """Show each broker's replicas: roles, the in-sync set, how far slaves are behind their master.
 
-    STATE is up, down (not registered), or silent (a master that is registered, and was asked twice without an answer).
-    IN SYNC is what stands in ZooKeeper, also of one that is down. What is to be done stands below the table, on
-    standard error, and the status is then 1. A replica that is neither in sync nor running is not known, and not shown.
+    STATE is up, down (not registered), or silent (a registered master that left two requests unanswered). IN SYNC is
+    the value in ZooKeeper, also for a replica that is down. Faults and their repair go to standard error, and the exit
+    status is then 1. A replica that is neither in sync nor running is unknown, and not shown.
 
     \b
     metamq ha status
@@ -79,12 +79,12 @@ def status(broker_id: int | None, output: str) -> int:
             HEADINGS,
             [_row(broker, replica) for broker in found for replica in broker.replicas],
         )
-    to_do = [each for broker in found for each in (*amiss(broker), *damage(broker))]
-    for each in to_do:
-        say(f"{each.what}: {each.detail}")
-        if each.hint:
-            say(f"  {each.hint}")
-    return 1 if to_do else 0
+    faults = [fault for broker in found for fault in (*replica_faults(broker), *damage_faults(broker))]
+    for fault in faults:
+        say(f"{fault.what}: {fault.detail}")
+        if fault.hint:
+            say(f"  {fault.hint}")
+    return 1 if faults else 0
 
 
 def _json(broker: BrokerReplicas) -> dict[str, Any]:
@@ -109,15 +109,17 @@ def _row(broker: BrokerReplicas, replica: ReplicaDescription) -> list[object]:
 
 
 @ha.command()
-@click.option("--broker", "broker_id", type=int, help="This broker id only.  [every one]")
-@click.option("--in-sync", "wanted", type=click.IntRange(1), default=2, show_default=True, help="So many replicas.")
+@click.option("--broker", "broker_id", type=int, help="Only this broker id.  [all]")
+@click.option(
+    "--in-sync", "wanted", type=click.IntRange(1), default=2, show_default=True, help="Replicas that must be in sync."
+)
 @click.option("--limit", "limit_ms", type=DURATION, default="60s", show_default=True, help="Give up after this time.")
 @TEXT_OR_JSON
 def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
-    """Wait until so many replicas of each broker, its master among them, run and are in sync.
+    """Wait until enough replicas of each broker, the master included, run and are in sync.
 
-    For scripts: between two steps of a rolling restart, before a promotion. Ends with status 1 when it takes too long.
-    With -o json it prints what `metamq ha status` does.
+    For scripts: between two steps of a rolling restart, before a promotion. Ends with status 1 at the limit. With
+    -o json it prints the same as `metamq ha status`.
 
     \b
     metamq ha wait --in-sync 2
@@ -130,8 +132,8 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
         while True:
             try:
                 found = admin.replicas()
-            except ConnectError as error:  # ZooKeeper was there, and may be back in a moment
-                waiting.outlives(error, deadline)
+            except ConnectError as error:  # ZooKeeper answered before, and may come back soon
+                waiting.retry(error, deadline)
                 continue
             asked = found if broker_id is None else {broker_id: found[broker_id]} if broker_id in found else {}
             lacking = [one for one in asked.values() if not _is_in_sync(one, wanted)]
@@ -140,8 +142,8 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
             if not asked:
                 why = "no broker was ever started" if broker_id is None else f"broker {broker_id} was never started"
             else:
-                why = "; ".join(_who_lacks(one, wanted) for one in lacking)
-            waiting.tell(why)
+                why = "; ".join(_shortage(one, wanted) for one in lacking)
+            waiting.report(why)
             if time.monotonic() > deadline:
                 what = f"waiting for {count(wanted, 'replica')} in sync"
                 raise Timeout(f"{what} ({why})", limit_ms / 1000, hint=WAIT_HINT)
@@ -149,42 +151,43 @@ def wait(broker_id: int | None, wanted: int, limit_ms: int, output: str) -> int:
     if output == "json":
         print_json([_json(one) for one in asked.values()])
     else:
-        say(f"{count(wanted, 'replica')} of {_brokers(asked)} in sync.")
+        verb = "is" if wanted == 1 else "are"
+        say(f"{count(wanted, 'replica')} of {_brokers(asked)} {verb} in sync.")
     return 0
 
 
 class _Waiting:
-    """Says what is waited for, once until it changes."""
+    """Prints the reason for the wait, once until it changes."""
 
     def __init__(self) -> None:
-        self._told = ""
+        self._reported = ""
 
-    def tell(self, why: str) -> None:
-        if why != self._told:
-            self._told = why
+    def report(self, why: str) -> None:
+        if why != self._reported:
+            self._reported = why
             say(f"Waiting: {why}.")
 
-    def outlives(self, error: MetamqError, deadline: float) -> None:
-        """Waits a moment on account of an error. Raises it at the deadline."""
+    def retry(self, error: MetamqError, deadline: float) -> None:
+        """Prints an error, and waits a moment. Raises the error after the deadline."""
         if time.monotonic() > deadline:
             raise error
-        self.tell(error.problem)
+        self.report(error.problem)
         time.sleep(WAIT_S)
 
 
 def _admin_of_a_cluster(deadline: float, waiting: _Waiting) -> Admin:
-    """Waits also for ZooKeeper, and for the first broker ever. Raises ConfigError, ConnectError at the deadline."""
-    parse_servers(current().servers())  # what is wrong with them, waiting does not mend
-    Paths(current().place())
+    """Waits for ZooKeeper, and for the first broker. Raises ConfigError, ConnectError at the deadline."""
+    parse_servers(current().servers())  # a wrong address or root raises at once: waiting does not repair it
+    Paths(current().root_path())
     while True:
         try:
             return current().admin()
         except (ConfigError, ConnectError) as error:
-            waiting.outlives(error, deadline)
+            waiting.retry(error, deadline)
 
 
-def _who_lacks(broker: BrokerReplicas, wanted: int) -> str:
-    """ "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
+def _shortage(broker: BrokerReplicas, wanted: int) -> str:
+    """Returns "broker 0 has 1 of 2 replicas in sync (replica 0), replica 1 is down"."""
     has_master = any(one.holds_all for one in broker.replicas if one.role == "master")
     ready = (one for one in broker.replicas if (one.holds_all if has_master else one.in_sync and one.address))
     running = [str(one.replica) for one in ready]
@@ -208,15 +211,17 @@ def _brokers(found: Iterable[int]) -> str:
 
 @ha.command()
 @click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
-@click.option("--slave", "replica", type=int, required=True, help="The number of the slave that is to be the master.")
-@click.option("--accept-loss", is_flag=True, help="Also when it is not in sync: what it lacks is lost.")
+@click.option("--slave", "replica", type=int, required=True, help="The replica number of the next master.")
+@click.option(
+    "--accept-loss", is_flag=True, help="Promote it even if it is not in sync: messages that it lacks are lost."
+)
 @YES
 @TEXT_OR_JSON
 def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
     """Make a slave the master of its broker id, without a restart.
 
-    A living master hands over to a slave that is in sync, and becomes a slave; a dead one becomes a slave when it comes
-    back. Producers and consumers find the new master by themselves.
+    A master that runs hands over to a slave that is in sync, and becomes a slave. A master that is down becomes a slave
+    when it starts again. Producers and consumers find the new master by themselves.
 
     \b
     metamq ha promote --broker 0 --slave 1
@@ -235,15 +240,16 @@ def promote(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: 
 
 @ha.command()
 @click.option("--broker", "broker_id", type=int, default=0, show_default=True, help="The broker id.")
-@click.option("--replica", type=int, required=True, help="The number of the slave that is gone for good.")
+@click.option("--replica", type=int, required=True, help="The replica number of the lost slave.")
 @ACCEPT_LOSS
 @YES
 @TEXT_OR_JSON
 def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: str) -> None:
-    """Remove a slave that is gone for good: from the in-sync set, and as the last slave that its broker id had.
+    """Remove a slave that is lost permanently.
 
-    A replica that runs is refused, and so is the master: promote another one first. A whole broker id is removed by
-    `metamq cluster remove-broker`.
+    It leaves the in-sync set. After the last slave of a broker id, the broker id counts as one that never had a slave.
+    The command refuses a replica that runs. It also refuses the master: promote another replica first. To remove a
+    whole broker id, use `metamq cluster remove-broker`.
 
     \b
     metamq ha remove --broker 0 --replica 1
@@ -253,32 +259,32 @@ def remove(broker_id: int, replica: int, accept_loss: bool, yes: bool, output: s
         plan = admin.plan_removal(broker_id, replica)
         confirm(removal_lines(plan, accept_loss), yes=yes)
         admin.remove_replica(broker_id, replica, accept_loss=accept_loss)
-    tell_removed(plan, output)
+    report_removed(plan, output)
 
 
 def _plan_lines(plan: PromotionPlan, accept_loss: bool) -> list[str]:
-    lives = "which lives and hands " + ("over" if plan.in_sync else "nothing over")
-    lives = lives if plan.master_lives else "which is down, or hangs"
-    former = f"in place of replica {plan.master}, {lives}" if plan.master != plan.replica else "again"
-    lines = [f"Replica {plan.replica} becomes the master of broker {plan.broker_id} {former}."]
+    state = "which runs and " + ("hands over" if plan.in_sync else "does not hand over")
+    state = state if plan.master_lives else "which is down, or hangs"
+    former = f"in place of replica {plan.master}, {state}" if plan.master != plan.replica else "again"
+    lines = [f"Replica {plan.replica} will be the master of broker {plan.broker_id} {former}."]
     if plan.in_sync and plan.master_lives:
         return [*lines, "It is in sync: nothing is lost."]
     if plan.in_sync:
-        lines.append("It is in sync: nothing is lost that was acknowledged on topics with replication sync.")
-        return [*lines, "Other topics may lose what it had not yet."]
+        lines.append("It is in sync: topics with replication sync lose no acknowledged message.")
+        return [*lines, "Other topics may lose messages that it has not copied yet."]
     what = "a learner, which is never in sync" if plan.learner else "not in sync"
     refused = "" if accept_loss else ": without --accept-loss the promotion is refused"
     lines.append(f"It is {what}{refused}.")
     if plan.in_sync_and_down:
         lines.append(in_sync_and_down(plan.in_sync_and_down))
     if plan.lost is None:
-        lines.append(f"What it would lose cannot be known: {plan.unknown}.")
+        lines.append(f"The loss is unknown: {plan.unknown}.")
         if plan.promote_instead is not None and plan.promote_instead == plan.master and plan.master_lives:
-            lines.append(f"That one is the master and runs: wait until replica {plan.replica} is in sync.")
+            lines.append(f"Replica {plan.master} is the master and runs: wait until replica {plan.replica} is in sync.")
         elif plan.promote_instead is not None:
-            lines.append(f"Start replica {plan.promote_instead}; if it runs, promote that one.")
+            lines.append(f"Start replica {plan.promote_instead}. If it runs, promote it instead.")
     elif not plan.lost:
-        lines.append("At present it has all messages that the replicas that answer have.")
+        lines.append("At present it has all messages of the replicas that answer.")
     for topic, messages in (plan.lost or {}).items():
         lines.append(f"{'LOST' if accept_loss else 'It would lose'}: {count(messages, 'message')} of topic {topic}.")
     return lines

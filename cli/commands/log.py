@@ -1,4 +1,4 @@
-"""`metamq log`: a broker's files, checked and printed, offline or beside a broker that runs; a damaged one given up."""
+"""`metamq log`: checks and prints a broker's files, offline or beside a broker that runs; gives up a damaged log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from metamq.cli.command import Group
-from metamq.cli.commands.log_forget import accept, forget, lost_partitions, told_folder
+from metamq.cli.commands.log_forget import accept, forget, lost_partitions, resolve_data_folder
 from metamq.cli.context import current
 from metamq.cli.log_reader import (
     LogFinding,
@@ -40,7 +40,7 @@ _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(exists=True, f
 def log() -> None:
     """Check and print a broker's files, offline; give up a damaged log, or accept a copy.
 
-    Only `forget` and `accept` change anything.
+    Only `forget` and `accept` change files.
 
     \b
     metamq log verify ./metamq-data
@@ -57,11 +57,11 @@ log.add_command(accept)
 @_FOLDER
 @TABLE_OR_JSON
 def verify(folder: Path, output: str) -> int:
-    """Check every batch in DIR: a broker's data folder, or that of a topic or a partition in it.
+    """Check every batch in DIR: a broker's data folder, or the folder of a topic or a partition in it.
 
-    Both checksums of each batch, that offsets and segments join, and whether bad bytes were ever flushed. A torn tail,
-    which was not, is no damage: the broker cuts it when it starts. A partition whose folder is missing, although the
-    broker had it, is damaged; so is one whose files came from elsewhere. Ends with status 1 when there is damage.
+    Checks both checksums of each batch, and that offsets and segments join. Bad bytes that were never flushed are a
+    torn tail, which is no damage: the broker cuts it when it starts. A partition is also damaged if its folder is
+    missing although the broker had it, or if its files came from elsewhere. Ends with status 1 if there is damage.
 
     \b
     metamq log verify ./metamq-data
@@ -69,7 +69,7 @@ def verify(folder: Path, output: str) -> int:
     """
     current().log()
     partitions = find_partitions(folder)
-    data_folder = told_folder(folder)
+    data_folder = resolve_data_folder(folder)
     is_used = _warn_if_used(folder)
     total = sum(partition.size_bytes for partition in partitions)
     with progress_bar("Checking", total, unit="bytes") as advance:
@@ -86,7 +86,7 @@ def verify(folder: Path, output: str) -> int:
 
 
 def _with_missing(reports: list[PartitionReport], folder: Path) -> list[PartitionReport]:
-    """And those that are not there, although the broker had them, or whose files came from elsewhere."""
+    """Adds partitions whose folder is missing although the broker had it, or whose files came from elsewhere."""
     by_path = {Path(report.path).resolve(): report for report in reports}
     for place, problem in lost_partitions(folder):
         reason = f"{problem}: {place.path}"
@@ -98,7 +98,7 @@ def _with_missing(reports: list[PartitionReport], folder: Path) -> list[Partitio
 def _warn_if_used(folder: Path) -> bool:
     holder = lock_holder(folder)
     if holder is not None:
-        say(f"The data folder is in use by {holder}: what it writes at this moment may look torn.", fg="yellow")
+        say(f"The data folder is in use by {holder}: bytes that it writes now may look torn.", fg="yellow")
     return holder is not None
 
 
@@ -122,7 +122,7 @@ def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
             size = found.end_position - found.position
             what = f"{report.name}: {found.kind} at byte {found.position:,}"
             place = f"{Path(found.path).name} at {found.position - found.base:,}"
-            tail = ", or being written" if is_used and found.kind == "torn tail" else ""
+            tail = ", or a write in progress" if is_used and found.kind == "torn tail" else ""
             click.echo(folded(f"{what} ({place}), {count(size, 'byte')}: {found.reason}{tail}", sys.stdout))
         for note in report.notes:
             click.echo(folded(f"{report.name}: {note}", sys.stdout))
@@ -131,17 +131,17 @@ def _print_reports(reports: list[PartitionReport], *, is_used: bool) -> None:
 @log.command()
 @_FOLDER
 @click.option(
-    "--from", "from_offset", type=click.IntRange(min=0), default=0, help="Begin with the batch of this offset."
+    "--from", "from_offset", type=click.IntRange(min=0), default=0, help="Begin with the batch that has this offset."
 )
-@click.option("-n", "--count", "limit", type=click.IntRange(min=1), help="Print so many batches of each partition.")
+@click.option("-n", "--count", "limit", type=click.IntRange(min=1), help="Batches to print of each partition.  [all]")
 @click.option("--messages", "with_messages", is_flag=True, help="Print messages, as JSON lines, instead of batches.")
-@output_option("table", "json", text="Batches as a table, or as a JSON object a line.")
+@output_option("table", "json", text="Batches as a table, or as one JSON object per line.")
 def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool, output: str) -> None:
-    """Print the batches in DIR: a broker's data folder, or that of a topic or a partition in it.
+    """Print the batches in DIR: a broker's data folder, or the folder of a topic or a partition in it.
 
     Stops at the first damage. Times are UTC; -o json has every field.
 
-    With --messages, one JSON object a message, as `metamq consume -o json` prints it.
+    With --messages it prints one JSON object per message, as `metamq consume -o json` does.
 
     \b
     metamq log dump ./metamq-data/broker/topics/flights@0123456789abcdef/0
@@ -162,7 +162,7 @@ def dump(folder: Path, from_offset: int, limit: int | None, with_messages: bool,
             rows: list[list[object]] = []
             try:
                 for position, header, _data in batches:
-                    rows.append(_row(position, header))  # what precedes damage is printed
+                    rows.append(_row(position, header))  # the batches before damage are printed
             finally:
                 click.echo(f"{partition.name}{'' if rows else ': no batches'}")
                 if rows:

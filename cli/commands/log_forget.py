@@ -1,11 +1,11 @@
-"""`metamq log forget`: gives up one partition of a broker that is stopped, since its log is damaged or missing.
-`metamq log accept`: takes the files of one that came from elsewhere, and may lack something.
+"""`metamq log forget`: gives up one partition of a stopped broker, because its log is damaged or missing.
+`metamq log accept`: accepts the files of a partition that came from elsewhere, and may lack messages.
 
-What lies in the folder is moved, never removed. What the plan says follows from the rules of roles and in-sync sets: a
-replica that gave something up is a new incarnation, so it is in sync with nobody (metamq.broker.data.data_folder). As a
-slave it copies the partition. As a master beside others in sync it waits until one of them is promoted. As a master
-alone it begins a new epoch and generation with an empty log, and readers whose message is of an epoch that the log
-does not have begin it anew (metamq.broker.log.disk.epochs).
+Files in the folder are moved, never removed. The plan follows from the rules of roles and in-sync sets. A replica that
+gave up a log is a new incarnation, so it is not in sync (metamq.broker.data.data_folder). A slave then copies the
+partition. A master beside other in-sync replicas waits until one of them is promoted. A master alone begins a new
+epoch and generation with an empty log. Readers whose message is of an epoch that the log does not have begin at the
+start of the log (metamq.broker.log.disk.epochs).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from metamq.errors import ConfigError
 from metamq.zk.names import partition_name
 
 OLDER_JOURNAL = (
-    "It holds what the broker promised in transactions. If the copy is older, a branch that ended later is prepared "
-    "again. Decide about it only as its transaction manager did: a second commit stores its messages a second time."
+    "It holds the broker's promises in transactions. If the copy is older, a branch that ended later is prepared "
+    "again. Decide it only as its transaction manager did: a second commit stores its messages a second time."
 )
 
 
@@ -53,13 +53,13 @@ class KnownPartition:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the folder had it, and has it no more."""
+        """True if the folder no longer has the partition."""
         return not (self.path / flushed.FILE_NAME).exists()
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetPlan:
-    """What is given up. `messages` are those that can still be read in the log, `damaged_places` what cannot."""
+    """The partition that is given up. `messages` is the number of readable messages in its log."""
 
     partition: str
     broker_id: int
@@ -78,10 +78,10 @@ class ForgetPlan:
 @YES
 @TEXT_OR_JSON
 def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
-    """Give up one partition in DIR, the data folder of a broker that is stopped: its log is damaged, or missing.
+    """Give up one partition in DIR, the data folder of a stopped broker: its log is damaged, or missing.
 
-    The log is moved aside, not removed. At the next start the broker has an empty one in its place. A slave copies the
-    partition again. At a master without a slave in sync the messages are lost, and consumers are told.
+    The log is moved aside, not removed. At its next start the broker makes an empty log. A slave copies the partition
+    again. At a master without a slave in sync the messages are lost, and consumers follow their `on_data_loss`.
 
     \b
     metamq log verify ./broker-0
@@ -89,11 +89,11 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
     metamq log forget ./broker-0 flights/0-1 --yes
     """
     current().log()
-    folder = told_folder(folder)
+    folder = resolve_data_folder(folder)
     with locked(folder):
         meta, _mark = read_meta(folder)
-        place = _find(places(folder, meta["broker_id"]), partition, folder)
-        _check_is_of_users(place, partition)
+        place = _find(known_partitions(folder, meta["broker_id"]), partition, folder)
+        _check_is_not_journal(place, partition)
         plan = _plan(place, meta)
     confirm(_plan_lines(plan, place), yes=yes)
     opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
@@ -113,32 +113,33 @@ def forget(folder: Path, partition: str, yes: bool, output: str) -> None:
 @YES
 @TEXT_OR_JSON
 def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
-    """Accept the files of one partition in DIR that were put there from elsewhere, such as a backup.
+    """Accept the files of one partition in DIR that came from elsewhere, such as a backup.
 
-    The broker does not serve such a partition, since it may lack messages. DIR is the data folder of a broker that is
-    stopped. At a master without a slave in sync, what the files lack is lost, and consumers go by their `on_data_loss`.
+    DIR is the data folder of a stopped broker. The broker does not serve such a partition, because it may lack
+    messages. At a master without a slave in sync, messages that the files lack are lost, and consumers follow their
+    `on_data_loss`.
 
     \b
     metamq log accept ./broker-0 flights/0-1
     metamq log accept ./broker-0 flights/0-1 --yes
     """
     current().log()
-    folder = told_folder(folder)
+    folder = resolve_data_folder(folder)
     with locked(folder) as lock_mark:
         meta, mark = read_meta(folder)
-        place = _find(places(folder, meta["broker_id"]), partition, folder)
+        place = _find(known_partitions(folder, meta["broker_id"]), partition, folder)
         if place.is_missing:
-            hint = "Put them there first."
+            hint = "Put the files there first."
             if not place.topic.startswith(OWN):
-                hint += f" Or begin an empty log with `metamq log forget {folder} {place.name}`."
+                hint += f" Or begin with an empty log: `metamq log forget {folder} {place.name}`."
             raise ConfigError(f"{place.name} has no files in {place.path}", hint=hint)
         _check_is_replaced(place, folder, is_whole_copy=is_copy(meta, lock_mark, mark))
         plan = _plan(place, meta)
     readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
-    lines = [f"{place.name} is accepted as it is: {readable}, {count(plan.damaged_places, 'damaged place')}."]
+    lines = [f"{place.name} will be accepted as it is: {readable}, {count(plan.damaged_places, 'damaged place')}."]
     if place.topic.startswith(OWN):
         lines.append(OLDER_JOURNAL)
-    confirm([*lines, *_what_follows(plan, "what these files lack")], yes=yes)
+    confirm([*lines, *_effects(plan, "every message that these files lack")], yes=yes)
     opened = DataFolder.open(folder, meta["broker_id"], meta["replica"])
     try:
         opened.accept_partition(place.topic, place.topic_id, place.index, place.name)
@@ -150,18 +151,18 @@ def accept(folder: Path, partition: str, yes: bool, output: str) -> None:
     say(f"{place.name} is accepted. Start the broker.")
 
 
-def told_folder(folder: Path) -> Path:
-    """The data folder that a person means; says which one it is, where others may have been meant."""
+def resolve_data_folder(folder: Path) -> Path:
+    """Returns the data folder for a folder of the command line; prints it if it is a different folder."""
     chosen = data_folder(folder)
     if chosen != folder.absolute():
         others = [str(path.parent) for path in sorted(folder.glob("replica-*/meta.json"))]
-        more = f" The folder also has {listed(others)}: give the one that you mean." if others else ""
+        more = f" The folder also has {listed(others)}: to use another one, give its path." if others else ""
         say(f"The data folder is {chosen}.{more}")
     return chosen
 
 
-def places(folder: Path, broker_id: int) -> list[KnownPartition]:
-    """The partitions that a data folder has, and those that it had by its record. Raises OSError."""
+def known_partitions(folder: Path, broker_id: int) -> list[KnownPartition]:
+    """Returns the partitions that a data folder has, or had according to its record. Raises OSError."""
     folders = (folder / "topics").glob("[!.]*@*/*")
     found = {f"{path.parent.name}/{path.name}" for path in folders if path.name.isdecimal()}
     described = []
@@ -174,8 +175,10 @@ def places(folder: Path, broker_id: int) -> list[KnownPartition]:
 
 
 def lost_partitions(folder: Path) -> list[tuple[KnownPartition, str]]:
-    """The partitions whose files are gone, or are not those that the replica used last, of a broker's data folder; and
-    what to say of each. None of any other folder. Raises OSError."""
+    """Returns the partitions of a data folder whose files are missing or came from elsewhere, and why. Raises OSError.
+
+    "From elsewhere" means: not the files that the replica used last. A folder without a record has none.
+    """
     recorded = made_partitions.recorded(folder)
     if not recorded:
         return []
@@ -183,7 +186,7 @@ def lost_partitions(folder: Path) -> list[tuple[KnownPartition, str]]:
     meta, mark = read_meta(folder)
     takes_all = is_copy(meta, lock_mark, mark)
     lost = []
-    for place in places(folder, meta["broker_id"]):
+    for place in known_partitions(folder, meta["broker_id"]):
         if place.key in recorded and place.is_missing:
             lost.append((place, GONE))
         elif not takes_all and is_replaced(place.path, recorded.get(place.key)):
@@ -199,35 +202,35 @@ def _find(known: list[KnownPartition], partition: str, folder: Path) -> KnownPar
         raise ConfigError(f"there is no partition {partition!r} in {folder}", hint=hint)
     if len(found) > 1:
         raise ConfigError(
-            f"{partition} is in {len(found)} folders, since the topic was made anew",
-            hint="Start the broker, which removes those of the deleted topic; then stop it, and try again.",
+            f"{partition} is in {len(found)} folders, because the topic was deleted and created again",
+            hint="Start the broker: it removes the folders of the deleted topic. Then stop it, and try again.",
         )
     return found[0]
 
 
-def _check_is_of_users(place: KnownPartition, partition: str) -> None:
-    """Raises ConfigError for the journal of transactions."""
+def _check_is_not_journal(place: KnownPartition, partition: str) -> None:
+    """Raises ConfigError if the partition is the journal of transactions."""
     if place.topic.startswith(OWN):
         raise ConfigError(
-            f"{partition} cannot be given up: it holds what the broker promised in transactions, and a branch that is "
+            f"{partition} cannot be given up: it holds the broker's promises in transactions, and a branch that is "
             "prepared in it may be committed elsewhere",
-            hint="Promote a slave that is in sync, see `metamq ha status`: this replica then copies the journal. Or "
-            "restore its folder from a copy, and take that with `metamq log accept`. The broker serves everything but "
-            "transactions meanwhile.",
+            hint="Promote a slave that is in sync (see `metamq ha status`): this replica then copies the journal. Or "
+            "restore its folder from a copy, and accept it with `metamq log accept`. Until then the broker serves "
+            "everything except transactions.",
         )
 
 
 def _check_is_replaced(place: KnownPartition, folder: Path, *, is_whole_copy: bool) -> None:
-    """Raises ConfigError when the broker takes the partition's files anyway, OSError."""
+    """Raises ConfigError if the broker uses the partition's files anyway; OSError."""
     mark = made_partitions.recorded(folder).get(place.key)
     if is_whole_copy:
-        reason = f"all of {folder} is a copy, and the broker takes its files as they are"
+        reason = f"all of {folder} is a copy, and the broker uses its files as they are"
     elif not mark:
-        reason = "nothing is known of the files that were here before, and the broker takes these"
+        reason = "the former files are unknown, and the broker uses these"
     elif is_replaced(place.path, mark):
         return
     else:
-        reason = "its files are those that this replica used last"
+        reason = "this replica used the same files last"
     raise ConfigError(
         f"{place.name} needs no accept: {reason}",
         hint=f"Start the broker. `metamq log verify {folder}` shows whether a log is damaged.",
@@ -258,25 +261,26 @@ def _plan(place: KnownPartition, meta: dict[str, Any]) -> ForgetPlan:
 def _plan_lines(plan: ForgetPlan, place: KnownPartition) -> list[str]:
     readable = f"{count(plan.messages, 'message')} ({show_bytes(plan.size_bytes)})"
     if not plan.has_folder:
-        lines = [f"The folder of {plan.partition} is missing: {place.path}. The broker is to miss it no more."]
+        lines = [f"The folder of {plan.partition} is missing: {place.path}. The broker will make an empty log."]
     elif plan.damaged_places:
         damage = count(plan.damaged_places, "damaged place")
-        lines = [f"{plan.partition} has {damage}, and {readable} that can be read. Its folder is moved aside."]
+        lines = [f"{plan.partition} has {damage}, and {readable} that can be read. Its folder will be moved aside."]
     elif place.is_missing:
-        lines = [f"{plan.partition} lacks its file `flushed`, and has {readable}. Its folder is moved aside."]
+        lines = [f"{plan.partition} lacks its file `flushed`, and has {readable}. Its folder will be moved aside."]
     else:
-        lines = [f"No damage is found in {plan.partition}, which has {readable}. Its folder is moved aside."]
-    return [*lines, *_what_follows(plan, "every message of the partition")]
+        lines = [f"No damage is found in {plan.partition}, which has {readable}. Its folder will be moved aside."]
+    return [*lines, *_effects(plan, "every message of the partition")]
 
 
-def _what_follows(plan: ForgetPlan, lost: str) -> list[str]:
+def _effects(plan: ForgetPlan, lost: str) -> list[str]:
     replica = f"Replica {plan.replica} of broker {plan.broker_id}"
     if not plan.was_master:
-        return [f"{replica} was a slave: it copies what it lacks from its master, and is in sync after that."]
+        return [f"{replica} was a slave: it copies the missing messages from its master, and is then in sync."]
     promote = f"metamq ha promote --broker {plan.broker_id} --slave NUMBER"
     return [
-        f"{replica} was the master, in epoch {plan.epoch}. If a slave is in sync, it waits until that is promoted. "
-        f"Better promote now, and give up nothing: `{promote}`; `metamq ha status` shows who is in sync.",
-        f"Without a slave in sync, {lost} is LOST. A new epoch begins, and consumers that had read further go by their "
-        "`on_data_loss`. A slave that is not in sync gives up what this replica lacks, too.",
+        f"{replica} was the master, in epoch {plan.epoch}. If a slave is in sync, replica {plan.replica} waits until "
+        f"that slave is promoted. It is better to promote it now, and to give up nothing: `{promote}`. "
+        "`metamq ha status` shows the slaves that are in sync.",
+        f"If no slave is in sync, {lost} is LOST. A new epoch begins, and consumers that had read further follow their "
+        "`on_data_loss`. A slave that is not in sync also gives up the messages that this replica lacks.",
     ]

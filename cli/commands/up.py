@@ -1,11 +1,13 @@
-"""`metamq up`: a whole cluster on one machine, for as long as the command runs.
+"""`metamq up`: a whole cluster on one machine, while the command runs.
 
-    lock the folder → ZooKeeper → a master and its slaves → print where they are → wait for Ctrl-C, or for ZooKeeper
-    or a broker without slaves to end → stop the replicas, then ZooKeeper, which they need to say good-bye
+    1. Lock the folder.
+    2. Start ZooKeeper, then a master and its slaves. Print their addresses.
+    3. Wait for Ctrl-C, or for the end of ZooKeeper or of a broker without slaves.
+    4. Stop the replicas, then ZooKeeper, which they need to deregister.
 
-The lock is a flock whose descriptor the replicas inherit. After a kill -9 of this process it is held for as long as
-they take to end, so that whoever comes next neither finds the folder free too early nor takes a dying cluster for a
-living one: the process id in the file tells the two apart.
+The lock is a flock, and the replicas inherit its descriptor. After a kill -9 of this process the lock lasts until the
+replicas have ended, so the next `metamq up` does not find the folder free too early. The process id in the file tells
+a dying cluster from a running one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from metamq.cli.command import CliCommand
 from metamq.cli.commands.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.cli.context import current
 from metamq.cli.ports import Ports
-from metamq.cli.processes import MEMORY, Stopped, StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
 from metamq.client.settings import load
 from metamq.errors import ConfigError
@@ -41,8 +43,8 @@ ORPHANS_S = 15.0
 
 
 @click.command(cls=CliCommand)
-@click.option("--data", metavar="FOLDER", help="Keep the data here.  [./metamq-data]")
-@click.option("--ephemeral", is_flag=True, help="Keep nothing: the data is gone at the end.")
+@click.option("--data", metavar="FOLDER", help="Data folder.  [./metamq-data]")
+@click.option("--ephemeral", is_flag=True, help="Keep no data: delete it at the end.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help=f"ZooKeeper's port.  [{ZOOKEEPER_PORT} or the next free one]"
 )
@@ -54,9 +56,7 @@ ORPHANS_S = 15.0
     type=click.IntRange(-1, 65535),
     help=f"Port of /metrics.  [{HTTP_PORT} or the next free one; -1 none]",
 )
-@click.option(
-    "--slaves", type=click.IntRange(0, SLAVES_MAX), default=1, show_default=True, help="How many slaves the broker has."
-)
+@click.option("--slaves", type=click.IntRange(0, SLAVES_MAX), default=1, show_default=True, help="Number of slaves.")
 @click.option(
     "--zookeeper-memory",
     "zookeeper_memory_bytes",
@@ -64,7 +64,7 @@ ORPHANS_S = 15.0
     envvar=MEMORY_VARIABLE,
     default="512MiB",
     show_default=True,
-    help="For what ZooKeeper holds.",
+    help="Memory of ZooKeeper, which keeps all of its data in memory.",
 )
 @TEXT_OR_JSON
 def up(
@@ -77,14 +77,14 @@ def up(
     zookeeper_memory_bytes: int,
     output: str,
 ) -> int:
-    """Start a ZooKeeper and a broker, a master and a slave, on this machine. Ctrl-C ends all.
+    """Start ZooKeeper and a broker, with a master and a slave, on this machine. Ctrl-C stops all of them.
 
-    The first start downloads ZooKeeper's jars (4 MB). Without a network: see `metamq zookeeper --fetch-jars`.
+    The first start downloads ZooKeeper's jars (4 MB). Without a network, see `metamq zookeeper --fetch-jars`.
 
-    Prints the line to paste where the clients run; with the usual port, clients on this machine need none. With -o json
-    one line says where everything is. A master or slave that is killed is missed, and the others go on. Slaves have the
-    next free ports. Settings of the broker come from [broker] of the TOML file and METAMQ_BROKER_..., but for its id,
-    replica number, address, ports and data.
+    Prints a line to paste into the shells of clients; with the usual port, clients on this machine do not need it. With
+    -o json it prints all addresses on one line. If a master or slave is killed, the command reports it, and the others
+    go on. Slaves have the next free ports. The broker's settings come from [broker] of the TOML file and from
+    METAMQ_BROKER_... variables, except its id, replica number, address, ports and data folder.
 
     \b
     metamq up
@@ -92,15 +92,15 @@ def up(
     metamq up --data ./other --port 2182
     """
     if ephemeral and data is not None:
-        raise click.UsageError("--ephemeral keeps nothing, --data says where to keep it: give one of them")
+        raise click.UsageError("--ephemeral deletes the data, --data keeps it in a folder: give one of them")
     if current().zookeeper:
         raise click.UsageError("`metamq up` starts a ZooKeeper of its own: use `metamq broker` with --zookeeper")
     restrict_process()
     current().log()
-    load(BrokerConfig, "broker", file=current().config, arguments={})  # before anything is started for nothing
+    load(BrokerConfig, "broker", file=current().config, arguments={})  # a wrong setting raises before anything starts
     with StopSignals() as signals:
         try:
-            fetch_what_zookeeper_needs(signals)
+            find_java_and_jars(signals)
             with (
                 _folder(data, ephemeral) as folder,
                 _locked(folder, signals) as lock,
@@ -109,7 +109,7 @@ def up(
                 ) as server,
                 _replicas(server.address, folder, slaves, (broker_port, http_port), lock, signals) as replicas,
             ):
-                _tell(server.address, replicas, folder, ephemeral, output)
+                _print_addresses(server.address, replicas, folder, ephemeral, output)
                 while not signals.wait(POLL_S):
                     server.check_running()
                     replicas.check_running()
@@ -120,12 +120,12 @@ def up(
     return 0
 
 
-def _tell(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, output: str) -> None:
+def _print_addresses(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, output: str) -> None:
     known = replicas.described()
     roles = {number: one.role for number, one in known.items()}
     if output == "json":
         kept = None if ephemeral else str(folder.absolute())
-        told = [
+        addresses = [
             {
                 "replica": one.number,
                 "role": roles.get(one.number, "waiting"),
@@ -134,7 +134,7 @@ def _tell(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, out
             }
             for one in replicas.members
         ]
-        print_json_line({"zookeeper": zookeeper, "replicas": told, "data": kept})
+        print_json_line({"zookeeper": zookeeper, "replicas": addresses, "data": kept})
         return
     say(f"ZooKeeper serves at {zookeeper}, broker {BROKER_ID} has {count(len(replicas.members), 'replica')}:")
     for one in replicas.members:
@@ -143,9 +143,11 @@ def _tell(zookeeper: str, replicas: Replicas, folder: Path, ephemeral: bool, out
     for replica in known.values():
         if replica.problem:
             say(f"Replica {replica.replica} {replica.problem}.", fg="yellow")
-        if replica.role == "waiting":  # the others were on this machine, too: none is in sync
-            say(f"To go on with it: metamq ha promote --broker {BROKER_ID} --slave {replica.replica} --accept-loss")
-    say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C ends all.")
+        if replica.role == "waiting":  # the others were also on this machine: none is in sync
+            say(
+                f"To make it the master: metamq ha promote --broker {BROKER_ID} --slave {replica.replica} --accept-loss"
+            )
+    say(f"Data is {'in memory and a temporary folder' if ephemeral else f'in {folder}'}. Ctrl-C stops all.")
     click.echo(f"export METAMQ_ZOOKEEPER={zookeeper}")
 
 
@@ -170,7 +172,7 @@ def _folder(data: str | None, ephemeral: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path, signals: StopSignals) -> Iterator[int]:
-    """Holds the folder. Raises ConfigError when a living `metamq up` has it."""
+    """Locks the folder. Raises ConfigError if a `metamq up` that runs has it."""
     try:
         lock = os.open(folder / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
@@ -181,10 +183,10 @@ def _locked(folder: Path, signals: StopSignals) -> Iterator[int]:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
             if _is_alive(holder) or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"`metamq up` runs already on {folder}, as process {holder or 'unknown'}",
-                    hint="Use that one, stop it, or give this one a --data folder of its own.",
+                    f"`metamq up` already runs on {folder}, as process {holder or 'unknown'}",
+                    hint="Use that cluster, or stop it, or give this one another --data folder.",
                 )
-            signals.wait(POLL_S)  # its broker is about to end
+            signals.wait(POLL_S)  # the replicas of the killed process will end soon
             signals.check()
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -224,7 +226,7 @@ def _zookeeper(
 def _replicas(
     zookeeper: str, folder: Path, slaves: int, ports: tuple[int | None, int | None], lock: int, signals: StopSignals
 ) -> Iterator[Replicas]:
-    replicas = Replicas(zookeeper, current().place(), current().config)
+    replicas = Replicas(zookeeper, current().root_path(), current().config)
     try:
         replicas.start(_places(folder, slaves, *ports), folder, lock)
         replicas.wait_ready(signals.check)
@@ -234,7 +236,7 @@ def _replicas(
 
 
 def _places(folder: Path, slaves: int, port: int | None, http_port: int | None) -> list[ReplicaPlace]:
-    """For each replica. Raises ConfigError when a wanted port is taken."""
+    """Returns the place of each replica. Raises ConfigError if a wanted port is in use."""
     free = Ports(HOST)
     first_port = free.take("the broker", port, BROKER_PORT, "--broker-port")
     first_http = -1 if http_port == -1 else free.take("/metrics", http_port, HTTP_PORT, "--http-port")

@@ -1,8 +1,9 @@
-"""The broker of `metamq up`: a process for each replica, and what is said when one of them ends.
+"""The broker of `metamq up`: a process for each replica, and the messages when one of them ends.
 
-A replica that ends is told, and the others go on: whoever killed it wants to see what they do. Who is the master is not
-remembered here: that stands in ZooKeeper, and may change at any time. Nor is what was started by hand: that is why
-ZooKeeper goes on when none of the processes started here is left. Only a broker without slaves takes it down.
+If a replica ends, the command reports it and the others go on: a user who killed it wants to see how they take over.
+The roles are not stored here: they are in ZooKeeper, and may change at any time. Replicas that a user started by hand
+are not stored either. So ZooKeeper goes on when no process started here is left. Only the end of a broker without
+slaves ends the command.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ANSWER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """Where a replica is to serve, and where its data is. Port 0 lets the system choose."""
+    """The address and the data folder of a replica. Port 0 lets the system choose."""
 
     number: int
     host: str
@@ -35,7 +36,7 @@ class ReplicaPlace:
 
 
 class ReplicaProcess:
-    """A replica's process."""
+    """The process of a replica."""
 
     def __init__(self, place: ReplicaPlace, name: str, settings: list[str], log_path: Path, lock: int) -> None:
         self.number = place.number
@@ -56,7 +57,7 @@ class ReplicaProcess:
         return f"http://{self._place.host}:{self.child.http_port}/metrics" if self.child.http_port > 0 else None
 
     def command(self) -> str:
-        """What starts it again by hand."""
+        """Returns the command that starts the replica again."""
         here = ["--replica", str(self.number), "--port", str(self.child.port), "--http-port", str(self.child.http_port)]
         return shlex.join(["metamq", "broker", *here, "--data", str(self._place.data), *self._settings])
 
@@ -73,27 +74,27 @@ class Replicas:
             self._settings.append(f"--config={config}")
 
     def start(self, places: list[ReplicaPlace], folder: Path, lock: int) -> None:
-        """Starts a process for each; they come up side by side."""
+        """Starts a process for each place, all at the same time."""
         for place in places:
             name = "the broker" if len(places) == 1 else f"replica {place.number}"
             settings = [f"--zookeeper={self._zookeeper}", *self._settings]
             self.members.append(ReplicaProcess(place, name, settings, folder / f"{place.data.name}.log", lock))
-        import metamq.client.admin.admin  # noqa: F401 - takes its time, while the processes take theirs
+        import metamq.client.admin.admin  # noqa: F401 - a slow import, while the processes start
 
     def wait_ready(self, check: Callable[[], None]) -> None:
-        """Raises as BrokerChild.wait_ready; ConfigError when the master is not among them."""
+        """Waits until all replicas serve. Raises as BrokerChild.wait_ready; ConfigError if the master is not here."""
         for member in self.members:
             member.child.wait_ready(check)
         numbers = {member.number for member in self.members}
         for number, one in self.described().items():
             if one.role == "master" and number not in numbers:
                 raise ConfigError(
-                    f"replica {number} is the master of broker {BROKER_ID}, and is not among those to be started",
-                    hint=f"Give --slaves {number}; then another one may be promoted.",
+                    f"replica {number} is the master of broker {BROKER_ID}, but this command does not start it",
+                    hint=f"Give --slaves {number}. Then you can promote another replica.",
                 )
 
     def described(self) -> dict[int, ReplicaDescription]:
-        """The replicas by number, as they stand in ZooKeeper. Raises MetamqError."""
+        """Returns the replicas by number, from ZooKeeper. Raises MetamqError."""
         from metamq import Admin
 
         with Admin(self._zookeeper, root=self._root) as admin:
@@ -101,22 +102,22 @@ class Replicas:
             return {one.replica: one for one in broker.replicas} if broker is not None else {}
 
     def check_running(self) -> None:
-        """Tells of a replica that has ended by itself. Raises MetamqError when the broker has no other."""
+        """Reports a replica that has ended by itself. Raises MetamqError if the broker has no other replica."""
         for member in self.members:
             if not member.ended and (error := member.child.failure()) is not None:
                 member.ended = True
                 if len(self.members) == 1:
                     raise error
-                self._tell(member, error)
+                self._report_end(member, error)
 
-    def _tell(self, ended: ReplicaProcess, error: MetamqError) -> None:
+    def _report_end(self, ended: ReplicaProcess, error: MetamqError) -> None:
         try:
             known = self.described()
         except MetamqError:
             known = {}
         role = known[ended.number].role if ended.number in known else ""
         left = any(not member.ended for member in self.members)
-        goes_on = "The others go on." if left else "No replica started here is left; ZooKeeper goes on until Ctrl-C."
+        goes_on = "The others go on." if left else "No replica started here is left; ZooKeeper runs until Ctrl-C."
         what = f"Replica {ended.number}, the {role}," if role else f"Replica {ended.number}"
         say(f"{what} {ended.child.how_it_ended()}. {goes_on}", fg="yellow")
         if not ended.child.was_killed():
@@ -129,7 +130,7 @@ class Replicas:
         say(f"To start it again: {ended.command()}")
 
     def end(self) -> None:
-        """A graceful stop of those that run. Raises MetamqError when it is none."""
+        """Stops the running replicas gracefully. Raises MetamqError if one fails while it stops."""
         living = [member.child for member in self.members if not member.ended]
         for child in living:
             child.terminate()
@@ -137,7 +138,7 @@ class Replicas:
             child.end()
 
     def stop(self) -> None:
-        """Ends them, in whatever way is needed. May be repeated."""
+        """Ends all replicas, with SIGKILL if necessary. May be repeated."""
         for member in self.members:
             member.child.terminate()
         for member in self.members:
@@ -145,7 +146,7 @@ class Replicas:
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody listens there: a replica that was killed stays registered until its session ends."""
+    """Returns True if a process listens there: a killed replica stays registered until its session ends."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), ANSWER_S).close()

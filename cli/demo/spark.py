@@ -28,7 +28,7 @@ from metamq.cli.demo import spark_application as application
 from metamq.cli.demo.flights import Tally, encode, flights, tally
 from metamq.cli.demo.picture import bars
 from metamq.cli.demo.waiting import wait_for
-from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.processes import StopSignals, find_java_and_jars
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import Cluster, cluster
 from metamq.words import count
@@ -223,7 +223,7 @@ def run_spark_demo(console: Console) -> int:
     with StopSignals() as signals:
         with signals.at_once():
             rows = list(flights())
-        fetch_what_zookeeper_needs(signals)
+        find_java_and_jars(signals)
         say("now Spark, in processes of its own")
         with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:
             demo = SparkDemo(running, Path(folder), say, signals.check)

@@ -30,7 +30,7 @@ from metamq.cli.demo import worker as demo_worker
 from metamq.cli.demo.failover import FailOver
 from metamq.cli.demo.flights import Tally, encode, flights, tally
 from metamq.cli.demo.transactions import TransactionStory
-from metamq.cli.processes import StopSignals, fetch_what_zookeeper_needs
+from metamq.cli.processes import StopSignals, find_java_and_jars
 from metamq.errors import MetamqError
 from metamq.testing import Cluster, cluster
 
@@ -72,7 +72,7 @@ class Demo:
         """True when every figure came out equal. Raises Stopped."""
         with self._signals.at_once():
             rows = list(flights())
-        fetch_what_zookeeper_needs(self._signals)
+        find_java_and_jars(self._signals)
         expected = tally(rows)
         self.say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
         with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:

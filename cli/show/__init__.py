@@ -1,1 +1,1 @@
-"""How commands show things: tables, JSON, colours, progress, units."""
+"""Output of commands: tables, JSON, colours, progress, units."""

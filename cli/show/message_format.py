@@ -1,4 +1,4 @@
-"""How `metamq consume` writes a message: a format of %-letters as in kcat, JSON, or the bare bytes of the value."""
+"""Output formats of `metamq consume`: %-letters as in kcat, JSON, or the bare bytes of the value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from metamq.cli.show.terminal import inert_bytes, inert_json
+from metamq.cli.show.terminal import escaped_bytes, escaped_json
 from metamq.client.model import Message
 
 Render = Callable[[Message[bytes]], bytes]
@@ -37,12 +37,12 @@ _LETTERS: dict[str, Render] = {
 }
 
 
-def _shown(render: Render) -> Render:
-    return lambda message: inert_bytes(render(message))
+def _with_escapes(render: Render) -> Render:
+    return lambda message: escaped_bytes(render(message))
 
 
-_ON_TERMINALS = {**_LETTERS, **{letter: _shown(_LETTERS[letter]) for letter in "tpkvsh"}}
-"""What a producer has written does not command the terminal; what the format says does."""
+_ON_TERMINALS = {**_LETTERS, **{letter: _with_escapes(_LETTERS[letter]) for letter in "tpkvsh"}}
+"""The letters with escapes for a producer's bytes: only the format itself may control the terminal."""
 
 LETTERS = (
     "%t topic, %p partition, %o offset, %k key, %v value, %T time, %h headers, %K and %S the lengths of key and value "
@@ -51,14 +51,14 @@ LETTERS = (
 
 
 def compile_format(text: str) -> Render:
-    """The function that writes a message in this format. Raises ValueError for a letter that means nothing."""
+    """Returns the function that writes a message in this format. Raises ValueError for an unknown letter."""
     pieces: list[Render] = []
     letters = _ON_TERMINALS if sys.stdout.isatty() else _LETTERS
     for letter, escape, plain, dangling in _TOKEN.findall(text):
         if letter and letter not in _LETTERS:
-            raise ValueError(f"%{letter} means nothing in a format: {LETTERS}")
+            raise ValueError(f"%{letter} is unknown in a format: {LETTERS}")
         if escape and escape not in _ESCAPES and len(escape) != len("xHH"):
-            raise ValueError(f"\\{escape} means nothing in a format: {LETTERS}")
+            raise ValueError(f"\\{escape} is unknown in a format: {LETTERS}")
         if dangling:
             raise ValueError(f"the format {text!r} ends in {dangling!r}: {LETTERS}")
         pieces.append(letters[letter] if letter else _constant(plain.encode() if plain else _unescape(escape)))
@@ -74,9 +74,9 @@ def _unescape(escape: str) -> bytes:
 
 
 def as_json(message: Message[bytes]) -> bytes:
-    """One line: topic, partition, offset, timestamp_us, key, value, headers.
+    """Returns one line with topic, partition, offset, timestamp_us, key, value, headers.
 
-    What is no UTF-8 is null, and stands base64-encoded under "key_base64", "value_base64", "headers_base64".
+    A field that is not UTF-8 is null, and is base64-encoded under "key_base64", "value_base64", "headers_base64".
     """
     document: dict[str, Any] = {
         "topic": message.topic,
@@ -95,7 +95,7 @@ def as_json(message: Message[bytes]) -> bytes:
     document["headers"] = headers
     if odd:
         document["headers_base64"] = odd
-    return inert_json(json.dumps(document, ensure_ascii=False)).encode() + b"\n"
+    return escaped_json(json.dumps(document, ensure_ascii=False)).encode() + b"\n"
 
 
 def _put(document: dict[str, Any], name: str, value: bytes | None) -> None:
@@ -112,5 +112,5 @@ def _text(value: bytes) -> str | None:
 
 
 def as_raw(message: Message[bytes]) -> bytes:
-    """The value, and nothing else; inert on a terminal."""
-    return inert_bytes(message.value) if sys.stdout.isatty() else message.value
+    """Returns only the value; with escapes on a terminal."""
+    return escaped_bytes(message.value) if sys.stdout.isatty() else message.value

@@ -1,4 +1,4 @@
-"""Data on standard output: tables for people, JSON for programs. Talk, plans and questions on standard error."""
+"""Data on standard output: tables for people, JSON for programs. Messages, plans, questions on standard error."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from metamq.cli.show.terminal import inert_json, shown
+from metamq.cli.show.terminal import escaped_json, shown
 from metamq.words import count as count
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,8 +22,8 @@ DEFAULT_WIDTH = 80
 SHOWN_MAX = 12
 
 
-def output_option(*kinds: str, text: str = "How to print it.") -> Callable[[F], F]:
-    """The option -o; the first kind is the default."""
+def output_option(*kinds: str, text: str = "Output format.") -> Callable[[F], F]:
+    """Returns the option -o; the first kind is the default."""
     return click.option("-o", "--output", type=click.Choice(kinds), default=kinds[0], show_default=True, help=text)
 
 
@@ -32,28 +32,28 @@ TEXT_OR_JSON = output_option("text", "json")
 
 
 def print_json(value: Any) -> None:
-    """One JSON document."""
-    click.echo(inert_json(json.dumps(value, indent=2, ensure_ascii=False)))
+    """Prints one JSON document."""
+    click.echo(escaped_json(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def print_json_line(value: Any) -> None:
-    """One JSON document on one line, at once: for whoever reads while we go on."""
-    click.echo(inert_json(json.dumps(value, ensure_ascii=False)))
+    """Prints one JSON document on one line, and flushes it: its reader needs it while the command goes on."""
+    click.echo(escaped_json(json.dumps(value, ensure_ascii=False)))
     sys.stdout.flush()
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as they need to be; None shows as "-", numbers stand right.
+    """Prints columns as wide as their longest texts; None appears as "-", numbers are right-aligned.
 
-    Where that is wider than the terminal, the columns with the longest texts become narrower; after a text that does
-    not fit into its column, the rest of its line goes on below.
+    If the table is wider than the terminal, the columns with the longest texts become narrower. After a text that does
+    not fit into its column, the rest of the row continues on the next line.
     """
     for line in table_lines(headings, rows):
         click.echo(line)
 
 
 def table_lines(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table."""
+    """Returns the lines of a table."""
     plain = list(rows)
     cells = [[shown(_cell(value), sys.stdout) for value in row] for row in plain]
     right = [_are_numbers([row[column] for row in plain]) for column in range(len(headings))]
@@ -72,7 +72,7 @@ def table_lines(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> li
 
 
 def _widths(headings: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
-    """As wide as the longest text; in a terminal, so narrow that all fit, but no narrower than the heading."""
+    """Returns the widths of the longest texts; smaller ones if a terminal is too narrow, but no less than a heading."""
     widths = [max(len(line[column]) for line in [headings, *cells]) for column in range(len(headings))]
     excess = sum(widths) + len(GAP) * (len(widths) - 1) - (_width(sys.stdout) or sys.maxsize)
     least = [width if right[column] else len(headings[column]) for column, width in enumerate(widths)]
@@ -98,26 +98,26 @@ def _are_numbers(column: Sequence[object]) -> bool:
 
 
 def listed(names: Sequence[str]) -> str:
-    """ "0-0, 0-1, 0-2"; of many the first."""
+    """Returns "0-0, 0-1, 0-2"; the first few of many names."""
     rest = len(names) - SHOWN_MAX
     return ", ".join([*names[:SHOWN_MAX], *([f"and {rest:,} more"] if rest > 0 else [])])
 
 
 def styled(text: str, stream: Any, **style: Any) -> str:
-    """Coloured, where a person looks at the stream and has not said NO_COLOR; inert in any case."""
+    """Returns the text with escapes; in colour if the stream is a terminal and NO_COLOR is not set."""
     text = shown(text, stream)
     return click.style(text, **style) if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def folded(text: str, stream: Any, indent: str = "  ") -> str:
-    """Inert, and broken between words, where a person looks at the stream; what is piped on stays one line."""
+    """Returns the text with escapes, broken between words, if the stream is a terminal; else unchanged."""
     width = _width(stream)
     text = shown(text, stream)
     return text if width is None else "\n".join(_fold(line, width, indent) for line in text.split("\n"))
 
 
 def _width(stream: Any) -> int | None:
-    """Of the terminal behind the stream; None when there is none."""
+    """Returns the width of the stream's terminal; None if the stream is not a terminal."""
     if not stream.isatty():
         return None
     return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(stream.fileno()).columns or DEFAULT_WIDTH
@@ -134,12 +134,12 @@ def _fold(line: str, width: int, indent: str) -> str:
 
 
 def say(text: str, **style: Any) -> None:
-    """A line of talk."""
+    """Prints a line on standard error."""
     click.echo(styled(folded(text, sys.stderr), sys.stderr, **style), err=True)
 
 
 def confirm(plan: Iterable[str], *, yes: bool) -> None:
-    """Prints what is going to be done, and goes on with --yes or a yes. Ends the command with status 1 otherwise."""
+    """Prints the plan, and returns after --yes or the answer yes. Otherwise ends the command with status 1."""
     for line in plan:
         say(line)
     if yes:
@@ -155,9 +155,4 @@ def confirm(plan: Iterable[str], *, yes: bool) -> None:
     click.get_current_context().exit(1)
 
 
-YES = click.option("--yes", is_flag=True, help="Do it, without asking.")
-
-
-def partition_map(mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    """With "topic/partition" for TopicPartitions, as JSON wants keys."""
-    return {str(key): value for key, value in mapping.items()}
+YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")

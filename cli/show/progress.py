@@ -1,4 +1,4 @@
-"""Progress bars on standard error, for people only: nothing is drawn when it is not a terminal."""
+"""Progress bars on standard error. They appear only if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ APPEARS_AFTER_S = 0.5
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int | None, *, unit: str = "", wanted: bool = True) -> Iterator[Advance]:
-    """Gives a function to be told of each bit of work done. `total` None: nobody knows how much there is.
+    """Yields a function that adds to the amount of work done. `total` is None if the amount of work is unknown.
 
-    The bar appears when the work takes longer than a moment. `unit` "bytes" shows sizes.
+    The bar appears after half a second. `unit` "bytes" shows sizes.
     """
     if not wanted or not sys.stderr.isatty():
         yield lambda _amount: None
@@ -61,11 +61,11 @@ def _bar(what: str, total: int | None, unit: str) -> Iterator[Advance]:
 
 @contextlib.contextmanager
 def download_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """What metamq.zk.server.jars tells of its downloads, as a line or a bar a file."""
+    """Yields the callback for downloads of metamq.zk.server.jars: it shows a line or a bar for each file."""
     with contextlib.ExitStack() as stack:
         bars: dict[str, tuple[Advance, int]] = {}
 
-        def tell(name: str, received: int, total: int) -> None:
+        def show(name: str, received: int, total: int) -> None:
             if name not in bars:
                 if not sys.stderr.isatty():
                     print(f"Downloading {name} ({total / 1e6:.1f} MB)", file=sys.stderr)
@@ -77,4 +77,4 @@ def download_progress() -> Iterator[Callable[[str, int, int], None]]:
             if received == total:
                 stack.close()
 
-        yield tell
+        yield show

@@ -1,4 +1,4 @@
-"""How `metamq topic`, and others, show topics: as JSON, and in words."""
+"""Topics as JSON and as text, for `metamq topic` and the doctor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metamq.zk.cluster.topics import FlushEvery, TopicConfig
 
 
 def config_json(config: TopicConfig) -> dict[str, Any]:
-    """A topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
+    """Returns a topic's configuration for -o json: the names of TopicConfig; sizes in bytes, times in milliseconds."""
     document = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "unknown"}
     document["partitions"] = {str(broker_id): number for broker_id, number in config.partitions.items()}
     if isinstance(config.flush, FlushEvery):
@@ -78,7 +78,7 @@ def print_description(one: TopicDescription) -> None:
 
 
 def size_in_words(one: TopicDescription) -> str:
-    """How much is in a topic, as far as somebody can tell."""
+    """Describes the size of a topic, as far as its partitions are served."""
     total, live = len(one.partitions), sum(partition.live for partition in one.partitions)
     if live == total:
         return f"{count(total, 'partition')}, {count(one.messages, 'message')}"
@@ -87,20 +87,20 @@ def size_in_words(one: TopicDescription) -> str:
     return f"{count(total, 'partition')}, {count(one.messages, 'message')} in the {live:,} that are served at present"
 
 
-def not_served(one: TopicDescription, *, besides: Collection[int] = ()) -> list[str]:
-    """What keeps partitions from being served, besides those of some brokers: "0-0, 0-1: no connection to ..."."""
-    dark: dict[str, list[str]] = {}
+def not_served(one: TopicDescription, *, without: Collection[int] = ()) -> list[str]:
+    """Returns partitions that are not served, and why: "0-0, 0-1: no connection to ...". Skips brokers in `without`."""
+    unserved: dict[str, list[str]] = {}
     for partition in one.partitions:
-        if not partition.live and partition.broker_id not in besides:
-            dark.setdefault(partition.problem, []).append(partition.partition)
-    return [f"{listed(names)}: {problem}" for problem, names in dark.items()]
+        if not partition.live and partition.broker_id not in without:
+            unserved.setdefault(partition.problem, []).append(partition.partition)
+    return [f"{listed(names)}: {problem}" for problem, names in unserved.items()]
 
 
-def refuses_writes(one: TopicDescription, *, besides: Collection[int] = ()) -> list[str]:
-    """Brokers with fewer replicas in sync than the topic asks for."""
+def refuses_writes(one: TopicDescription, *, without: Collection[int] = ()) -> list[str]:
+    """Returns brokers with fewer in-sync replicas than the topic requires. Skips brokers in `without`."""
     wanted = one.config.min_insync
     return [
         f"broker {broker_id} refuses writes: {count(have, 'replica')} in sync, and min_insync is {wanted}"
         for broker_id, have in one.in_sync.items()
-        if have < wanted and broker_id not in besides
+        if have < wanted and broker_id not in without
     ]

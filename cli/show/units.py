@@ -1,4 +1,4 @@
-"""Values with units, as people write them, and back: 7d, 1GiB, 1000/500ms, @2026-11-01T00:00."""
+"""Values with units, parsed and formatted: 7d, 1GiB, 1000/500ms, @2026-11-01T00:00."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SIZES = {
     "ki": 1024, "kib": 1024, "mi": 1024**2, "mib": 1024**2, "gi": 1024**3, "gib": 1024**3,
     "ti": 1024**4, "tib": 1024**4,
 }  # fmt: skip
-FOR_EVER = {"forever", "for-ever", "never", "none", "unlimited"}
-NO_LIMIT = "for ever"
+UNLIMITED_WORDS = {"forever", "for-ever", "never", "none", "unlimited"}
+UNLIMITED_TEXT = "unlimited"
 
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
 def parse_ms(text: str) -> int:
-    """Milliseconds of "7d", "90s", "500ms". Raises ValueError."""
+    """Returns the milliseconds of "7d", "90s", "500ms". Raises ValueError."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or match[2].lower() not in MS:
         raise ValueError(f"{text!r} is not a time: write it like 500ms, 90s, 10m, 12h, 7d or 2w")
@@ -41,7 +41,7 @@ def parse_ms(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "1GiB", "64 MB", "1000". Raises ValueError."""
+    """Returns the bytes of "1GiB", "64 MB", "1000". Raises ValueError."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or match[2].lower() not in SIZES:
         raise ValueError(f"{text!r} is not a size: write it like 1000, 64KiB, 10MB or 1GiB")
@@ -49,11 +49,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_flush(text: str) -> Flush:
-    """Of "ack", "1000" messages, "500ms", "1000/500ms" for whichever is first, "never". Raises ValueError."""
+    """Parses "ack", "1000" messages, "500ms", "1000/500ms" (whichever comes first), "never". Raises ValueError."""
     lowered = text.strip().lower()
     if lowered == "ack":
         return "ack"
-    if lowered in FOR_EVER:
+    if lowered in UNLIMITED_WORDS:
         return FlushEvery(messages=None, ms=None)
     messages, ms = None, None
     for part in lowered.split("/"):
@@ -64,14 +64,14 @@ def parse_flush(text: str) -> Flush:
                 ms = parse_ms(part)
             except ValueError:
                 raise ValueError(
-                    f"{text!r} is no flush policy: write ack (before each acknowledgement), 1000 (messages), "
+                    f"{text!r} is not a flush policy: write ack (before each acknowledgement), 1000 (messages), "
                     "500ms, 1000/500ms (whichever comes first) or never"
                 ) from None
     return FlushEvery(messages=messages, ms=ms)
 
 
 def parse_time(text: str) -> datetime:
-    """An aware datetime: of "2026-11-01T00:00", local unless it names a zone, or of "-1h". Raises ValueError."""
+    """Returns the aware datetime of "2026-11-01T00:00", local unless it names a zone, or "-1h". Raises ValueError."""
     if text.startswith("-"):
         return datetime.fromtimestamp(datetime.now().timestamp() - parse_ms(text[1:]) / 1000).astimezone()
     try:
@@ -83,7 +83,7 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_place(text: str) -> Literal["earliest", "latest"] | datetime | int:
-    """A place in a log: earliest, latest, @TIME, OFFSET, or -N for N before the end. Raises ValueError."""
+    """Parses a place in a log: earliest, latest, @TIME, OFFSET, or -N for N before the end. Raises ValueError."""
     if text in ("earliest", "beginning", "start"):
         return "earliest"
     if text in ("latest", "end"):
@@ -92,20 +92,20 @@ def parse_place(text: str) -> Literal["earliest", "latest"] | datetime | int:
         return parse_time(text[1:])
     if re.fullmatch(r"-?\d+", text):
         return int(text)
-    raise ValueError(f"{text!r} is no place in a log: write earliest, latest, an offset or @2026-11-01T00:00")
+    raise ValueError(f"{text!r} is not a place in a log: write earliest, latest, an offset or @2026-11-01T00:00")
 
 
 _AS_WRITTEN = "metamq.as_written"
 
 
 def as_written(parameter: click.Parameter) -> str | None:
-    """What stood in the command line for a parameter of a Parsed type, None where it was not given."""
+    """Returns the text of a Parsed parameter in the command line; None if it was not given."""
     texts: dict[str | None, str] = click.get_current_context().meta.get(_AS_WRITTEN, {})
     return texts.get(parameter.name)
 
 
 class Parsed(_ParamType):
-    """A parameter whose text `parse` understands; ValueError and ConfigError are usage errors."""
+    """A parameter type with a parser; ValueError and ConfigError of the parser are usage errors."""
 
     def __init__(self, name: str, parse: Any) -> None:
         self.name = name
@@ -125,7 +125,7 @@ class Parsed(_ParamType):
 
 
 class Unlimited:
-    """The word "forever" as a value: None means that an option was not given."""
+    """The type of UNLIMITED, the value of the word "unlimited". None means that an option was not given."""
 
 
 UNLIMITED = Unlimited()
@@ -133,28 +133,28 @@ UNLIMITED = Unlimited()
 
 def _or_unlimited(parse: Any) -> Any:
     def convert(text: str) -> Any:
-        return UNLIMITED if text.strip().lower() in FOR_EVER else parse(text)
+        return UNLIMITED if text.strip().lower() in UNLIMITED_WORDS else parse(text)
 
     return convert
 
 
 DURATION = Parsed("time", parse_ms)
 SIZE = Parsed("size", parse_bytes)
-DURATION_OR_FOREVER = Parsed("time", _or_unlimited(parse_ms))
+DURATION_OR_UNLIMITED = Parsed("time", _or_unlimited(parse_ms))
 SIZE_OR_UNLIMITED = Parsed("size", _or_unlimited(parse_bytes))
 FLUSH = Parsed("policy", parse_flush)
 PLACE = Parsed("place", parse_place)
 TOPIC = Parsed("topic", check_topic)
 GROUP = Parsed("group", check_group)
-TOPIC_THERE = Parsed("topic", partial(check_node, "topic"))
-GROUP_THERE = Parsed("group", partial(check_node, "group"))
-"""Those that are there may have names that are no longer allowed, and have to be removed."""
+EXISTING_TOPIC = Parsed("topic", partial(check_node, "topic"))
+EXISTING_GROUP = Parsed("group", partial(check_node, "group"))
+"""Existing topics and groups may have names that are no longer allowed, and must be removable."""
 
 
 def show_ms(ms: int | None) -> str:
-    """ "7d" of 604800000: the largest unit that divides it. None: for ever."""
+    """Returns "7d" for 604800000: the largest unit that divides it. None is unlimited."""
     if ms is None:
-        return NO_LIMIT
+        return UNLIMITED_TEXT
     for unit in ("d", "h", "m", "s"):
         if ms and ms % MS[unit] == 0:
             return f"{ms // MS[unit]}{unit}"
@@ -162,9 +162,9 @@ def show_ms(ms: int | None) -> str:
 
 
 def show_bytes(size: int | None) -> str:
-    """ "1GiB" of 1073741824; rounded to one digit when it is no whole number of units. None: no limit."""
+    """Returns "1GiB" for 1073741824; rounded to one digit if it is not a whole number of units. None is unlimited."""
     if size is None:
-        return "no limit"
+        return UNLIMITED_TEXT
     for number, unit in ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
         if size >= number:
             return f"{size // number}{unit}" if size % number == 0 else f"{size / number:.1f}{unit}"
@@ -172,14 +172,14 @@ def show_bytes(size: int | None) -> str:
 
 
 def show_retention(ms: int | None, size: int | None) -> str:
-    """ "7d", "7d/10GiB" for whichever comes first, "for ever"."""
+    """Returns "7d", "7d/10GiB" for whichever comes first, "unlimited"."""
     parts = [show_ms(ms)] if ms is not None else []
     parts += [show_bytes(size)] if size is not None else []
-    return "/".join(parts) or NO_LIMIT
+    return "/".join(parts) or UNLIMITED_TEXT
 
 
 def show_ids(numbers: Iterable[int]) -> str:
-    """ "0-3,7" of 0, 1, 2, 3, 7."""
+    """Returns "0-3,7" for 0, 1, 2, 3, 7."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][-1] == number - 1:
@@ -190,7 +190,7 @@ def show_ids(numbers: Iterable[int]) -> str:
 
 
 def show_flush(flush: Flush) -> str:
-    """As parse_flush takes it."""
+    """Returns the text that parse_flush reads."""
     if not isinstance(flush, FlushEvery):
         return flush
     parts = [str(flush.messages)] if flush.messages is not None else []
@@ -199,7 +199,7 @@ def show_flush(flush: Flush) -> str:
 
 
 def show_age(ms: int) -> str:
-    """ "3s", "12m", "5h", "9d": how long ago, roughly."""
+    """Returns a rounded age: "3s", "12m", "5h", "9d"."""
     for unit in ("d", "h", "m", "s"):
         if ms >= MS[unit]:
             return f"{ms // MS[unit]}{unit}"

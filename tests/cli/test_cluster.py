@@ -135,7 +135,7 @@ def test_from_folders_alone_brokers_come_into_sync_and_nothing_is_missing(scene:
     assert [row[:4] for row in rows[1:3]] == [["0", "0", "master", "yes"], ["0", "1", "slave", "yes"]]
     again = scene.restore("--yes")
     assert again.status == 0
-    assert "is here already: nothing is written" in again.talk
+    assert "is already in ZooKeeper: nothing is written" in again.talk
 
     for replica in (0, 1):
         scene.start(replica)
@@ -337,7 +337,7 @@ def test_an_export_replaces_an_older_one_and_none_of_another_cluster(metamq: Met
     file.write_text(others)
     refused = metamq("cluster", "export", file)
     assert refused.status == 1
-    assert f"{file} is an export of cluster {'f' * 32}, and this ZooKeeper has cluster {own}" in refused.talk
+    assert f"{file} is an export of cluster {'f' * 32}, but this ZooKeeper has cluster {own}" in refused.talk
     assert "Give another file name, or remove the file." in refused.talk
     assert file.read_text() == others
     assert list(tmp_path.iterdir()) == [file]

@@ -51,7 +51,7 @@ def test_all_is_well(metamq: Metamq, topic: str) -> None:
 
 NOT_REGISTERED = "no connection to broker 0: it is not registered in ZooKeeper"
 WAITING = {
-    "produce": "Waiting for brokers to take 1 message. `metamq doctor` says what is wrong.\n",
+    "produce": "Waiting for brokers to take 1 message. `metamq doctor` shows the problem.\n",
     "consume": f"broker 0: 4 partitions cannot be fetched at present: {NOT_REGISTERED}. Is it running?\n",
 }
 
@@ -84,9 +84,9 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
             assert child.stderr.readline().decode().endswith(WAITING[command[0]])
             if command[0] == "produce":
                 child.send_signal(signal.SIGINT)
-                assert child.stderr.readline() == b"Storing what has been read. Ctrl-C again gives up.\n"
+                assert child.stderr.readline() == b"Storing the messages that were read. Ctrl-C again gives up.\n"
                 child.send_signal(signal.SIGTERM)
-                assert child.stderr.readline() == b"Given up: 0 messages stored, 1 not known to be.\n"
+                assert child.stderr.readline() == b"Given up: 0 messages stored, 1 may not be stored.\n"
                 assert child.wait(60) == 130
             child.kill()
         ended = offline("consume", "flights", "-e", *here)
@@ -102,7 +102,7 @@ def test_a_broker_that_is_gone_and_znodes_that_make_no_sense(offline: Metamq, pr
         assert looked.status == 1
         findings = by_name(looked.json)
         assert findings["broker 0"]["detail"].startswith("not registered")
-        assert findings["broker 0"]["hint"] == "Start it, or see its log for why it has ended."
+        assert findings["broker 0"]["hint"] == "Start it. Its log says why it ended."
         assert findings["topics"]["detail"] == (
             "not served, in whole or in part, while broker 0 has no master: flights"
         )
@@ -131,7 +131,7 @@ def test_transactions_that_are_prepared_for_long_are_named_with_the_next_step(
         assert re.fullmatch(
             r"prepared at broker 0 for \d+m?s; it is decided by its transaction manager", finding["detail"]
         )
-        assert finding["hint"].startswith("Start its transaction manager again: it recovers what is prepared.")
+        assert finding["hint"].startswith("Start its transaction manager again: it recovers prepared branches.")
         assert f"transaction {xids[BRANCHES_NAMED]}" not in looked, "the oldest are named"
         assert looked["transactions"]["detail"].startswith("2 more are prepared for more than")
         for xid in xids:
@@ -146,7 +146,7 @@ def test_nodes_that_cannot_be_read_are_named(metamq: Metamq, running: Cluster) -
     try:
         looked = metamq("doctor", "-o", "json")
         assert (looked.status, looked.talk) == (1, "")
-        problems = {one["what"]: one for one in looked.json if one["detail"].endswith("it counts as not there")}
+        problems = {one["what"]: one for one in looked.json if one["detail"].endswith("metamq ignores it")}
         assert "the node of member 'm-1' of group 'odd' in ZooKeeper is damaged" in problems["group odd"]["detail"]
         assert problems["group odd"]["hint"] == "`metamq group evict odd m-1` removes it."
         assert "the slave node of broker 0 in ZooKeeper is damaged" in problems["broker 0"]["detail"]
@@ -299,7 +299,7 @@ def test_what_is_amiss_with_replicas_and_the_command_that_mends_it(offline: Meta
             slave.kill()
             wait_until(lambda: replicas()[1].address is None, what="the slave's session over")
             assert looked()["broker 0"]["hint"] == (
-                "Replica 1 is in sync and down: start it first, its folder holds what was acknowledged."
+                "Replica 1 is in sync and down. Start it first: its folder has the acknowledged messages."
             )
         finally:
             for broker in (slave, learner):

@@ -14,7 +14,7 @@ from metamq.cli.commands import tx
 from metamq.cli.context import Globals
 from metamq.cli.show.message_format import as_json, as_raw, compile_format
 from metamq.cli.show.output import folded, print_json, print_table, say, styled
-from metamq.cli.show.terminal import inert, inert_bytes
+from metamq.cli.show.terminal import escaped, escaped_bytes
 from metamq.client.model import Message
 from metamq.client.net.branches import BranchDescription
 from metamq.wire.xa import Xid
@@ -38,12 +38,12 @@ def test_every_control_character_is_escaped_but_ends_of_lines_and_tabs() -> None
     bidi = [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x2028, 0x2029]
     for number in [*range(0x20), *range(0x7F, 0xA0), *bidi]:
         if chr(number) not in "\n\t":
-            assert inert(chr(number)) in (f"\\x{number:02x}", f"\\u{number:04x}")
+            assert escaped(chr(number)) in (f"\\x{number:02x}", f"\\u{number:04x}")
     for number in [*range(0x20, 0x7F), *range(0xA0, 0x600), *range(0x3000, 0x3100)]:
-        assert inert(chr(number)) == chr(number)
-    assert inert(EVIL) == HARMLESS
-    assert inert("Grüße,\tWelt\n日本") == "Grüße,\tWelt\n日本"
-    assert inert_bytes(b"\xff\x1b") == b"\\xff\\x1b"
+        assert escaped(chr(number)) == chr(number)
+    assert escaped(EVIL) == HARMLESS
+    assert escaped("Grüße,\tWelt\n日本") == "Grüße,\tWelt\n日本"
+    assert escaped_bytes(b"\xff\x1b") == b"\\xff\\x1b"
 
 
 def test_tables_talk_and_errors_are_inert_on_a_terminal(
@@ -69,7 +69,7 @@ def test_the_owner_and_the_id_of_a_transaction_are_inert_on_a_terminal(
     assert run(["tx", "show", str(found.xid)]) == 0
     said = capsys.readouterr()
     assert f"begun by {HARMLESS}" in said.out
-    assert inert(said.out) == said.out
+    assert escaped(said.out) == said.out
 
 
 def test_a_pipe_gets_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +96,6 @@ def test_json_has_no_control_character_anywhere(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     written = as_json(MESSAGE._replace(value=EVIL.encode())).decode()
     for document in (printed, written):
-        assert inert(document) == document
+        assert escaped(document) == document
     assert json.loads(printed) == odd
     assert json.loads(written)["value"] == EVIL

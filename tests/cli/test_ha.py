@@ -28,7 +28,7 @@ from tests.parts import another_boot, wait_until
 
 Pair = tuple[Cluster, BrokerProcess]
 Start = Callable[..., "subprocess.Popen[bytes]"]
-UNKNOWN = "What it would lose cannot be known: why."
+UNKNOWN = "The loss is unknown: why."
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert ha("wait", "--in-sync", 2).status == 0
     unconfirmed = ha("promote", "--slave", 1)
     assert unconfirmed.status == 1
-    assert "in place of replica 0, which lives and hands over" in unconfirmed.talk
+    assert "in place of replica 0, which runs and hands over" in unconfirmed.talk
     assert "It is in sync: nothing is lost.\n" in unconfirmed.talk
     assert "Give --yes to do it" in unconfirmed.talk
 
@@ -114,11 +114,13 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     refused = ha("promote", "--slave", 0, "--yes")
     assert refused.status == 1
     assert "It is not in sync: without --accept-loss the promotion is refused." in refused.talk
-    assert "Replica 1 is in sync and down: start it first, its folder holds what was acknowledged." in refused.talk
+    assert "Replica 1 is in sync and down. Start it first: its folder has the acknowledged messages." in refused.talk
     assert "replica 1 of broker 0 is down" in ha("promote", "--slave", 1).talk
     accepted = ha("promote", "--slave", 0, "--accept-loss", "--yes")
     assert accepted.status == 0
-    assert re.search("cannot be known: replica 1 has .*\nStart replica 1; if it runs, promote that", accepted.talk)
+    assert re.search(
+        r"The loss is unknown: replica 1 has .*\nStart replica 1\. If it runs, promote it instead", accepted.talk
+    )
     (said,) = re.findall(r"Replica 0 is the master of broker 0, epoch (\d+)\.", accepted.talk)
     assert int(said) > epoch
 
@@ -143,7 +145,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
     assert [line.split()[5] for line in shown.text.splitlines()[1:]] == ["no", "no"]
     refused = ha("promote", "--slave", master, "--yes")
     assert refused.status == 1
-    assert f"Replica {master} becomes the master of broker 0 again." in refused.talk
+    assert f"Replica {master} will be the master of broker 0 again." in refused.talk
     assert "It is not in sync" in refused.talk
     accepted = ha("promote", "--slave", master, "--accept-loss", "--yes")
     assert accepted.status == 0, accepted.talk
@@ -284,7 +286,7 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
     refused = offline("ha", "promote", "--slave", 1, "--yes")
     assert refused.status == 1
     assert refused.talk.splitlines()[:4] == [
-        "Replica 1 becomes the master of broker 0 in place of replica 0, which lives and hands nothing over.",
+        "Replica 1 will be the master of broker 0 in place of replica 0, which runs and does not hand over.",
         "It is not in sync: without --accept-loss the promotion is refused.",
         "It would lose: 7 messages of topic one.",
         "It would lose: 3 messages of topic two.",
@@ -298,7 +300,7 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
     accepted = offline("ha", "promote", "--slave", 1, "--accept-loss", "--yes")
     assert accepted.status == 0, accepted.talk
     assert accepted.talk.splitlines() == [
-        "Replica 1 becomes the master of broker 0 in place of replica 0, which lives and hands nothing over.",
+        "Replica 1 will be the master of broker 0 in place of replica 0, which runs and does not hand over.",
         "It is not in sync.",
         "LOST: 7 messages of topic one.",
         "LOST: 3 messages of topic two.",
@@ -313,11 +315,11 @@ def test_what_a_promotion_loses_is_said_first_and_then_lost(offline: Metamq, beh
     ("master_lives", "lost", "instead", "said"),
     [
         (False, {"t": 2}, None, ["LOST: 2 messages of topic t."]),
-        (True, {}, None, ["At present it has all messages that the replicas that answer have."]),
+        (True, {}, None, ["At present it has all messages of the replicas that answer."]),
         (False, None, None, [UNKNOWN]),
-        (False, None, 0, [UNKNOWN, "Start replica 0; if it runs, promote that one."]),
-        (True, None, 2, [UNKNOWN, "Start replica 2; if it runs, promote that one."]),
-        (True, None, 0, [UNKNOWN, "That one is the master and runs: wait until replica 1 is in sync."]),
+        (False, None, 0, [UNKNOWN, "Start replica 0. If it runs, promote it instead."]),
+        (True, None, 2, [UNKNOWN, "Start replica 2. If it runs, promote it instead."]),
+        (True, None, 0, [UNKNOWN, "Replica 0 is the master and runs: wait until replica 1 is in sync."]),
     ],
 )
 def test_each_thing_that_the_plan_knows_of_a_loss_is_said_before_the_question(

@@ -92,14 +92,14 @@ def test_every_folder_above_a_partition_will_do(offline: Metamq, folder: Path) -
         assert [report["name"] for report in offline("log", "verify", place, "-o", "json").json] == names
     ended = offline("log", "verify", folder / "topics")
     assert ended.status == 1
-    assert "is neither a data folder nor that of a topic or a partition" in ended.talk
+    assert "is not a data folder, and not the folder of a topic or a partition" in ended.talk
 
 
 def test_of_several_replicas_folders_the_one_that_is_used_is_named(offline: Metamq, folder: Path) -> None:
     slave = Path(shutil.copytree(folder, folder.with_name("replica-1")))
     for command in (("verify", folder.parent), ("forget", folder.parent, "flights/0-1")):
         talk = offline("log", *command).talk
-        assert f"The data folder is {folder}. The folder also has {slave}: give the one that you mean." in talk
+        assert f"The data folder is {folder}. The folder also has {slave}: to use another one, give its path." in talk
     assert offline("log", "verify", slave).talk == ""
 
 
@@ -139,8 +139,8 @@ def test_missing_bytes_and_missing_files(offline: Metamq, folder: Path) -> None:
         file.truncate(last.stat().st_size - 8)
     checked = offline("log", "verify", folder)
     assert checked.status == 1
-    assert "the next begins at" in checked.text
-    assert "and ends before" in checked.text
+    assert "the next one begins at" in checked.text
+    assert "but ends before" in checked.text
 
 
 def test_a_log_that_was_being_emptied_has_nothing_to_verify(offline: Metamq, folder: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_log_that_was_being_emptied_has_nothing_to_verify(offline: Metamq, fol
     assert checked.status == 0
     found = checked.json[1]
     assert (found["segments"], found["findings"]) == ([], [])
-    assert found["notes"] == ["the log is being emptied, to begin at byte 1,000: no file counts"]
+    assert found["notes"] == ["the log is being emptied, and will begin at byte 1,000: no file counts"]
 
 
 def test_what_can_be_made_anew_is_only_noted(offline: Metamq, folder: Path) -> None:
@@ -163,10 +163,10 @@ def test_what_can_be_made_anew_is_only_noted(offline: Metamq, folder: Path) -> N
     flip(epochs, 15)
     checked = offline("log", "verify", folder)
     assert checked.status == 0
-    assert f"the index {index} is not usable, the broker makes it anew" in checked.text
-    assert f"the epochs {epochs} are not usable, the broker makes them anew" in checked.text
+    assert f"the index {index} is not usable; the broker rebuilds it" in checked.text
+    assert f"the epochs {epochs} are not usable; the broker rebuilds them" in checked.text
     (find_partitions(folder)[1].path / "flushed").unlink()
-    assert "how far the log was flushed is not known" in offline("log", "verify", folder).text
+    assert "it is unknown how far the log was flushed" in offline("log", "verify", folder).text
 
 
 def test_dump(offline: Metamq, folder: Path) -> None:

@@ -82,7 +82,7 @@ def test_at_a_lone_broker_readers_are_told_and_miss_nothing_of_what_comes_after(
     before = fingerprint(broker.data)
     planned = offline("log", "forget", broker.data, name)
     assert planned.status == 1
-    assert "Without a slave in sync, every message of the partition is LOST." in planned.talk
+    assert "If no slave is in sync, every message of the partition is LOST." in planned.talk
     assert "metamq ha promote --broker 0 --slave" in planned.talk
     assert planned.talk.endswith("Nothing was done. Give --yes to do it.\n")
     assert fingerprint(broker.data) == before, "the plan changes nothing"
@@ -183,7 +183,7 @@ def test_a_slave_copies_the_partition_again_and_a_master_beside_it_waits(offline
             flip(of(slave, 1))
             done = offline("log", "forget", slave.data, f"{TOPIC}/0-1", "--yes")
             assert done.status == 0
-            assert "Replica 1 of broker 0 was a slave: it copies what it lacks from its master" in done.talk
+            assert "Replica 1 of broker 0 was a slave: it copies the missing messages from its master" in done.talk
             slave.start()
             group.wait_insync(0, 1)
             group.wait_equal(0, 1)
@@ -230,14 +230,14 @@ def test_files_from_a_backup_are_served_once_a_person_accepts_them(
     assert reasons.pop(name) == [f"{REPLACED}: {of(broker, 1)}"]
     assert not any(reasons.values())
     planned = offline("log", "accept", broker.data, name)
-    assert f"{name} is accepted as it is: {BEFORE} messages" in planned.talk
-    assert "Without a slave in sync, what these files lack is LOST." in planned.talk
+    assert f"{name} will be accepted as it is: {BEFORE} messages" in planned.talk
+    assert "If no slave is in sync, every message that these files lack is LOST." in planned.talk
     assert fingerprint(broker.data) == before, "the plan changes nothing"
     done = offline("log", "accept", broker.data, name, "--yes", "-o", "json")
     assert (done.status, done.json["messages"]) == (0, BEFORE), done.talk
     assert offline("log", "verify", broker.data).status == 0
     again = offline("log", "accept", broker.data, name, "--yes")
-    assert (again.status, "its files are those that this replica used last" in again.talk) == (1, True)
+    assert (again.status, "this replica used the same files last" in again.talk) == (1, True)
     broker.start()
     assert http_get(broker.http_port, "/readyz")[0] == 200
     after = put(running, "0-1", b"after", AFTER)
@@ -255,8 +255,8 @@ def test_only_files_from_elsewhere_are_accepted(running: Cluster, offline: Metam
     record = unknown / "partitions"
     lines = record.read_text()
     for folder, reason in (
-        (unknown, "its files are those that this replica used last"),
-        (copy, f"all of {copy} is a copy, and the broker takes its files as they are"),
+        (unknown, "this replica used the same files last"),
+        (copy, f"all of {copy} is a copy, and the broker uses its files as they are"),
     ):
         before = fingerprint(folder)
         refused = offline("log", "accept", folder, name, "--yes")
@@ -266,7 +266,7 @@ def test_only_files_from_elsewhere_are_accepted(running: Cluster, offline: Metam
         assert offline("log", "verify", folder).status == 0
     record.write_text("".join(line for line in lines.splitlines(keepends=True) if f"{TOPIC}@" not in line))
     refused = offline("log", "accept", unknown, name, "--yes")
-    assert (refused.status, "nothing is known of the files that were here before" in refused.talk) == (1, True)
+    assert (refused.status, "the former files are unknown" in refused.talk) == (1, True)
     assert offline("log", "verify", unknown).status == 0
     unknown.rename(broker.data)
     broker.start()
@@ -287,7 +287,7 @@ def test_a_journal_of_transactions_from_a_backup_is_served_once_a_person_accepts
     assert "`metamq log accept` takes a copy" in broker.log_path.read_text()
     broker.stop()
     planned = offline("log", "accept", broker.data, name)
-    assert "Decide about it only as its transaction manager did" in planned.talk
+    assert "Decide it only as its transaction manager did" in planned.talk
     assert offline("log", "accept", broker.data, name, "--yes").status == 0
     broker.start()
     assert http_get(broker.http_port, "/readyz")[0] == 200

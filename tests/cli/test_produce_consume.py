@@ -177,7 +177,7 @@ def test_messages_come_out_as_they_come_in(process: Start, metamq: Metamq, topic
     writer.send_signal(signal.SIGINT)
     _, talk = writer.communicate(timeout=90)
     assert writer.returncode == 130
-    assert talk.startswith(b"Storing what has been read. Ctrl-C again gives up.\n3 messages to ")
+    assert talk.startswith(b"Storing the messages that were read. Ctrl-C again gives up.\n3 messages to ")
     reader.send_signal(signal.SIGINT)
     assert reader.wait(60) == 0
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from metamq.cli.show.replica_view import amiss, damage
+from metamq.cli.show.replica_view import damage_faults, replica_faults
 from metamq.client.admin.admin_model import BrokerReplicas, ReplicaDescription
 
 
@@ -31,8 +31,8 @@ APART = replica(1, "slave", "apart")
 FULL = replica(1, "slave", "apart", "no room")
 LEARNER = replica(1, "slave", "learner")
 PROMOTE = "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master"
-LOOK_AGAIN = "It may be slow only: look again with `metamq ha status`. If it stays silent:"
-START_IT = "Start it, or see its log for why it has ended."
+LOOK_AGAIN = "It may only be slow: run `metamq ha status` again. If it stays silent:"
+START_IT = "Start it. Its log says why it ended."
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ START_IT = "Start it, or see its log for why it has ended."
         (MASTER, READY, []),
         (MASTER, BEHIND, []),
         (MASTER, GONE, ["Start it."]),
-        (MASTER, APART, ["Its log says why, unless it has only just begun."]),
+        (MASTER, APART, ["If it has not just started, its log says why."]),
         (MASTER, FULL, [""]),
         (DEAD, READY, [f"{PROMOTE}, unless replica 0 comes back soon."]),
         (HANGS, READY, [f"{LOOK_AGAIN} {PROMOTE}, unless replica 0 comes back soon."]),
@@ -49,30 +49,30 @@ START_IT = "Start it, or see its log for why it has ended."
             DEAD,
             APART,
             [
-                "Start replica 0: no other one is in sync. If it is gone for good, "
-                "`metamq ha promote --broker 0 --slave 1 --accept-loss` says what would be lost, and asks."
+                "Start replica 0: no other one is in sync. If it is lost permanently, "
+                "`metamq ha promote --broker 0 --slave 1 --accept-loss` shows what would be lost, and asks."
             ],
         ),
-        (DEAD, GONE, ["Start replica 0; or replica 1, which is in sync, too, and promote that.", "Start it."]),
+        (DEAD, GONE, ["Start replica 0; or start replica 1, which is also in sync, and promote it.", "Start it."]),
         (DEAD, LEARNER, [START_IT]),
         (WAITS, READY, [f"{PROMOTE}."]),
         (
             WAITS,
             GONE,
-            ["Replica 1 is in sync and down: start it first, its folder holds what was acknowledged.", "Start it."],
+            ["Replica 1 is in sync and down. Start it first: its folder has the acknowledged messages.", "Start it."],
         ),
         (
             WAITS,
             APART,
             [
                 "No replica is in sync. Start all of them; `metamq ha promote --broker 0 --slave 0 --accept-loss` then "
-                "says what the others have more, and asks."
+                "shows what would be lost, and asks."
             ],
         ),
     ],
 )
 def test_advice(master: ReplicaDescription, slave: ReplicaDescription, hints: list[str]) -> None:
-    found = amiss(BrokerReplicas(0, 3, 1, (master, slave)))
+    found = replica_faults(BrokerReplicas(0, 3, 1, (master, slave)))
     assert [one.hint for one in found] == hints
     assert [one.what for one in found if one.status == "problem"] == ([] if master is MASTER else ["broker 0"])
 
@@ -80,18 +80,21 @@ def test_advice(master: ReplicaDescription, slave: ReplicaDescription, hints: li
 @pytest.mark.parametrize(
     ("slave", "hint"),
     [
-        (replace(READY, copying=0), "`metamq ha promote --broker 0 --slave 1` makes replica 1 the master"),
+        (
+            replace(READY, copying=0),
+            "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master",
+        ),
         (
             GONE,
-            "start it first, its folder holds what was acknowledged. Then promote it: `metamq ha promote --broker 0",
+            "its folder has the acknowledged messages. Then promote replica 1: `metamq ha promote --broker 0",
         ),
-        (BEHIND, "take it with `metamq log accept`"),
+        (BEHIND, "accept it with `metamq log accept`"),
     ],
 )
 def test_a_damaged_master_is_replaced_by_a_slave_that_is_in_sync_and_down_too(
     slave: ReplicaDescription, hint: str
 ) -> None:
-    (found,) = damage(BrokerReplicas(0, 3, 1, (replace(MASTER, damaged=("t/0-0",), damaged_count=1), slave)))
+    (found,) = damage_faults(BrokerReplicas(0, 3, 1, (replace(MASTER, damaged=("t/0-0",), damaged_count=1), slave)))
     assert hint in found.hint
 
 

@@ -59,7 +59,7 @@ def test_a_setting_that_is_refused_is_named_as_it_was_given(metamq: Metamq, topi
 def test_more_replicas_in_sync_than_there_are_are_warned_of(metamq: Metamq, topic: str) -> None:
     created = metamq("topic", "create", "safe", "--broker", 0, "--min-insync", 3)
     assert created.status == 0
-    warning = "Broker 0 has 1 replica, and --min-insync is {}: until {} are in sync it refuses what is sent to {}.\n"
+    warning = "Broker 0 has 1 replica, and --min-insync is {}: until {} are in sync, it refuses writes to {}.\n"
     assert created.talk == warning.format(3, 3, "safe") + "Topic safe has 4 partitions (4 on broker 0).\n"
     altered = metamq("topic", "alter", topic, "--min-insync", 2)
     assert altered.status == 0
@@ -100,7 +100,7 @@ def test_what_loses_messages_is_shown_first_and_wants_yes(metamq: Metamq, topic:
     ]
     shown = metamq("topic", "alter", topic, "--retention", "1h")
     assert shown.status == 1
-    assert f"Topic {topic}: retention_ms from 7d to 1h, messages past it are removed." in shown.talk
+    assert f"Topic {topic}: retention_ms from 7d to 1h, messages past it will be removed." in shown.talk
     found = metamq("topic", "describe", topic, "-o", "json").json[0]
     assert (found["messages"], found["config"]["retention_ms"]) == (2, 7 * 86_400_000)
     assert metamq("topic", "alter", topic, "--retention", "30d").status == 0

@@ -82,7 +82,7 @@ def test_flush_policies() -> None:
 def test_places() -> None:
     assert [parse_place(text) for text in ("earliest", "end", "12", "-3")] == ["earliest", "latest", 12, -3]
     assert parse_place("@2026-11-01T00:00Z") == datetime(2026, 11, 1, tzinfo=UTC)
-    with pytest.raises(ValueError, match="is no place in a log"):
+    with pytest.raises(ValueError, match="is not a place in a log"):
         parse_place("noon")
 
 
@@ -96,14 +96,14 @@ def test_points_in_time() -> None:
 
 def test_for_people() -> None:
     assert [show_bytes(size) for size in (None, 0, 1000, 1 << 30, 1536)] == [
-        "no limit",
+        "unlimited",
         "0B",
         "1000B",
         "1GiB",
         "1.5KiB",
     ]
     assert [show_age(ms) for ms in (12, 3_900, 125_000, 10**9)] == ["12ms", "3s", "2m", "11d"]
-    assert show_ms(None) == "for ever"
+    assert show_ms(None) == "unlimited"
     assert [show_ids(ids) for ids in ([], [3], [0, 1], [7, 0, 2, 1])] == ["", "3", "0-1", "0-2,7"]
     kept = [show_retention(ms, size) for ms in (None, 86_400_000) for size in (None, 1 << 30)]
-    assert kept == ["for ever", "1GiB", "1d", "1d/1GiB"]
+    assert kept == ["unlimited", "1GiB", "1d", "1d/1GiB"]

@@ -65,7 +65,7 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     process: Start, offline: Metamq, tmp_path: Path, until: Until
 ) -> None:
     first = Up(process, tmp_path, *free_ports())
-    assert "Ctrl-C ends all." in first.talk
+    assert "Ctrl-C stops all." in first.talk
     assert f"ZooKeeper serves at {first.zookeeper}, broker 0 has 2 replicas:\n  master (replica 0) at" in first.talk
     assert "  slave (replica 1) at 127.0.0.1:" in first.talk
     assert max(map(len, first.talk.splitlines())) <= 80
@@ -75,7 +75,7 @@ def test_up_keeps_data_whatever_ends_it_and_its_folder_for_itself(
     refused = process("up", cwd=tmp_path)
     _, talk = refused.communicate(timeout=90)
     assert refused.returncode == 1
-    assert f"`metamq up` runs already on metamq-data, as process {first.process.pid}".encode() in talk
+    assert f"`metamq up` already runs on metamq-data, as process {first.process.pid}".encode() in talk
     children = first.children()
     assert len(children) >= 2
     assert first.end(signal.SIGINT) == (0, "Stopping.\n")
@@ -147,7 +147,7 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     by_hand = process(*again, cwd=tmp_path)
     until(lambda: in_sync(offline, running.zookeeper) == {0: True, 1: True}, "the former master in sync")
     broker_process(running, 1).kill()  # the last process of its own: the one started by hand needs ZooKeeper
-    left = b"No replica started here is left; ZooKeeper goes on until Ctrl-C.\n"
+    left = b"No replica started here is left; ZooKeeper runs until Ctrl-C.\n"
     assert said.readline() == b"Replica 1, the master, was ended by SIGKILL. " + left
     assert said.readline() == b"To make a slave the master: metamq ha promote --broker 0 --slave 0\n"
     assert said.readline().startswith(b"To start it again: metamq broker --replica 1 --port ")
@@ -159,7 +159,7 @@ def test_a_replica_that_ends_is_told_and_the_other_goes_on(
     refused = process("up", "--slaves", 0, *free_ports(), cwd=tmp_path)
     _, talk = refused.communicate(timeout=90)
     assert refused.returncode == 1
-    assert b"replica 1 is the master of broker 0, and is not among those to be started" in talk
+    assert b"replica 1 is the master of broker 0, but this command does not start it" in talk
 
 
 def test_after_its_machine_went_down_it_says_how_to_go_on(
@@ -180,7 +180,7 @@ def test_after_its_machine_went_down_it_says_how_to_go_on(
     again = Up(process, tmp_path, *free_ports())
     assert "  waiting (replica 0) at 127.0.0.1:" in again.talk
     assert "Replica 0 waits: it may lack what it had acknowledged" in again.talk
-    (command,) = re.findall("^To go on with it: metamq (.*)$", again.talk, re.MULTILINE)
+    (command,) = re.findall("^To make it the master: metamq (.*)$", again.talk, re.MULTILINE)
     here = ("--zookeeper", again.zookeeper)
     assert offline(*command.split(), "--yes", *here).status == 0
     assert offline("consume", "flights", "-e", *here).text.split() == ["a"]
@@ -239,7 +239,9 @@ def test_zookeeper_s_memory_is_a_setting_and_its_end_is_named(process: Start, tm
 def test_a_memory_that_cannot_be_is_named_with_examples(offline: Metamq, command: tuple[str, str], text: str) -> None:
     refused = offline(*command, text)
     assert refused.status == 2
-    assert f"'{text}' is no size of ZooKeeper's memory: write it like 512MiB or 2GiB" in " ".join(refused.talk.split())
+    assert f"'{text}' is not a size for ZooKeeper's memory: write it like 512MiB or 2GiB" in " ".join(
+        refused.talk.split()
+    )
 
 
 def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metamq.cli.log_reader import find_partitions, verify_partition
-from metamq.cli.show.replica_view import damage as advice
+from metamq.cli.show.replica_view import damage_faults as advice
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import CorruptData
 from metamq.testing import BrokerProcess
