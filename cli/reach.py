@@ -14,7 +14,7 @@ def check_cluster(servers: str, root: str) -> None:
 
 
 async def look_for_cluster(servers: str, root: str) -> None:
-    """Does the work of `check_cluster`, and raises the same."""
+    """Raises the errors of `check_cluster`; for use in an event loop."""
     async with await open_session(servers, root=root, patient=False) as session:
         problem = await missing_cluster(session)
         if problem is not None:

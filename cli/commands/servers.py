@@ -133,6 +133,8 @@ def broker(with_parent: bool, output: str, **settings: Any) -> int:
     metamq broker --data /var/lib/metamq --zookeeper zk1:2181,zk2:2181
     metamq broker --id 1 --port 8124 --http-port 8121 --data ./broker-1
     metamq broker --id 0 --replica 1 --port 8125 --http-port 8122 --data ./slave
+
+    \b
     metamq broker --host 0.0.0.0 --advertise broker-0.example.org
     metamq broker --config /etc/metamq/broker.toml
     """  # fmt: skip

@@ -27,19 +27,20 @@ from metamq.broker.config import BrokerConfig
 from metamq.cli.command import CliCommand
 from metamq.cli.commands.up_replicas import BROKER_ID, ReplicaPlace, Replicas
 from metamq.cli.context import current
-from metamq.cli.ports import Ports
 from metamq.cli.processes import MEMORY, Stopped, StopSignals, find_java_and_jars
 from metamq.cli.show.output import TEXT_OR_JSON, count, print_json_line, say
 from metamq.client.settings import load
 from metamq.errors import ConfigError
 from metamq.private_files import FILE_MODE, make_folder, restrict_process
 from metamq.zk.server.embedded import MEMORY_VARIABLE, EmbeddedZooKeeper
+from metamq.zk.server.ports import is_free
 
 HOST = "127.0.0.1"
 ZOOKEEPER_PORT, BROKER_PORT, HTTP_PORT = 2181, 8123, 8120
 SLAVES_MAX = 8
 POLL_S = 0.1
 ORPHANS_S = 15.0
+PORTS_TRIED = 100
 
 
 @click.command(cls=CliCommand)
@@ -246,3 +247,42 @@ def _places(folder: Path, slaves: int, port: int | None, http_port: int | None) 
         own_http = free.next_free("/metrics", first_http + number, "--http-port") if first_http > 0 else first_http
         places.append(ReplicaPlace(number, HOST, own, own_http, folder / f"replica-{number}"))
     return places
+
+
+class Ports:
+    """Free ports of one address. Each is given out once: a server that is starting does not listen yet."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._given: set[int] = set()
+
+    def take(self, what: str, wanted: int | None, usual: int, option: str) -> int:
+        """Returns the wanted port, else the usual one or the next free one. Raises ConfigError if none is free.
+
+        A wanted port of 0 lets the system choose. `what` names the server for the error.
+        """
+        if wanted is not None:
+            if wanted and not self._is_free(wanted):
+                raise ConfigError(
+                    f"port {wanted} of {self._host} is in use: {what} cannot listen there",
+                    hint=f"Choose another {option}.",
+                )
+            self._given.add(wanted)
+            return wanted
+        return self.next_free(what, usual, option)
+
+    def next_free(self, what: str, first: int, option: str) -> int:
+        """Returns the first free port from `first` on. Raises ConfigError if the next 100 ports are in use."""
+        last = min(first + PORTS_TRIED - 1, 65535)
+        for port in range(first, last + 1):
+            if port not in self._given and self._is_free(port):
+                self._given.add(port)
+                return port
+        raise ConfigError(f"no port from {first} to {last} is free for {what}", hint=f"Choose a port with {option}.")
+
+    def _is_free(self, port: int) -> bool:
+        try:
+            return is_free(self._host, port)
+        except OSError as error:
+            problem = f"cannot listen on port {port} of {self._host}: {error.strerror}"
+            raise ConfigError(problem, hint="Choose another port.") from None

@@ -1,10 +1,10 @@
 """The demo's application with a database, as a process of its own, so that it can be killed.
 
-Each transaction inserts some flights into sqlite3 and sends them: both or neither. Which flights are next, the database
-itself says; so whoever is started after a kill goes on where the last one was committed.
+Each transaction inserts some flights into sqlite3 and sends them: both or neither. The database itself has the next
+flights. So an application that starts after a kill continues behind the last committed flight.
 
     python -m metamq.cli.demo.application ZOOKEEPER DATABASE FLIGHTS_PER_TRANSACTION
-                                                                    ends when all are sent, or its standard input does
+                                                        ends when all flights are sent, or with its standard input
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEXT = "SELECT id, flight FROM planned WHERE id > (SELECT coalesce(max(id), 0) F
 
 
 def connect(path: str) -> sqlite3.Connection:
-    """A connection as Python makes it: an INSERT begins a transaction. Its commit is on the disk."""
+    """Returns a connection with implicit transactions: an INSERT begins one. A commit is on the disk."""
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
@@ -38,7 +38,7 @@ def connect(path: str) -> sqlite3.Connection:
 
 
 def work(zookeeper: str, path: str, number: int) -> None:
-    """Books flights until there is none left."""
+    """Books flights until none is left."""
     with contextlib.closing(connect(path)) as connection, Producer[bytes](zookeeper) as producer:
         while flights := connection.execute(NEXT, (number,)).fetchall():
             with contextlib.suppress(MetamqError, sqlite3.Error), dbtx(connection, producer) as tx:

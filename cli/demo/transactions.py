@@ -1,7 +1,7 @@
-"""The demo's second part: flights go into a database and a topic in one transaction each, and who does it is killed.
+"""The demo's second part: an application books flights in transactions over a database and a topic, and is killed.
 
-The application dies by kill -9, twenty times, at a random moment. What it leaves behind between the two is finished by
-a Recoverer, as the database has decided. In the end both have the same flights, each once.
+The application dies by kill -9, twenty times, at a random moment. A Recoverer finishes the transactions that it leaves
+between the two, as the database has decided. In the end both have the same flights, each once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from metamq.cli.demo import application as demo_application
 from metamq.cli.demo.flights import encode
-from metamq.cli.demo.waiting import wait_for
+from metamq.cli.demo.helpers import Say, wait_for
 from metamq.errors import MetamqError
 from metamq.testing import Cluster
 from metamq.tx import Recoverer, create_outcome_table
@@ -30,21 +30,19 @@ from metamq.words import count
 TOPIC = demo_application.TOPIC
 PARTITIONS = 4
 FLIGHTS_MAX = 30_000
-"""Of all flights: more transactions would only take longer."""
+"""The most flights of the sample: more transactions would only take longer."""
 TRANSACTIONS = 600
 KILLS = 20
 MOMENT_S = 0.05
-"""A kill comes within so long after a new application has committed something."""
+"""Seconds within which a kill comes, after a new application has committed a transaction."""
 GRACE_S, EVERY_S = 0.5, 0.2
 LIMIT_S = 180.0
 IDLE_S = 20.0
 POLL_S = 0.01
 
-Say = Callable[[str], None]
-
 
 class TransactionStory:
-    """One run of it. `check` is called while it waits; what it raises ends that."""
+    """One run. `check` is called during waits; an exception that it raises ends the wait."""
 
     def __init__(self, running: Cluster, folder: Path, say: Say, check: Callable[[], None]) -> None:
         self._running = running
@@ -56,7 +54,7 @@ class TransactionStory:
         self._application: subprocess.Popen[bytes] | None = None
 
     def run(self, rows: list[dict[str, Any]]) -> bool:
-        """Whether database and topic have the same flights. Raises MetamqError."""
+        """Returns True if the database and the topic have the same flights. Raises MetamqError."""
         sample = rows[:: -(-len(rows) // FLIGHTS_MAX)]
         each = max(1, len(sample) // TRANSACTIONS)
         self._running.create_topic(TOPIC, partitions=PARTITIONS, replication="sync")
@@ -74,8 +72,8 @@ class TransactionStory:
                 self._end()
                 self._stop.set()
                 recovering.join()
-            self._say(f"all {len(sample):,} are booked in {time.monotonic() - began:.1f} s, the kills included")
-            self._until(lambda: self._look(recoverer), "the end of what was left in doubt")
+            self._say(f"all {len(sample):,} are booked in {time.monotonic() - began:.1f} s, including the kills")
+            self._until(lambda: self._look(recoverer), "the end of the transactions in doubt")
         self._say(
             f"recovery has finished {count(self._finished.total(), 'transaction')} that a kill had cut off between "
             f"database and broker: {self._finished['committed']} committed, {self._finished['rolled back']} rolled back"
@@ -97,7 +95,7 @@ class TransactionStory:
             self._look(recoverer)
 
     def _look(self, recoverer: Recoverer) -> bool:
-        """Finishes what can be; whether nothing is left."""
+        """Finishes transactions in doubt; returns True if none is left."""
         try:
             done = recoverer.run_once()
         except MetamqError:  # it looks again soon
@@ -106,7 +104,7 @@ class TransactionStory:
         return not done.left and not done.unreachable
 
     def _book(self, total: int, each: int) -> None:
-        """Starts an application, and another one for each that is killed, until all is booked."""
+        """Starts an application, and another one after each kill, until all flights are booked."""
         with contextlib.closing(self._connect()) as connection:
             for number in range(1, KILLS + 2):
                 at_least = max(total * number // (KILLS + 1), _booked(connection) + 1)

@@ -1,9 +1,9 @@
 """One of the demo's consumers, as a process of its own, so that it can be killed.
 
-Results and offsets go into one sqlite3 database in one transaction, a batch at a time: so every flight counts once,
-whoever dies when. The `flights` table's primary key would refuse a second copy.
+The results and offsets of a batch go into one sqlite3 database in one transaction. So every flight counts once,
+whichever process dies at any time. The `flights` table's primary key would refuse a second copy.
 
-    python -m metamq.cli.demo.worker ZOOKEEPER DATABASE NAME        ends when its standard input does
+    python -m metamq.cli.demo.worker ZOOKEEPER DATABASE NAME        ends with its standard input
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS flights (id INTEGER PRIMARY KEY, carrier TEXT NOT NUL
 
 
 def connect(path: str) -> sqlite3.Connection:
-    """A connection on which transactions are begun and ended by hand."""
+    """Returns a connection without implicit transactions."""
     connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
@@ -36,7 +36,7 @@ def connect(path: str) -> sqlite3.Connection:
 
 
 def work(zookeeper: str, path: str, name: str) -> None:
-    """Counts flights until the process is ended."""
+    """Counts flights until the process ends."""
 
     def say(what: str, partitions: list[TopicPartition]) -> None:
         print(what, *sorted(tp.partition for tp in partitions), flush=True)
@@ -66,6 +66,6 @@ def work(zookeeper: str, path: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("metamq").setLevel(logging.ERROR)  # the demo tells of the master's death itself
+    logging.getLogger("metamq").setLevel(logging.ERROR)  # the demo itself reports the master's death
     follow_parent(sys.stdin.fileno())
     work(*sys.argv[1:4])

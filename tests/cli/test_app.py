@@ -98,7 +98,7 @@ def test_every_broker_setting_is_a_flag() -> None:
         (["produce", "x", "-k", "a", "-K", ":"], "give one of them"),
         (["produce", "x", "-H", "nonsense"], "is not NAME=VALUE"),
         (["consume", "x", "--from", "yesterday"], "is not a place in a log"),
-        (["consume", "x", "--format", "%q"], "%q means nothing"),
+        (["consume", "x", "--format", "%q"], "%q is unknown in a format"),
         (["consume", "x", "--group", "g", "--from", "7"], "a group begins at its committed offsets"),
         (["group", "reset", "g", "x"], "give either --to or --partition"),
         (["up", "--ephemeral", "--data", "x"], "give one of them"),

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from metamq.cli.commands import up
-from metamq.cli.ports import TRIED, Ports
+from metamq.cli.commands.up import PORTS_TRIED, Ports
 from metamq.errors import ConfigError
 from metamq.zk.server.ports import free_port, is_free
 from tests.cli.conftest import unset
@@ -73,7 +73,7 @@ def test_none_is_given_out_twice_though_nobody_listens_yet() -> None:
 def test_one_that_is_wanted_is_taken_or_refused_and_never_replaced() -> None:
     usual = block(2)
     with taken(usual):
-        with pytest.raises(ConfigError, match=f"port {usual} of {HOST} is taken, ZooKeeper cannot") as caught:
+        with pytest.raises(ConfigError, match=f"port {usual} of {HOST} is in use: ZooKeeper cannot") as caught:
             Ports(HOST).take("ZooKeeper", usual, usual, "--port")
         assert caught.value.hint == "Choose another --port."
         assert Ports(HOST).take("ZooKeeper", usual + 1, usual, "--port") == usual + 1
@@ -81,13 +81,13 @@ def test_one_that_is_wanted_is_taken_or_refused_and_never_replaced() -> None:
 
 
 def test_when_none_is_free_the_range_and_the_option_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TRIED >= 10
-    monkeypatch.setattr("metamq.cli.ports.TRIED", 3)
+    assert PORTS_TRIED >= 10
+    monkeypatch.setattr("metamq.cli.commands.up.PORTS_TRIED", 3)
     usual = block(3)
     with taken(usual, usual + 1, usual + 2):
         with pytest.raises(ConfigError, match=f"no port from {usual} to {usual + 2} is free for ZooKeeper") as caught:
             Ports(HOST).take("ZooKeeper", None, usual, "--port")
-        assert caught.value.hint == "Give --port."
+        assert caught.value.hint == "Choose a port with --port."
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # somebody else has it
             stack.enter_context(taken(65535))

@@ -260,7 +260,7 @@ def test_a_broker_that_does_not_answer_is_named(
         status, out, err = command(capsys, "list")
         assert status == 1
         assert str(xid) in out
-        assert "the branches at broker 1 are unknown" in err
+        assert "The branches at broker 1 are unknown" in err
         assert command(capsys, "show", str(xid))[0] == 0
         status, _out, err = command(capsys, "show", str(Xid.random()))
         assert status == 3

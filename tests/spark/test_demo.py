@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metamq.cli.demo import spark as demo_spark
-from metamq.cli.demo.flights import Tally
+from metamq.cli.demo.flights import Tally, tally
 from tests.one_zookeeper import cluster
 
 DAYS = 60
@@ -42,7 +42,7 @@ def test_batch_and_stream_give_what_the_rows_do_though_the_query_is_killed(
         assert "kill -9 the query" in story
         assert "equal[/bold green]: Spark's batch query has the flights and delays of 7 carriers" in story
         assert f"equal[/bold green]: {len(found):,} hours, each there once, " in story
-        expected = demo_spark.by_hour(rows())
+        expected = tally(rows(), demo_spark.by_hour)
         wrong = {**found, next(iter(found)): Tally(1, 1, 1)}
         assert not demo._compare_hours(expected, wrong, times)
         times = Counter(dict.fromkeys(found, 1))
