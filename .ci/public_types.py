@@ -1,10 +1,10 @@
-"""What pyright makes of the public API, seen from a user's side; part of `./dev lint`, run inside .venv/typing.
+"""Checks the public API with pyright, as a user sees it; part of `./dev lint`, runs in .venv/typing.
 
-1. Every public name, with all that it takes and gives, has a type that is written down: `pyright --verifytypes`, of
-   which only what a user is told of counts here. What mypy infers by itself, pyright calls ambiguous.
-2. A user's program, tests/typed_user.py, means to pyright in strict mode what it is meant to mean.
+1. Every public name has declared types, with all arguments and results: `pyright --verifytypes`. Only names that users
+   import count. Pyright calls types ambiguous that mypy infers.
+2. A user's program, tests/typed_user.py, has no errors in pyright's strict mode.
 
-    python .ci/public_types.py PYRIGHT PROGRAM      prints what is wrong, and ends with status 1 then
+    python .ci/public_types.py PYRIGHT PROGRAM      prints the faults; then ends with status 1
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PUBLIC = ("metamq", "metamq.aio", "metamq.errors", "metamq.testing")
 
 
 def homes() -> Iterator[str]:
-    """Where each public class or function is defined, and the classes that it is made of."""
+    """Yields the full name of each public class or function, and of the base classes."""
     for name in PUBLIC:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]:
@@ -34,7 +34,7 @@ def homes() -> Iterator[str]:
 
 
 def asked(pyright: str, *arguments: str) -> dict[str, Any]:
-    """What pyright answers. Raises SystemExit when that is nothing at all."""
+    """Returns pyright's answer. Raises SystemExit if the answer is not JSON."""
     done = subprocess.run([pyright, "--outputjson", *arguments], capture_output=True, text=True, check=False)
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -44,14 +44,14 @@ def asked(pyright: str, *arguments: str) -> dict[str, Any]:
 
 
 def shown(finding: dict[str, Any]) -> str:
-    """One line, with the real file's name."""
+    """Returns a finding on one line, with the real file's name."""
     file = re.sub(r"^metamq/(?=\w+/)", "", finding["file"].removeprefix(f"{os.getcwd()}/"))
     place = f"{file}:{finding['range']['start']['line'] + 1}" if file else "elsewhere"
     return f"{place}: {' '.join(finding['message'].split())}"
 
 
 def incomplete(pyright: str, python: str) -> list[str]:
-    """Public symbols without a known type."""
+    """Returns the public symbols without a known type."""
     report = asked(pyright, "--pythonpath", python, "--verifytypes", "metamq", "--ignoreexternal")
     symbols = report["typeCompleteness"]["symbols"]
     known = {one["name"] for one in symbols if one["isTypeKnown"] and not one["isTypeAmbiguous"]}
@@ -64,7 +64,7 @@ def incomplete(pyright: str, python: str) -> list[str]:
 
 
 def misunderstood(pyright: str, python: str, program: str) -> list[str]:
-    """What is wrong with a user's program."""
+    """Returns the errors in a user's program."""
     return [shown(one) for one in asked(pyright, "--pythonpath", python, program)["generalDiagnostics"]]
 
 

@@ -1,4 +1,4 @@
-"""How often a broker has fsynced, and the wait until it has flushed what it was sent."""
+"""The number of a broker's fsyncs, and the wait until it has flushed all messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ QUIET_S = 1.5
 
 
 def flushes(broker: BrokerProcess) -> float:
-    """How many fsyncs the broker has made since its start."""
+    """Returns the number of fsyncs since the broker's start."""
     with urllib.request.urlopen(f"http://127.0.0.1:{broker.http_port}/metrics") as page:
         lines = page.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("metamq_disk_fsync_seconds_count"))
 
 
 def until_flushed(broker: BrokerProcess) -> None:
-    """Returns once the broker fsyncs no more: a thousand logs that were just written to are two thousand fsyncs, which
-    belong to the producing of them."""
+    """Waits until the broker makes no more fsyncs.
+
+    A thousand logs after a write are two thousand fsyncs, which belong to the measurement of that write.
+    """
     before = -1.0
     while (now := flushes(broker)) != before:
         before = now

@@ -1,4 +1,4 @@
-"""Latency: a blocking round trip, and from `send` in one process to the loop over a consumer in another."""
+"""Latency of a blocking round trip, and from `send` in one process to a consumer's loop in another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STAMP = struct.Struct("<q")
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:
-    """p50, p99 and p99.9, in milliseconds."""
+    """Returns p50, p99 and p99.9, in milliseconds."""
     ordered = sorted(samples)
     return {
         name: ordered[min(int(len(ordered) * share), len(ordered) - 1)] * 1000
@@ -27,7 +27,7 @@ def percentiles(samples: list[float]) -> dict[str, float]:
 
 
 def round_trip(cluster: Cluster, topic: str) -> dict[str, float]:
-    """`send(...).result()` of 100 bytes, one after the other."""
+    """Measures `send(...).result()` of 100 bytes, one after the other."""
     samples = []
     with cluster.producer() as producer:
         for _ in range(ROUND_TRIPS):
@@ -38,7 +38,7 @@ def round_trip(cluster: Cluster, topic: str) -> dict[str, float]:
 
 
 def end_to_end(cluster: Cluster, topic: str) -> dict[str, float]:
-    """1,000 messages a second of 100 bytes, from another process; the clock is the host's."""
+    """Measures 1,000 messages of 100 bytes per second, from another process; both use the host's clock."""
     count = int(RATE * SECONDS)
     samples = []
     with cluster.consumer(topics=[topic], start="latest", idle_timeout_s=10) as consumer:
@@ -70,7 +70,7 @@ def _send(zookeeper: str, topic: str, count: int) -> None:
 
 
 def measure(cluster: Cluster) -> dict[str, dict[str, float]]:
-    """All of it, on a topic of one partition."""
+    """Runs all measurements of latency, on a topic of one partition."""
     topic = f"latency-{time.monotonic_ns()}"
     cluster.create_topic(topic, partitions=1)
     return {

@@ -1,4 +1,4 @@
-"""Start-up, recovery and memory of a broker, against the size of its logs and the number of its partitions."""
+"""Start-up, recovery and memory of a broker, by the size of its logs and the number of its partitions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _rss_mb(running: Cluster) -> float:
 
 
 def against_size(say: Callable[[str], None]) -> list[dict[str, float]]:
-    """Seconds from exec to serving, after a clean stop and after kill -9, for growing logs on 4 partitions.
+    """Measures seconds from exec to serving, after a clean stop and after kill -9, for growing logs on 4 partitions.
 
-    The first kill -9 comes before anything was flushed: recovery checks all of it. The second one after all was.
+    The first kill -9 comes before any flush: recovery checks the whole log. The second one comes after all flushes.
     """
     rows = []
     for size_mb in SIZES_MB:
@@ -48,13 +48,13 @@ def against_size(say: Callable[[str], None]) -> list[dict[str, float]]:
             rows.append({**row, "after_kill_unflushed_s": unflushed_s})
             say(
                 f"log of {size_mb:5} MB: up in {clean_s:.2f} s after a clean stop, {killed_s:.2f} s after kill -9, "
-                f"{unflushed_s:.2f} s if nothing of it was flushed"
+                f"{unflushed_s:.2f} s if nothing was flushed"
             )
     return rows
 
 
 def many_partitions(say: Callable[[str], None]) -> dict[str, Any]:
-    """Memory and restart of a broker with 1,000 partitions, each with data."""
+    """Measures memory and restart of a broker with 1,000 partitions, each with data."""
     with cluster() as running:
         empty_mb = _rss_mb(running)
         running.create_topic("many", partitions=MANY)

@@ -1,11 +1,11 @@
-"""The physical limits that metamq's figures stand beside: the same bytes moved with nothing but system calls.
+"""The physical limits for metamq's figures: the same bytes moved with system calls alone.
 
-Two processes each, over loopback, in 1 MiB pieces, as a broker and a client would at best:
+Two processes each, over loopback, with 1 MiB per call, as a perfect broker and client would do it:
 
     loopback      one sends, the other receives
-    copy_write    one sends, the other receives and writes to a file (page cache): what a produce cannot beat
-    read_send     one reads a file (page cache) and sends, the other receives: what a fetch cannot beat
-    copy_to_file  one reads a file (page cache) and sends, the other writes to one: what catching up cannot beat
+    copy_write    one sends, the other receives and writes to a file (page cache): the limit of a produce
+    read_send     one reads a file (page cache) and sends, the other receives: the limit of a fetch
+    copy_to_file  one reads a file (page cache) and sends, the other writes to a file: the limit of catching up
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _send(address: tuple[str, int], path: str | None) -> None:
 
 
 def _run(sender_path: str | None, receiver_path: str | None) -> float:
-    """Bytes per second."""
+    """Returns bytes per second."""
     context = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         receiver = context.Process(target=_receiver, args=(listener, receiver_path))
@@ -78,9 +78,9 @@ def _echo(listener: socket.socket) -> None:
 
 
 def round_trips(count: int, size: int) -> list[float]:
-    """Seconds of each: a thread wakes another one, that asks another process, whose answer wakes both again.
+    """Returns the seconds of each round trip: a thread wakes another thread, which asks another process.
 
-    What a blocking call to a broker through an event loop in the background cannot beat.
+    The answer wakes both again. It is the limit of a blocking call to a broker through an event loop in the background.
     """
     samples = []
     asked, answered = threading.Semaphore(0), threading.Semaphore(0)
@@ -110,7 +110,7 @@ def round_trips(count: int, size: int) -> list[float]:
 
 
 def copy_to_file(folder: str) -> float:
-    """From file to file, in bytes per second."""
+    """Returns bytes per second from file to file."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         source, target = os.path.join(place, "source"), os.path.join(place, "target")
         _run(None, source)
@@ -119,7 +119,7 @@ def copy_to_file(folder: str) -> float:
 
 
 def measure(folder: str) -> dict[str, float]:
-    """The first three, in bytes per second, with files in `folder`."""
+    """Returns the first three limits, in bytes per second, with files in `folder`."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         path = os.path.join(place, "raw")
         loopback = _run(None, None)

@@ -1,11 +1,11 @@
-"""Rebalance: a member joins, leaves or is killed among ten with 100 partitions; how long until all is owned again.
+"""Rebalance: the time until all of 100 partitions are owned again, after one of ten members joins, leaves or is killed.
 
-Members are processes that handle messages of up to 10 ms all the while. *Steady* is when the plan is one for exactly
-the members that are there, and every partition's owner node names the member that the plan names. The clock starts
+Members are processes that handle messages in up to 10 ms the whole time. The group is *steady* when its plan is for
+exactly the present members, and every partition's owner node names the member of the plan. The clock starts
 
-    join    when the member's node is there: its process has started, connected and said so
-    leave   when it is told to stop (SIGTERM)
-    kill    when its node is gone: its session has expired, SESSION_TIMEOUT_MS or so after the kill
+    join    when the member's node exists: its process has started and connected
+    leave   when the member gets SIGTERM
+    kill    when the member's node is gone: its session has expired, about SESSION_TIMEOUT_MS after the kill
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIMIT_S = 30.0
 
 
 def member(zookeeper: str, strategy: str) -> None:
-    """Handles messages until it is told to stop."""
+    """Handles messages until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with Consumer(
         zookeeper, topics=TOPIC, group=GROUP, strategy=strategy, session_timeout_ms=SESSION_TIMEOUT_MS
@@ -46,7 +46,7 @@ def member(zookeeper: str, strategy: str) -> None:
 
 
 class Group:
-    """The member processes, and what ZooKeeper says of them."""
+    """The member processes, and their state in ZooKeeper."""
 
     def __init__(self, running: Cluster, strategy: str, session: Session) -> None:
         self._command = [sys.executable, __file__, running.zookeeper, strategy]
@@ -54,7 +54,7 @@ class Group:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     async def steady(self, since: float) -> float:
-        """Seconds from `since` until the group is steady."""
+        """Returns the seconds from `since` until the group is steady."""
         while not await self._is_steady():
             if time.perf_counter() - since > LIMIT_S:
                 raise RuntimeError(f"the group is not steady after {LIMIT_S:g} s")
@@ -69,20 +69,20 @@ class Group:
         return await owned_partitions(self._session, GROUP) == stored.plan.assignment
 
     async def _members_are(self, wanted: Callable[[set[int]], bool]) -> float:
-        """When the members' process ids were first seen to be as wanted."""
+        """Waits until the members' process ids are as wanted; returns the time."""
         while True:
             if wanted({one.pid for one in (await read_members(self._session, GROUP)).values()}):
                 return time.perf_counter()
             await asyncio.sleep(0.002)
 
     async def join(self) -> float:
-        """One more."""
+        """Adds a member."""
         process = await asyncio.to_thread(subprocess.Popen, self._command)
         self.processes.append(process)
         return await self.steady(await self._members_are(lambda pids: process.pid in pids))
 
     async def leave(self) -> float:
-        """One less, in order."""
+        """Stops a member gracefully."""
         process = self.processes.pop(0)
         began = time.perf_counter()
         process.send_signal(signal.SIGTERM)
@@ -91,7 +91,7 @@ class Group:
         return took
 
     async def kill(self) -> float:
-        """One less, without a word."""
+        """Kills a member."""
         process = self.processes.pop(0)
         process.kill()
         process.wait()
@@ -118,7 +118,7 @@ async def _measure(running: Cluster, strategy: str, rounds: int, say: Callable[[
 
 
 def measure(say: Callable[[str], None], *, strategy: str = "range", rounds: int = ROUNDS) -> dict[str, float]:
-    """Seconds until steady: join_s, leave_s, kill_s, each the median of its rounds."""
+    """Returns the seconds until the group is steady: join_s, leave_s, kill_s, each the median of its rounds."""
     with cluster() as running:
         running.create_topic(TOPIC, PARTITIONS)
         with running.producer() as producer:

@@ -1,6 +1,6 @@
-"""What a slave costs, and what it gives: throughput and latency of `sync`, catching up, promotion.
+"""The cost and the benefit of a slave: throughput and latency of `sync`, catching up, promotion.
 
-One broker id, a master and a slave, as processes of their own beside the client's: three of them share the cores.
+A master and a slave of one broker id, and the client: three processes that share the cores.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from metamq.testing import BrokerProcess, Cluster, cluster
 Say = Callable[[str], None]
 
 BYTES = {100: 200_000_000, 1024: 512 * 1024 * 1024}
-"""How much is sent for one figure, by message size."""
+"""The bytes sent for one figure, by message size."""
 AWAY_BYTES = 1024 * 1024 * 1024
-"""How much a slave lacks that was away."""
+"""The bytes that a slave lacks after its absence."""
 ROUND_TRIPS = 1500
 PROMOTIONS = 6
 PARTITIONS = 4
 BUSY_MESSAGES, BUSY_EVERY_S = 10, 0.01
-"""What the master takes while it brings a slave up to date, and gives to a consumer: 1,000 messages a second."""
+"""The load of the master while a slave catches up: 1,000 messages a second, from a producer to a consumer."""
 
 
 class Pair:
@@ -44,7 +44,7 @@ class Pair:
         self.replicas: list[BrokerProcess] = [running.broker, slave]
 
     def wait_in_sync(self, admin: Admin, count: int = 2, limit_s: float = 120.0) -> None:
-        """Until so many replicas are in sync, and have everything: one may lag for seconds and be in sync."""
+        """Waits until `count` replicas are in sync and have all messages: an in-sync replica may lag for seconds."""
         deadline = time.monotonic() + limit_s
         while sum(one.holds_all and not one.lag_bytes for one in admin.replicas()[0].replicas) != count:
             assert time.monotonic() < deadline, f"{count} replicas were not in sync within {limit_s:g} s"
@@ -53,7 +53,7 @@ class Pair:
 
 @contextmanager
 def pair() -> Iterator[Pair]:
-    """A master and its slave, not started yet."""
+    """Yields a master and its slave, which is not started yet."""
     with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder)) as running:
         made = Pair(running)
         try:
@@ -63,11 +63,11 @@ def pair() -> Iterator[Pair]:
 
 
 def _send_many(running: Cluster, topic: str, size: int) -> float:
-    """Messages per second."""
+    """Returns messages per second."""
     values = [os.urandom(size)] * (BYTES[size] // size)
     with running.producer() as producer:
         producer.send(topic, b"warm").result()
-        settle(3 * BYTES[size])  # the logs of both replicas, and what is under way
+        settle(3 * BYTES[size])  # the logs of both replicas, and the messages in flight
         began = time.perf_counter()
         producer.send_many(topic, values).result()
         return len(values) / (time.perf_counter() - began)
@@ -79,14 +79,14 @@ def _cpu_s(process: BrokerProcess) -> float:
 
 
 def _costed(both: Pair, topic: str, size: int) -> float:
-    """The master's CPU seconds per byte taken, replication included where there is a slave."""
+    """Returns the master's CPU seconds per byte stored, including replication if there is a slave."""
     before_s = _cpu_s(both.replicas[0])
     _send_many(both.cluster, topic, size)
     return (_cpu_s(both.replicas[0]) - before_s) / BYTES[size]
 
 
 def throughput(both: Pair, rounds: int, say: Say) -> list[dict[str, float]]:
-    """`send_many` to an `async` and to a `sync` topic, one after the other, both with the slave in sync."""
+    """Measures `send_many` to an `async` and then to a `sync` topic, both with the slave in sync."""
     rows = []
     with both.cluster.admin() as admin:
         for size in BYTES:
@@ -101,13 +101,13 @@ def throughput(both: Pair, rounds: int, say: Say) -> list[dict[str, float]]:
                     admin.delete(topic)
             row = {"message_bytes": float(size), **{mode: statistics.median(found) for mode, found in rates.items()}}
             row["ratio"] = statistics.median(s / a for s, a in zip(rates["sync"], rates["async"], strict=True))
-            say(f"{size} B: async {row['async']:,.0f}/s, sync {row['sync']:,.0f}/s, {row['ratio']:.2f} of it")
+            say(f"{size} B: async {row['async']:,.0f}/s, sync {row['sync']:,.0f}/s, a ratio of {row['ratio']:.2f}")
             rows.append(row)
     return rows
 
 
 def added_latency(both: Pair, rounds: int, say: Say) -> dict[str, float]:
-    """Blocking round trips to an `async` and a `sync` topic in turn, and the difference of their medians."""
+    """Measures blocking round trips to an `async` and a `sync` topic, and the difference of their medians."""
     found: dict[str, list[float]] = {"async": [], "sync": []}
     for mode in found:
         both.cluster.create_topic(f"latency-{mode}", partitions=1, replication=mode)
@@ -129,7 +129,7 @@ def added_latency(both: Pair, rounds: int, say: Say) -> dict[str, float]:
 
 @contextmanager
 def _busy(running: Cluster, topic: str) -> Iterator[None]:
-    """The master serves meanwhile: some messages, some hundred bytes each, and somebody who reads them."""
+    """Keeps the master busy: a producer sends messages of some hundred bytes, and a consumer reads them."""
     stop = threading.Event()
 
     def produce() -> None:
@@ -160,7 +160,7 @@ def _topic_bytes(data: Path, topic: str) -> int:
 
 
 def catching_up(both: Pair, rounds: int, say: Say) -> dict[str, float]:
-    """Bytes per second of a slave that was away, while the master serves; beside a raw copy from file to file."""
+    """Measures how fast a slave catches up while the master serves, and a raw copy from file to file."""
     rates, raws = [], []
     slave = both.replicas[1]
     both.cluster.create_topic("served", partitions=1)
@@ -177,12 +177,12 @@ def catching_up(both: Pair, rounds: int, say: Say) -> dict[str, float]:
             with _busy(both.cluster, "served"):
                 slave.start()
                 began = time.perf_counter()
-                while _topic_bytes(slave.data, topic) < AWAY_BYTES:  # to ask the brokers would hold them up
+                while _topic_bytes(slave.data, topic) < AWAY_BYTES:  # a request would delay the brokers
                     time.sleep(0.005)
                 both.wait_in_sync(admin)
                 rates.append(AWAY_BYTES / (time.perf_counter() - began))
             admin.delete(topic)
-            say(f"caught up with {rates[-1] / 1e9:.2f} GB/s; a raw copy makes {raws[-1] / 1e9:.2f} GB/s")
+            say(f"caught up at {rates[-1] / 1e9:.2f} GB/s; a raw copy makes {raws[-1] / 1e9:.2f} GB/s")
     ratio = statistics.median(ours / theirs for ours, theirs in zip(rates, raws, strict=True))
     return {
         "bytes_per_s": statistics.median(rates),
@@ -192,7 +192,7 @@ def catching_up(both: Pair, rounds: int, say: Say) -> dict[str, float]:
 
 
 def promotion(both: Pair, say: Say) -> dict[str, float]:
-    """Seconds from the request to the first write that the new master acknowledged, for either fate of the old one."""
+    """Measures seconds from the request to the new master's first acknowledgement; the old one runs, or is killed."""
     found: dict[str, list[float]] = {"living": [], "dead": []}
     both.cluster.create_topic("promoted", partitions=1, replication="sync")
     with both.cluster.admin() as admin, both.cluster.producer() as producer:
@@ -215,7 +215,7 @@ def promotion(both: Pair, say: Say) -> dict[str, float]:
 
 
 def measure(rounds: int, say: Say) -> dict[str, object]:
-    """All of it."""
+    """Runs all measurements of replication."""
     with pair() as both:
         both.cluster.create_topic("alone", partitions=PARTITIONS)
         alone = statistics.median(_costed(both, "alone", 1024) for _ in range(rounds))
@@ -223,7 +223,7 @@ def measure(rounds: int, say: Say) -> dict[str, object]:
         with both.cluster.admin() as admin:
             both.wait_in_sync(admin)
         replicated = statistics.median(_costed(both, "alone", 1024) for _ in range(rounds))
-        say(f"master: {alone * 1e9:.2f} ns of CPU a byte alone, {replicated * 1e9:.2f} with a slave")
+        say(f"master: {alone * 1e9:.2f} ns of CPU per byte alone, {replicated * 1e9:.2f} with a slave")
         return {
             "throughput": throughput(both, rounds, say),
             "latency": added_latency(both, rounds, say),

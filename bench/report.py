@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and its plot from a result file, so no figure there is typed by hand.
+"""Writes docs/performance.md and its plot from a result file, so that no figure is typed by hand.
 
 python bench/report.py [bench/results/latest.json]
 """
@@ -15,28 +15,28 @@ WAYS = ("send", "send_many", "iteration", "batches", "batches, values", "batches
 
 INTRODUCTION = """# Performance
 
-`./dev bench` measures the figures; `bench/report.py` writes this page from `bench/results/latest.json`. A speed means
-nothing without the machine, so each is compared with the same machine's speed with system calls alone, in the same run:
+`./dev bench` measures, and `bench/report.py` writes this page from `bench/results/latest.json`. A speed means nothing
+without the machine. So each run also measures the same machine with system calls alone:
 
 * **loopback**: one process sends, another receives;
-* **copy and write**: one sends, another receives and writes to a file in the page cache: the upper limit of producing;
-* **read and send**: one reads a file from the page cache and sends, another receives: the upper limit of fetching.
+* **copy and write**: one sends, another receives and writes to a file, in the page cache: the limit of producing;
+* **read and send**: one reads a file from the page cache and sends, another receives: the limit of fetching.
 
-The broker is a process of its own. Figures are medians of the rounds of one run; a ratio is taken in each round, of
-figures of the same minute. Before each figure, all written data is on the disk, and free memory has been touched. A
-virtual machine may give freed memory back to its host, and its next use costs up to six times as much
-(`bench/settle.py`).
+The broker is a process of its own. Figures are medians of the rounds of one run. A ratio is taken in each round, from
+figures of the same minute. Before each measurement, written data is on the disk, and free memory has been touched
+(`bench/settle.py`): a virtual machine may give freed memory back to its host, and to use it again costs up to six times
+as much.
 """
 
 HOW = """
 ## How to read them
 
-`send` is one call and one Delivery a message; `send_many` is one call for all. `iteration` is
-`for message in consumer`; `batches` yields verified batches and touches nothing in them; `values` makes every value a
-`bytes` object; `arrow` makes a RecordBatch. The listener is `consumer.run(listener)` with one thread. The time of
-producing includes the last acknowledgement; the time of consuming begins when the consumer has connected.
+`send` is one call and one Delivery for each message; `send_many` is one call for all. `iteration` is
+`for message in consumer`. `batches` yields verified batches and reads nothing in them; `values` makes every value a
+`bytes` object; `arrow` makes a RecordBatch. The listener is `consumer.run(listener)` with one thread. Producing
+includes the last acknowledgement. Consuming begins when the consumer has connected.
 
-A consumer of 1,000 partitions sends no more with a poll than a consumer of 4: a fetch session carries only changes.
+A poll of a consumer of 1,000 partitions is as small as one of 4 partitions: a fetch session sends only changes.
 """
 
 
@@ -77,7 +77,7 @@ def _lifecycle(results: dict[str, Any]) -> list[str]:
         "",
         "## Start-up, recovery, memory",
         "",
-        "| log | up after a clean stop | up after kill -9 | up after kill -9, nothing flushed: all is checked |",
+        "| log | up after a clean stop | up after kill -9 | up after kill -9, nothing flushed: the whole log is checked |",
         "|---|---|---|---|",
     ]
     lines += [
@@ -89,7 +89,7 @@ def _lifecycle(results: dict[str, Any]) -> list[str]:
     lines += [
         "",
         f"A broker with {many['partitions']:,} partitions, each with data, takes {many['used_mb']:.0f} MB "
-        f"({many['empty_mb']:.0f} MB without them, {many['kb_per_partition']:.1f} kB a partition), and is up "
+        f"({many['empty_mb']:.0f} MB without them, {many['kb_per_partition']:.1f} kB per partition), and is up "
         f"{many['restart_after_clean_stop_s']:.2f} s after a clean stop.",
     ]
     return lines
@@ -100,17 +100,17 @@ def _rebalance(results: dict[str, Any]) -> list[str]:
         "",
         "## Rebalance",
         "",
-        "Ten members, 100 partitions, handlers of up to 10 ms. Seconds until every partition has an owner again:",
+        "Ten members, 100 partitions, handlers of up to 10 ms. Seconds until every partition is owned again:",
         "",
     ]
     lines += ["| event | seconds |", "|---|---|"]
     lines += [f"| {event} | {results[f'{event}_s']:.2f} |" for event in ("join", "leave", "kill")]
-    lines += ["", "For a kill, the time begins when the killed member's session ends."]
+    lines += ["", "For a kill, the time begins at the end of the killed member's session."]
     return lines
 
 
 def _replication(results: dict[str, Any]) -> list[str]:
-    lines = ["", "## Replication", "", "A master and a slave, both in sync, on the same cores as the client:", ""]
+    lines = ["", "## Replication", "", "A master and a slave, both in sync, and the client share the cores:", ""]
     lines += ["| `send_many` | async | sync | sync / async |", "|---|---|---|---|"]
     lines += [
         f"| {row['message_bytes']:,.0f} B | {row['async'] / 1e6:.2f} M/s | {row['sync'] / 1e6:.2f} M/s "
@@ -121,14 +121,14 @@ def _replication(results: dict[str, Any]) -> list[str]:
     promoted = results["promotion"]
     lines += [
         "",
-        f"* a blocking round trip takes {waits['async_p50_ms']:.2f} ms to an async topic and "
-        f"{waits['sync_p50_ms']:.2f} ms to a sync one, at the median: {waits['added_p50_ms']:.2f} ms more;",
+        f"* the median of a blocking round trip is {waits['async_p50_ms']:.2f} ms to an async topic and "
+        f"{waits['sync_p50_ms']:.2f} ms to a sync topic: {waits['added_p50_ms']:.2f} ms more;",
         f"* a slave that was away catches up at {caught_up['bytes_per_s'] / 1e9:.2f} GB/s while the master serves "
         "1,000 messages/s; a copy from file to file over loopback makes "
         f"{caught_up['raw_bytes_per_s'] / 1e9:.2f} GB/s;",
-        f"* from the request to promote a slave to the first write that it acknowledges: {promoted['living_s']:.2f} s "
-        f"with a living master, {promoted['dead_s']:.2f} s with a master just killed with -9;",
-        f"* to take a byte costs the master {cpu['alone']:.2f} ns of processor time, to replicate it "
+        f"* from the request to promote a slave to the first write that it acknowledged: {promoted['living_s']:.2f} s "
+        f"if the master runs, {promoted['dead_s']:.2f} s if it was just killed with -9;",
+        f"* to store a byte costs the master {cpu['alone']:.2f} ns of processor time, and to replicate it "
         f"{cpu['replicated']:.2f} ns more.",
     ]
     return lines
@@ -136,32 +136,32 @@ def _replication(results: dict[str, Any]) -> list[str]:
 
 def _transactions(results: dict[str, Any]) -> list[str]:
     commits, branch, recovery, beside = (results[part] for part in ("commits", "open_branch", "recovery", "beside"))
-    apis = results.get("faces")
-    by_api = [] if apis is None else [
-        f"* a single client's transaction takes {apis['one_broker_ms']:.2f} ms with one broker, "
-        f"{apis['two_brokers_ms']:.2f} ms over two, {apis['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in "
-        f"sqlite3, and {apis['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
+    kinds = results.get("kinds")
+    by_kind = [] if kinds is None else [
+        f"* a single client's transaction takes {kinds['one_broker_ms']:.2f} ms with one broker, "
+        f"{kinds['two_brokers_ms']:.2f} ms over two, {kinds['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in sqlite3, "
+        f"and {kinds['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
     ]  # fmt: skip
     return [
         "",
         "## Transactions",
         "",
-        "Each has ten messages of 1 KiB. Nothing is acknowledged before it is on the disk. The disk makes "
-        f"{commits['fsyncs_per_s']:,.0f} fsyncs/s of 160 KiB, and takes {commits['fsync_p50_ms']:.2f} ms for one of "
-        "10 KiB at the median:",
+        "Each transaction has ten messages of 1 KiB, and is on the disk before it is acknowledged. The disk makes "
+        f"{commits['fsyncs_per_s']:,.0f} fsyncs/s of 160 KiB; the median of an fsync of 10 KiB is "
+        f"{commits['fsync_p50_ms']:.2f} ms.",
         "",
         f"* 16 clients commit {commits['one_phase_per_s']:,.0f}/s in one phase, {commits['per_fsync']:.1f} "
-        f"with each fsync of the broker, and {commits['two_phase_per_s']:,.0f}/s in two: "
-        f"{commits['two_to_one']:.2f} of it;",
-        f"* a single client's commit takes {commits['single_p50_ms']:.2f} ms at the median: "
+        f"with each fsync of the broker, and {commits['two_phase_per_s']:,.0f}/s in two phases: a ratio of "
+        f"{commits['two_to_one']:.2f};",
+        f"* the median of a single client's commit is {commits['single_p50_ms']:.2f} ms: "
         f"{commits['over_two_fsyncs_ms']:.2f} ms more than two fsyncs;",
-        *by_api,
+        *by_kind,
         f"* a branch with {branch['messages']:,} messages in batches of about 100 takes up to "
         f"{branch['mb']:.1f} MB in the broker;",
-        f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal and "
-        f"{recovery['branches']:,.0f} prepared branches serves again after {recovery['s']:.2f} s;",
+        f"* a broker that was killed with {recovery['journal_bytes'] / 1e9:.2f} GB in its journal, "
+        f"{recovery['branches']:,.0f} prepared branches, serves again after {recovery['s']:.2f} s;",
         f"* `send_many` of 1 KiB without a transaction makes {beside['with'] / 1e6:.2f} M/s while 1,000 branches are "
-        f"open, and {beside['without'] / 1e6:.2f} M/s while none is open: {beside['ratio']:.2f} of it.",
+        f"open, and {beside['without'] / 1e6:.2f} M/s without open branches: a ratio of {beside['ratio']:.2f}.",
     ]
 
 
@@ -169,10 +169,10 @@ def _spark(measured: dict[str, Any]) -> list[str]:
     trickle, sink = measured["trickle"], measured["sink"]
     lines = ["", "## Spark", ""]
     lines.append(
-        "A session of `local[2]` with the recommended settings, all columns, written nowhere (`noop`). The ceiling is "
-        "a source in Python that yields the same RecordBatch again and again: Spark's own path from the Python worker "
-        "into the JVM. Broker, workers and JVM share the cores. In the column `scan` tasks read the broker's files on "
-        "the same machine; in `sent` the broker sends everything (`readFiles=false`), as between machines."
+        "A session of `local[2]` with the recommended settings reads all columns and writes them nowhere (`noop`). The "
+        "ceiling is a source in Python that always yields the same RecordBatch: Spark's own path from the Python worker "
+        "into the JVM. Broker, workers and JVM share the cores. The scan reads the broker's files, which are on the same "
+        "machine. In the column *sent*, the broker sends all messages (`readFiles=false`), as between machines."
     )
     lines += ["", "| bytes | scan | sent | ceiling | scan / ceiling | sent / ceiling |", "|---|---|---|---|---|---|"]
     for row in measured["scans"]:
@@ -183,30 +183,31 @@ def _spark(measured: dict[str, Any]) -> list[str]:
     lines += ["", "Rows per second, and MB/s of values."]
     lines += [
         "",
-        f"The sink, with rows of {sink['value_bytes']:.0f} bytes that Spark makes itself, until `save()` returns: "
-        f"{sink['at_least_once'] / 1e6:.2f} M rows/s at least once, {sink['least_to_noop']:.2f} of the "
-        f"{sink['noop'] / 1e6:.2f} M that the query alone makes; {sink['exactly_once'] / 1e6:.2f} M exactly once, "
-        f"{sink['exactly_to_least']:.2f} of at least once.",
+        f"The sink writes rows of {sink['value_bytes']:.0f} bytes that Spark makes itself, until `save()` returns. At "
+        f"least once it writes {sink['at_least_once'] / 1e6:.2f} M rows/s: {sink['least_to_noop']:.2f} of the "
+        f"{sink['noop'] / 1e6:.2f} M that the query alone makes. Exactly once it writes "
+        f"{sink['exactly_once'] / 1e6:.2f} M: {sink['exactly_to_least']:.2f} of at least once.",
         "",
-        f"20 messages/s through a streaming query, trigger of 0 seconds, from `send` to the row in `foreachBatch`: "
-        f"{trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms p99.",
+        f"A streaming query with a trigger of 0 seconds reads 20 messages/s. From `send` to the row in `foreachBatch` it "
+        f"takes {trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms at p99.",
     ]
     if "kafka" in measured:
-        lines += ["", _beside_kafka(measured["kafka"])]
+        lines += ["", _against_kafka(measured["kafka"])]
     return lines
 
 
-def _beside_kafka(rates: dict[str, float]) -> str:
+def _against_kafka(rates: dict[str, float]) -> str:
     return (
-        f"Rows of 100 bytes in {rates['partitions']} partitions: Spark's own source for Kafka, which runs in the JVM, "
-        f"reads {rates['kafka'] / 1e6:.2f} M rows/s from a Kafka with its defaults (4.3, one node). The `metamq` "
-        f"source reads the same rows, also sent, at {rates['metamq'] / 1e6:.2f} M: {rates['ratio']:.1f} times that."
+        f"Spark's own source for Kafka runs in the JVM. From a Kafka with its defaults (4.3, one node) it reads "
+        f"{rates['kafka'] / 1e6:.2f} M rows/s, with rows of 100 bytes in {rates['partitions']} partitions. The source "
+        f"of `metamq` reads {rates['metamq'] / 1e6:.2f} M of the same rows, which the broker sends too: "
+        f"{rates['ratio']:.1f} times as many."
     )
 
 
 def _checks(found: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Targets", ""]
-    lines += ["Targets in messages per second are for a loopback of 2 GB/s, and scaled by this machine's loopback.", ""]
+    lines += ["Targets in messages per second are for a loopback of 2 GB/s, and are scaled by the loopback here.", ""]
     lines += ["| | figure | target | |", "|---|---|---|---|"]
     for check in found:
         mark = "reached" if check["reached"] else "**missed**"
@@ -244,7 +245,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes the page and the plot."""
     source = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "bench" / "results" / "latest.json"
     results = json.loads(source.read_text())
     machine = results["machine"]
@@ -256,10 +257,7 @@ def main() -> None:
     if "remark" in results:
         lines += ["", results["remark"]]
     if machine["gives_memory_back"]:
-        lines += [
-            "",
-            "The machine gave freed memory back to its host in the run, so figures of writing vary by chance.",
-        ]
+        lines += ["", "The machine gave freed memory back to its host during the run, so figures of writes vary."]
     for part, write in (
         ("throughput", _throughput),
         ("latency", _latency),

@@ -1,11 +1,11 @@
-"""`./dev bench`: every figure of docs/performance.md, in one run on this machine, raw limits beside them.
+"""`./dev bench`: measures every figure of docs/performance.md, and the raw limits of this machine, in one run.
 
-    ./dev bench                 all of it, about fifteen minutes
-    ./dev bench --quick         one round, for a look
+    ./dev bench                 all parts, about fifteen minutes
+    ./dev bench --quick         one round, for a first look
     ./dev bench --only latency  a part: throughput, latency, lifecycle, rebalance, replication, transactions, spark
 
-Writes bench/results/latest.json, of which bench/report.py makes docs/performance.md. Figures are medians over the
-rounds; the raw limits are measured in every round, so that both see the same machine.
+Writes bench/results/latest.json, from which bench/report.py makes docs/performance.md. Figures are medians over the
+rounds. Every round measures the raw limits too, so that both see the same machine.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from settle import gives_memory_back
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("throughput", "latency", "lifecycle", "rebalance", "replication", "transactions", "spark")
 COMPARED = (1024, 4)
-"""The shape that is compared with the raw limits, which are measured right before it."""
+"""The shape that is compared with the raw limits, which are measured directly before it."""
 ENOUGH_FSYNCS = 1250
-"""A second: four transactions of 5,000 share each."""
+"""Fsyncs per second for 5,000 transactions, four per fsync."""
 SHAPES = ((100, 1), (100, 4), (100, 1000), (1024, 1), (1024, 4), (1024, 1000))
 
 
 def say(text: str) -> None:
-    """Talk, on standard error."""
+    """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure."""
+    """Returns the median of each figure."""
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
 def run_throughput(rounds: int) -> dict[str, Any]:
-    """Raw limits and every way to produce and consume, round by round."""
+    """Measures the raw limits and every way to produce and consume, round by round."""
     raws: list[dict[str, float]] = []
     rates: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder)) as running:
@@ -84,7 +84,7 @@ def run_throughput(rounds: int) -> dict[str, Any]:
 
 
 def _to_raw(limits: dict[str, float], rates: dict[str, float]) -> dict[str, float]:
-    """Of one round, whose figures are of the same minute."""
+    """Returns the ratios to the raw limits of one round, with figures of the same minute."""
     return {
         "send_many / copy_write": rates["send_many"] * COMPARED[0] / limits["copy_write"],
         "batches / read_send": rates["batches"] * COMPARED[0] / limits["read_send"],
@@ -92,7 +92,7 @@ def _to_raw(limits: dict[str, float], rates: dict[str, float]) -> dict[str, floa
 
 
 def run_latency(rounds: int) -> dict[str, Any]:
-    """Medians of each percentile."""
+    """Measures latency; returns the median of each percentile."""
     with cluster() as running:
         measured = [latency.measure(running) for _ in range(rounds)]
     found = {name: medians([one[name] for one in measured]) for name in measured[0]}
@@ -102,12 +102,12 @@ def run_latency(rounds: int) -> dict[str, Any]:
 
 
 def run_lifecycle(rounds: int) -> dict[str, Any]:
-    """Start-up, recovery, memory."""
+    """Measures start-up, recovery and memory."""
     return {"by_log_size": lifecycle.against_size(say), "many_partitions": lifecycle.many_partitions(say)}
 
 
 def run_rebalance(rounds: int) -> dict[str, Any]:
-    """Join, leave and kill of a member among ten."""
+    """Measures join, leave and kill of a member among ten."""
     import rebalance
 
     measured: dict[str, Any] = rebalance.measure(say)
@@ -115,24 +115,24 @@ def run_rebalance(rounds: int) -> dict[str, Any]:
 
 
 def run_replication(rounds: int) -> dict[str, Any]:
-    """A master and its slave."""
+    """Measures a master and its slave."""
     return replication.measure(rounds, say)
 
 
 def run_transactions(rounds: int) -> dict[str, Any]:
-    """Commits, memory, recovery."""
+    """Measures commits, memory and recovery."""
     return transactions.measure(rounds, say)
 
 
 def run_spark(rounds: int) -> dict[str, Any]:
-    """Spark's scan, sink and latency. It needs pyspark, which the other parts do not."""
+    """Measures Spark's scan, sink and latency. It needs pyspark; the other parts do not."""
     import spark
 
     return spark.measure(rounds, say)
 
 
 def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
-    """(what, figure, target, reached) for the ratios that the project promises itself."""
+    """Returns (what, figure, target, reached) for each of the project's targets."""
     found: list[tuple[str, float, float, bool]] = []
 
     def at_least(what: str, figure: float, target: float) -> None:
@@ -196,7 +196,7 @@ def checks(results: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Describes the machine."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -215,7 +215,7 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Runs the chosen parts; exit status 1 when a target was missed."""
+    """Runs the chosen parts; returns 1 if a target is missed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--rounds", type=int, default=5)
@@ -234,8 +234,8 @@ def main() -> int:
     results: dict[str, Any] = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "rounds": 0}
     results["rounds"] = 1 if arguments.quick else arguments.rounds
     if gives_memory_back():
-        say("This machine gives freed memory back to its host, which slows down writing by up to six times, by chance.")
-        say("To measure without: echo 11 > /sys/module/page_reporting/parameters/page_reporting_order, as root.")
+        say("This machine gives freed memory back to its host, which may slow down writes by up to six times.")
+        say("To turn that off, as root: echo 11 > /sys/module/page_reporting/parameters/page_reporting_order")
     for part in arguments.only or PARTS:
         say(f"== {part}")
         results[part] = runners[part](results["rounds"])
@@ -246,7 +246,7 @@ def main() -> int:
     ]
     arguments.output.parent.mkdir(exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
-    say(f"written to {arguments.output}; `python bench/report.py` makes docs/performance.md of it")
+    say(f"written to {arguments.output}; `python bench/report.py` makes docs/performance.md from it")
     for what, figure, target, reached in found:
         print(f"{'ok  ' if reached else 'MISS'}  {what:48} {figure:10.3f}   target {target:g}")
     return 0 if all(reached for *_rest, reached in found) else 1

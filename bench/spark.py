@@ -1,8 +1,11 @@
-"""Spark beside its own limits: a scan against the ceiling of Spark's path from Python, the sink (bench/spark_sink.py)
-against the query that makes its rows, the source beside Kafka's (bench/spark_kafka.py), and the latency of a trickle.
+"""Spark compared with its own limits, on one session of `local[2]` with the recommended settings, and one broker:
 
-One session of `local[2]` with the recommended settings, one broker. What is compared runs in turns within a round; a
-scan and its ceiling are each first as often as second. Each has run before it counts.
+* a scan, and the ceiling of Spark's path from Python;
+* the sink, and the query that makes its rows (bench/spark_sink.py);
+* the source, and Kafka's source (bench/spark_kafka.py);
+* the latency of a slow stream.
+
+Compared runs alternate within a round; a scan and its ceiling are each first as often as second. Each has a warm-up.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ Say = Callable[[str], None]
 
 HERE = Path(__file__).parent
 BYTES = {100: 2_000_000_000, 1024: 4 * 1024**3}
-"""How much a scan reads, by message size: enough for three seconds, of which starting the query is a small part."""
+"""The bytes that a scan reads, by message size: enough for three seconds, so that the start of the query is short."""
 BATCH_BYTES = 1024 * 1024
-"""Of the ceiling's Arrow batches: beyond a thousand rows it makes no difference."""
+"""The size of the ceiling's Arrow batches: above a thousand rows it makes no difference."""
 WARM_UPS = 2
 TRICKLE = 20
 """Messages a second."""
@@ -48,7 +51,7 @@ _STAMP = struct.Struct("<q")
 
 @contextmanager
 def sparked(folder: str, jars: Sequence[str] = ()) -> Iterator[Any]:
-    """A session of two cores, with further jars."""
+    """Yields a session of two cores, with additional jars."""
     # The workers import the ceiling's module.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     conf = {
@@ -70,7 +73,7 @@ def sparked(folder: str, jars: Sequence[str] = ()) -> Iterator[Any]:
 
 
 def fill(running: Cluster, topic: str, size: int) -> int:
-    """Makes the topic, and the messages in it; how many."""
+    """Makes the topic and its messages; returns their number."""
     running.create_topic(topic, partitions=PARTITIONS)
     count = BYTES[size] // size
     settle(BYTES[size])
@@ -83,7 +86,7 @@ def fill(running: Cluster, topic: str, size: int) -> int:
 
 
 def scans(running: Cluster, spark: Any, size: int, rounds: int, say: Say) -> dict[str, float]:
-    """Rows per second of a scan with all columns, of one that has everything sent by the broker, and of the ceiling."""
+    """Measures rows per second of a scan with all columns, of a scan that the broker sends, and of the ceiling."""
     topic = f"scan-{size}"
     count = fill(running, topic, size)
     source = {"zookeeper": running.zookeeper, "subscribe": topic}
@@ -119,7 +122,7 @@ def scans(running: Cluster, spark: Any, size: int, rounds: int, say: Say) -> dic
 
 
 def trickle(running: Cluster, spark: Any, folder: str) -> dict[str, float]:
-    """From `send` in another process until the row is in a streaming query's foreachBatch."""
+    """Measures the time from `send` in another process until the row is in a streaming query's foreachBatch."""
     topic = f"trickle-{time.monotonic_ns()}"
     running.create_topic(topic, partitions=1)
     samples: list[tuple[int, float]] = []
@@ -139,7 +142,7 @@ def trickle(running: Cluster, spark: Any, folder: str) -> dict[str, float]:
         subprocess.run([sys.executable, __file__, running.zookeeper, topic, str(count)], check=True)
         deadline = time.monotonic() + 60
         while len(samples) < count:
-            assert time.monotonic() < deadline, f"{len(samples)} of {count} messages came"
+            assert time.monotonic() < deadline, f"{len(samples)} of {count} messages arrived"
             assert query.isActive, query.exception()
             time.sleep(0.05)
     finally:
@@ -158,7 +161,7 @@ def _send(zookeeper: str, topic: str, count: int) -> None:
 
 
 def measure(rounds: int, say: Say) -> dict[str, Any]:
-    """All of it."""
+    """Runs all measurements of Spark."""
     from spark_ceiling import CeilingSource
 
     with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder) / "cluster") as running:

@@ -1,7 +1,7 @@
-"""The ceiling of bench/spark.py: a data source in Python that yields one Arrow batch again and again.
+"""The ceiling of bench/spark.py: a data source in Python that always yields the same Arrow batch.
 
-It fetches nothing and makes nothing, so what it takes is Spark's own: from the Python worker into the JVM, and there
-through the plan. A module of its own, for Spark's workers import it. The schema is that of the format `metamq`.
+It fetches nothing and makes nothing, so its time is Spark's own: from the Python worker into the JVM, and there through
+the plan. It is a separate module, because Spark's workers import it. It has the schema of the format `metamq`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from metamq.spark_consumers.source.columns import full_schema
 
 
 class CeilingSource(DataSource):
-    """`rows` of `bytes` each in every one of so many `tasks`, `batch` of them at a time."""
+    """A source of `tasks` partitions with `rows` rows of `bytes` bytes each, in batches of `batch` rows."""
 
     @classmethod
     def name(cls) -> str:
-        """The format's name."""
+        """Returns the format's name."""
         return "ceiling"
 
     def schema(self) -> StructType:
-        """The source's."""
+        """Returns the source's schema."""
         return StructType.fromJson(full_schema(False))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """For a batch query."""
+        """Returns the reader of a batch query."""
         return _Reader({name: int(value) for name, value in self.options.items()}, schema)
 
 

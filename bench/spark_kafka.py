@@ -1,7 +1,7 @@
-"""The same scan by Spark's own source for Kafka, which is the JVM's, from a real Kafka: one node, KRaft, its defaults.
+"""The same scan by Spark's own source for Kafka, which runs in the JVM, from a real Kafka: one node, KRaft, defaults.
 
-The jars come from Maven Central, by Maven; where that is not to be had this part is left out, and says so. Spark's own
-release has no Kafka source there yet: the newest that there is works with it.
+Maven downloads the jars from Maven Central; without Maven this part is left out, with a message. Maven Central has no
+Kafka source of this Spark release yet; its newest one works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 SERVER = "org.apache.kafka:kafka_2.13:4.3.1 org.slf4j:slf4j-simple:1.7.36"
 SOURCE = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"
 WITH_SPARK = "org.apache.hadoop,org.scala-lang,org.slf4j"
-"""Groups that Spark brings itself."""
+"""Groups of artifacts that Spark already has."""
 MAVEN_S = 600
 START_S = 60
 TOPIC = "scan"
@@ -48,7 +48,7 @@ num.partitions={partitions}
 
 
 def jars(folder: Path, artifacts: str, without: str = "none") -> list[str]:
-    """The artifacts and all they need. Raises OSError, CalledProcessError where Maven cannot get them."""
+    """Returns the artifacts' jars with their dependencies. Raises OSError, CalledProcessError if Maven fails."""
     folder.mkdir()
     dependencies = "".join(_DEPENDENCY.format(*one.split(":")) for one in artifacts.split())
     (folder / "pom.xml").write_text(_POM.format(dependencies))
@@ -59,9 +59,9 @@ def jars(folder: Path, artifacts: str, without: str = "none") -> list[str]:
 
 
 def source_jars(folder: Path, say: Say) -> list[str]:
-    """Of Spark's Kafka source; none where they cannot be had."""
+    """Returns the jars of Spark's Kafka source; none if they are not available."""
     if shutil.which("mvn") is None:
-        say("Spark's Kafka source is left out: there is no mvn to fetch it with")
+        say("Spark's Kafka source is left out: there is no mvn to download it")
         return []
     try:
         return jars(folder / "source", SOURCE, WITH_SPARK)
@@ -72,7 +72,7 @@ def source_jars(folder: Path, say: Say) -> list[str]:
 
 @contextmanager
 def kafka(folder: Path) -> Iterator[str]:
-    """A running Kafka's address."""
+    """Starts Kafka, and yields its address."""
     java = ["java", "-Xms1g", "-Xmx1g", "-cp", ":".join(jars(folder / "server", SERVER))]
     port, controller = free_port(), free_port()
     settings = folder / "server.properties"
@@ -100,14 +100,14 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(running: Cluster, spark: Any, folder: Path, rounds: int, say: Say) -> dict[str, float]:
-    """Rows per second of either source: the same rows in as many partitions, in turns."""
+    """Returns rows per second of both sources: the same rows in as many partitions, one source after the other."""
     running.create_topic(TOPIC, partitions=PARTITIONS)
     rows = made(spark)
     rows.write.format("metamq").options(zookeeper=running.zookeeper, topic=TOPIC).mode("append").save()
     with kafka(folder) as address:
         server = {"kafka.bootstrap.servers": address}
         rows.write.format("kafka").options(**server, topic=TOPIC).mode("append").save()
-        # Kafka's source has no other way than to be sent what there is.
+        # Kafka's source cannot read files: the broker sends it all messages.
         source = {"zookeeper": running.zookeeper, "subscribe": TOPIC, "readFiles": "false"}
         frames = {
             "metamq": spark.read.format("metamq").options(**source).load(),

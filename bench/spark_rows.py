@@ -1,4 +1,4 @@
-"""Rows that Spark makes itself, in the JVM, all different; and how long Spark takes to have every row of something."""
+"""Rows that Spark makes itself, in the JVM, all different; and the time that Spark takes to read all rows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 ROWS = 6_000_000
 VALUE_BYTES = 100
 PARTITIONS = 8
-"""And tasks: four a core, so that the last one runs alone for a small part of the time."""
+"""Also the number of tasks: four per core, so that the last task runs alone for a short time only."""
 
 
 def made(spark: Any) -> Any:
-    """The rows, in a column `value`."""
+    """Returns the rows, in a column `value`."""
     ids = spark.range(0, ROWS, 1, PARTITIONS)
     return ids.selectExpr(f"cast(lpad(string(id), {VALUE_BYTES}, '0') as binary) as value")
 
 
 def seconds_of(frame: Any) -> float:
-    """Until Spark has had every row of it, and thrown it away."""
+    """Returns the seconds that Spark takes to read every row and drop it."""
     began = time.perf_counter()
     frame.write.format("noop").mode("overwrite").save()
     return time.perf_counter() - began

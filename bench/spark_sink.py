@@ -1,6 +1,6 @@
-"""Spark's sink beside what the query that makes the rows can do, and exactly once beside at least once.
+"""Spark's sink compared with the query that makes its rows, and exactly once compared with at least once.
 
-The same rows are written nowhere (`noop`), at least once and exactly once, in turns. What is timed is what a user
+The same rows are written nowhere (`noop`), at least once and exactly once, one after another. The time is what a user
 waits for: until `save()` returns.
 """
 
@@ -24,7 +24,7 @@ DELIVERIES = ("at_least_once", "exactly_once")
 
 
 class Sink:
-    """Writes the same rows again and again, each time into a topic of its own."""
+    """Writes the same rows several times, each time into a new topic."""
 
     def __init__(self, running: Cluster, spark: Any) -> None:
         self._running = running
@@ -32,7 +32,7 @@ class Sink:
         self._names = (f"sink-{number}" for number in count())
 
     def rate(self, delivery: str) -> float:
-        """Rows per second; `delivery` "noop": of the query alone."""
+        """Returns rows per second; with `delivery` "noop", those of the query alone."""
         if delivery == "noop":
             return ROWS / seconds_of(self._rows)
         topic = next(self._names)
@@ -51,7 +51,7 @@ class Sink:
 
 
 def measure(running: Cluster, spark: Any, rounds: int, say: Say) -> dict[str, float]:
-    """Rows per second of each, and their ratios."""
+    """Returns rows per second of each way, and their ratios."""
     sink = Sink(running, spark)
     ways = ("noop", *DELIVERIES)
     for way in ways:

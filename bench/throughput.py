@@ -1,4 +1,4 @@
-"""Messages per second through a real broker: every way to produce, every way to consume."""
+"""Messages per second through a real broker, for every way to produce and every way to consume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metamq import Consumer, Producer
 from metamq.testing import Cluster
 
 BYTES = {100: 300_000_000, 1024: 512 * 1024 * 1024}
-"""How much is moved, by message size: enough for about a second of the fastest way."""
+"""The bytes of a measurement, by message size: about a second of the fastest way."""
 SINGLE_SENDS = 1_000_000
 LISTENED = 1_000_000
 IDLE_S = 10.0
@@ -26,7 +26,7 @@ def _values(size: int) -> list[bytes]:
 
 
 def send(producer: Producer[bytes], topic: str, size: int) -> float:
-    """`send`, one call a message."""
+    """Measures `send`, one call for each message."""
     value = os.urandom(size)
     count = min(SINGLE_SENDS, BYTES[size] // size)
     began = time.perf_counter()
@@ -38,7 +38,7 @@ def send(producer: Producer[bytes], topic: str, size: int) -> float:
 
 
 def send_many(producer: Producer[bytes], topic: str, size: int) -> float:
-    """`send_many`, one call for all."""
+    """Measures `send_many`, one call for all messages."""
     values = _values(size)
     began = time.perf_counter()
     producer.send_many(topic, values).result()
@@ -46,7 +46,7 @@ def send_many(producer: Producer[bytes], topic: str, size: int) -> float:
 
 
 def iterate(consumer: Consumer[bytes], count: int) -> None:
-    """`for message in consumer`."""
+    """Reads with `for message in consumer`."""
     left = count
     for _message in consumer:
         left -= 1
@@ -55,7 +55,7 @@ def iterate(consumer: Consumer[bytes], count: int) -> None:
 
 
 def batches(consumer: Consumer[bytes], count: int) -> None:
-    """`batches()`: verified, nothing in them touched."""
+    """Reads verified batches with `batches()`, and nothing in them."""
     left = count
     for batch in consumer.batches():
         left -= len(batch)
@@ -64,7 +64,7 @@ def batches(consumer: Consumer[bytes], count: int) -> None:
 
 
 def batch_values(consumer: Consumer[bytes], count: int) -> None:
-    """`batches()`, every value made and touched, on the standard library."""
+    """Reads every value with `batches()`, on the standard library."""
     left = count
     for batch in consumer.batches():
         left -= len(batch.values)
@@ -73,7 +73,7 @@ def batch_values(consumer: Consumer[bytes], count: int) -> None:
 
 
 def batch_arrow(consumer: Consumer[bytes], count: int) -> None:
-    """`batches()` as Arrow."""
+    """Reads `batches()` as Arrow."""
     left = count
     for batch in consumer.batches():
         left -= batch.to_arrow().num_rows
@@ -90,7 +90,7 @@ CONSUMERS: dict[str, Callable[[Consumer[bytes], int], None]] = {
 
 
 def consume(cluster: Cluster, topic: str, count: int, way: Callable[[Consumer[bytes], int], None]) -> float:
-    """One way to read `count` messages from the start of a topic, once the consumer is there."""
+    """Measures one way to read `count` messages from the start of a topic, after the consumer has connected."""
     with cluster.consumer(topics=[topic], idle_timeout_s=IDLE_S) as consumer:
         began = time.perf_counter()
         way(consumer, count)
@@ -98,7 +98,7 @@ def consume(cluster: Cluster, topic: str, count: int, way: Callable[[Consumer[by
 
 
 def listen(cluster: Cluster, topic: str, count: int) -> float:
-    """`run(listener)` in one thread."""
+    """Measures `run(listener)` in one thread."""
     count = min(count, LISTENED)
     left = count
     with cluster.consumer(topics=[topic], idle_timeout_s=IDLE_S) as consumer:
@@ -120,17 +120,17 @@ def listen(cluster: Cluster, topic: str, count: int) -> float:
 
 
 def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], None]) -> dict[str, float]:
-    """Every way once, on topics of their own, which are deleted after.
+    """Measures every way once, on new topics, which are deleted afterwards.
 
-    What is produced to has been used: its logs are there. What is consumed was sent by one `send_many`, nothing else
-    is in it (with many partitions, a batch of one message in each would be most of the batches), and it is flushed.
+    The topic for producing already has logs. The topic for consuming is flushed, and has the messages of one
+    `send_many` only: with many partitions, a batch of one message in each would be most of the batches.
     """
     produced, consumed = (f"bench-{size}-{partitions}-{time.monotonic_ns()}-{name}" for name in ("in", "out"))
     for topic in (produced, consumed):
         cluster.create_topic(topic, partitions=partitions)
     rates: dict[str, float] = {}
 
-    def tell(name: str, rate: float) -> None:
+    def report(name: str, rate: float) -> None:
         rates[name] = rate
         say(f"{name:16} {rate:12,.0f}/s")
 
@@ -141,14 +141,14 @@ def measure(cluster: Cluster, size: int, partitions: int, say: Callable[[str], N
                 delivery.result()
             for way in (send, send_many):
                 settle(2 * BYTES[size])
-                tell(way.__name__, way(producer, produced, size))
+                report(way.__name__, way(producer, produced, size))
             settle(BYTES[size])
             send_many(producer, consumed, size)
         until_flushed(cluster.broker)
         count = BYTES[size] // size
         for name, consumer_way in CONSUMERS.items():
-            tell(name, consume(cluster, consumed, count, consumer_way))
-        tell("listener", listen(cluster, consumed, count))
+            report(name, consume(cluster, consumed, count, consumer_way))
+        report("listener", listen(cluster, consumed, count))
     finally:
         with cluster.admin() as admin:
             for topic in (produced, consumed):

@@ -1,7 +1,7 @@
-"""What transactions cost: commits per second, their latency beside the disk's own, memory, recovery.
+"""The cost of transactions: commits per second, their latency and the disk's, memory, recovery.
 
-A transaction here is ten messages of 1 KiB to one partition of four. Clients are producers with connections of their
-own, in one process beside the broker's: two processes share the cores.
+A transaction here is ten messages of 1 KiB to one partition of four. Clients are producers with their own connections,
+in one process; this process and the broker share the cores.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ VALUES = [os.urandom(1024)] * 10
 SECONDS = 5.0
 SINGLE = 500
 """Commits of a single client."""
-FACES = 150
-"""Transactions of each face."""
+KINDS = 150
+"""Transactions of each kind."""
 FSYNCS_S = 1.0
 MILLION = 1_000_000
 SMALL_BATCH_BYTES = 11_000
-"""About a hundred of them: what a broker keeps in memory of a branch is where its batches are."""
+"""The size of about a hundred messages: a broker keeps only the positions of a branch's batches in memory."""
 JOURNAL_BYTES, BRANCH_BYTES = 1024**3, 16 * 1024**2
 OPEN_BRANCHES = 1000
 SENT_BYTES = 512 * 1024**2
 
 
 def fsyncs(folder: str, size: int) -> list[float]:
-    """Seconds of each: `size` bytes are appended to a file, and flushed, one after the other."""
+    """Returns the seconds of each append of `size` bytes to a file, with its flush."""
     samples = []
     with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
         piece = os.urandom(size)
@@ -59,13 +59,13 @@ def fsyncs(folder: str, size: int) -> list[float]:
 
 
 async def one_phase(producer: aio.Producer[bytes], number: int) -> None:
-    """One transaction, committed at once."""
+    """Commits one transaction without a prepare."""
     async with producer.transaction():
         producer.send_many(TOPIC, VALUES)
 
 
 async def two_phase(producer: aio.Producer[bytes], number: int) -> None:
-    """One that is prepared first, as with a coordinator."""
+    """Prepares and commits one transaction, as a coordinator does."""
     await producer.tpc_begin(producer.xid(1, b"%d-%d" % (number, time.perf_counter_ns())))
     producer.send_many(TOPIC, VALUES)
     await producer.tpc_prepare()
@@ -76,7 +76,7 @@ Way = Callable[[aio.Producer[bytes], int], Coroutine[Any, Any, None]]
 
 
 async def _rate(running: Cluster, way: Way) -> tuple[float, float]:
-    """(transactions per second, transactions per fsync) of all clients together."""
+    """Returns (transactions per second, transactions per fsync) of all clients together."""
     done = 0
     async with AsyncExitStack() as stack:
         producers = [await stack.enter_async_context(aio.Producer[bytes](running.zookeeper)) for _ in range(CLIENTS)]
@@ -99,7 +99,7 @@ async def _rate(running: Cluster, way: Way) -> tuple[float, float]:
 
 
 async def _latency(running: Cluster) -> list[float]:
-    """Seconds of each commit of a single client."""
+    """Returns the seconds of each commit of a single client."""
     samples = []
     async with aio.Producer[bytes](running.zookeeper) as producer:
         for _ in range(SINGLE):
@@ -110,7 +110,7 @@ async def _latency(running: Cluster) -> list[float]:
 
 
 def commits(rounds: int, say: Say) -> dict[str, float]:
-    """Rates and latency, each right behind the disk's own figures."""
+    """Measures rates and latency, each directly after the disk's own figures."""
     found: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder, cluster(folder=Path(folder)) as running:
         running.create_topic(TOPIC, partitions=PARTITIONS)
@@ -142,16 +142,16 @@ def _run(work: Awaitable[Any]) -> Any:
 
 
 def _own_mb(broker: BrokerProcess) -> float:
-    """What the process has for itself, in MB: not what it shares, nor files."""
+    """Returns the process's own memory in MB, without shared memory and files."""
     return float(psutil.Process(broker.pid).memory_full_info().uss) / 1e6
 
 
 def open_branch(say: Say) -> dict[str, float]:
-    """Megabytes that a branch with a million messages, in small batches, takes in the broker until it is prepared."""
+    """Measures the broker's memory for a branch with a million messages in small batches, until it is prepared."""
     with cluster() as running:
         running.create_topic(TOPIC, partitions=PARTITIONS)
         with running.producer(batch_bytes=SMALL_BATCH_BYTES) as producer:
-            with producer.transaction():  # what is loaded at the first one is not the branch's
+            with producer.transaction():  # the first transaction loads modules, which are not the branch's memory
                 producer.send_many(TOPIC, [bytes(100)] * 10_000)
             before_mb = _own_mb(running.broker)
             producer.tpc_begin(producer.xid(1, b"large"))
@@ -167,7 +167,7 @@ def open_branch(say: Say) -> dict[str, float]:
 
 
 def recovery(say: Say) -> dict[str, float]:
-    """Seconds from exec until a broker serves that was killed with a journal of 1 GB, all of it prepared."""
+    """Measures the start of a broker that was killed with a journal of 1 GB, all of it prepared."""
     with cluster() as running:
         running.create_topic(TOPIC, partitions=PARTITIONS)
         count = JOURNAL_BYTES // BRANCH_BYTES
@@ -203,7 +203,7 @@ def _branches_open(running: Cluster) -> Iterator[None]:
 
 
 def beside(rounds: int, say: Say) -> dict[str, float]:
-    """`send_many` of 1 KiB without transactions, with and without 1,000 open branches; each pair in one minute."""
+    """Measures `send_many` of 1 KiB without transactions, with and without 1,000 open branches, within a minute."""
     found: dict[str, list[float]] = {"without": [], "with": []}
     with cluster() as running:
         running.create_topic(TOPIC, partitions=PARTITIONS)
@@ -223,8 +223,8 @@ def beside(rounds: int, say: Say) -> dict[str, float]:
                 admin.delete(topic)
             return len(values) / took_s
 
-        rate()  # the first one finds another machine
-        for number in range(2 * max((rounds + 1) // 2, 2)):  # each comes first, and second, as often as the other
+        rate()  # a warm-up
+        for number in range(2 * max((rounds + 1) // 2, 2)):  # each is first as often as second
             for name in ("without", "with")[:: -1 if number % 2 else 1]:
                 with _branches_open(running) if name == "with" else nullcontext():
                     found[name].append(rate())
@@ -233,8 +233,8 @@ def beside(rounds: int, say: Say) -> dict[str, float]:
     return {**{name: statistics.median(rates) for name, rates in found.items()}, "ratio": ratio}
 
 
-def faces(say: Say) -> dict[str, float]:
-    """Milliseconds of a single client's transaction at the median, by what belongs together in it; they take turns."""
+def kinds(say: Say) -> dict[str, float]:
+    """Measures the median milliseconds of a single client's transaction, for each kind; the kinds alternate."""
     with (
         tempfile.TemporaryDirectory() as folder,
         cluster(brokers=2, folder=Path(folder)) as running,
@@ -269,21 +269,21 @@ def faces(say: Say) -> dict[str, float]:
                 tx["second"].send_many("second", VALUES[half:])
 
         samples: dict[str, list[float]] = {}
-        for _ in range(FACES):
-            for face in (one_broker, two_brokers, with_sqlite3, coordinated):
+        for _ in range(KINDS):
+            for kind in (one_broker, two_brokers, with_sqlite3, coordinated):
                 began = time.perf_counter()
-                face()
-                samples.setdefault(f"{face.__name__}_ms", []).append((time.perf_counter() - began) * 1000)
+                kind()
+                samples.setdefault(f"{kind.__name__}_ms", []).append((time.perf_counter() - began) * 1000)
     found = {name: statistics.median(each[20:]) for name, each in samples.items()}
     say(", ".join(f"{name} {value:,.2f}" for name, value in found.items()))
     return found
 
 
 def measure(rounds: int, say: Say) -> dict[str, Any]:
-    """All of it."""
+    """Runs all measurements of transactions."""
     return {
         "commits": commits(rounds, say),
-        "faces": faces(say),
+        "kinds": kinds(say),
         "open_branch": open_branch(say),
         "recovery": recovery(say),
         "beside": beside(rounds, say),

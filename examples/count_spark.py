@@ -1,4 +1,4 @@
-"""Sends words, counts them in Spark by a batch query, and by a streaming query into another topic.
+"""Sends words, counts them in a batch query of Spark, and copies them in a streaming query into another topic.
 
 On this machine:             METAMQ_ZOOKEEPER=… python examples/count_spark.py
 On a cluster:                MASTER=spark://host:7077 …, with metamq installed where the executors run
@@ -15,7 +15,7 @@ from metamq.spark_consumers import session
 
 WORDS = ["a", "message", "queue", "for", "python", "and", "spark", "and", "a", "message"] * 1000
 CHECKPOINTS = os.environ.get("CHECKPOINTS") or tempfile.mkdtemp()
-"""Of a cluster whose tasks keep state, a place that all its machines see. Here they keep none."""
+"""The checkpoints' folder. On a cluster whose tasks keep state, all machines must see it; the tasks here keep none."""
 
 
 def main() -> None:

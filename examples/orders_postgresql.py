@@ -1,12 +1,12 @@
-"""A shop with PostgreSQL: an order is a row and a message, both or neither. Complete, and small.
+"""A small and complete shop with PostgreSQL: an order is a row and a message, both or neither.
 
-    python orders_postgresql.py setup                     once: tables and the topic
+    python orders_postgresql.py setup                     once: makes the tables and the topic
     python orders_postgresql.py order tea 3               a row in `orders`, and a message to the topic `orders`
-    python orders_postgresql.py ship                      reads the messages; each order is shipped once
-    python orders_postgresql.py recover                   runs all the time, anywhere: finishes what a crash left
+    python orders_postgresql.py ship                      reads the messages; ships each order once
+    python orders_postgresql.py recover                   a service: finishes the transactions of a crash
 
---database is a connection string of psycopg ("host=... dbname=..."), or PGHOST and so on; ZooKeeper is found through
-METAMQ_ZOOKEEPER. Needs `pip install metamq "psycopg[binary]"`.
+--database is a connection string of psycopg ("host=... dbname=..."); PGHOST and similar variables also work.
+METAMQ_ZOOKEEPER is ZooKeeper's address. Needs `pip install metamq "psycopg[binary]"`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ CREATE TABLE IF NOT EXISTS shipped (id BIGINT PRIMARY KEY);
 
 
 def setup(database: str) -> None:
-    """Makes what is not there yet."""
+    """Makes missing tables, and the topic."""
     with psycopg.connect(database) as connection:
         connection.execute(SCHEMA)
-        create_outcome_table(connection)  # where this database decides about its transactions
+        create_outcome_table(connection)  # in which this database decides its transactions
     asyncio.run(DatabaseOffsets(lambda: psycopg.connect(database)).create_table())
     with Admin() as admin:
         admin.create_topic(TOPIC, partitions=4, exist_ok=True)
 
 
 def order(database: str, product: str, quantity: int) -> int:
-    """Takes an order; its number. Whatever fails or crashes in here: row and message are both there, or neither."""
+    """Takes an order, and returns its number. After any failure or crash, row and message both exist, or neither."""
     with psycopg.connect(database) as connection, Producer[bytes]() as producer, dbtx(connection, producer) as tx:
         left = connection.execute(
             "UPDATE stock SET quantity = quantity - %s WHERE product = %s RETURNING quantity", (quantity, product)
@@ -61,7 +61,7 @@ def order(database: str, product: str, quantity: int) -> int:
 
 
 def ship(database: str, idle_timeout_s: float | None) -> None:
-    """Ships what is ordered. What is shipped, and up to where the topic was read, are one transaction, too."""
+    """Ships orders. A shipped order and the offset in the topic are also one transaction."""
     offsets = DatabaseOffsets(lambda: psycopg.connect(database))
     with (
         psycopg.connect(database) as connection,
@@ -92,7 +92,7 @@ def recover(database: str, grace_s: float, once: bool) -> None:
 
 
 def main() -> int:
-    """The command line; the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--database", default="", metavar="CONNECTION")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -101,10 +101,10 @@ def main() -> int:
     ordering.add_argument("product")
     ordering.add_argument("quantity", type=int)
     shipping = commands.add_parser("ship")
-    shipping.add_argument("--idle", type=float, metavar="SECONDS", help="end when so long nothing was ordered")
+    shipping.add_argument("--idle", type=float, metavar="SECONDS", help="end after this time without an order")
     recovering = commands.add_parser("recover")
     recovering.add_argument("--once", action="store_true", help="look once, and end")
-    recovering.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="leave alone what is younger")
+    recovering.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="skip younger transactions")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:

@@ -65,7 +65,7 @@ def test_the_story_in_its_order_and_every_flight_counted_once(demo: subprocess.P
         rf"equal: each of the {FLIGHTS:,} flights was counted once",
         rf"now transactions: {FLIGHTS:,} of the flights, 8 in each",
         *(rf"kill -9 the application, {number} of 20: [1-9]" for number in range(1, 21)),
-        rf"all {FLIGHTS:,} are booked in .* s, the kills included",
+        rf"all {FLIGHTS:,} are booked in .* s, including the kills",
         r"recovery has finished [1-9]\d* transactions? that a kill had cut off",
         rf"equal: {FLIGHTS:,} rows and {FLIGHTS:,} messages, each flight once",
     )
@@ -87,7 +87,7 @@ def test_a_single_wrong_figure_ends_it_with_status_1_and_names_the_carrier(
     assert demo.returncode == 1, talk
     wrong = [line for line in talk.splitlines() if "DIFFERENT" in line]
     assert len(wrong) == 1
-    assert "DIFFERENT from what the CSV gives: C3 has 313 flights, 313 of which left, " in wrong[0]
+    assert "DIFFERENT from the CSV: C3 has 313 flights, 313 of which left, " in wrong[0]
     late = [int(minutes.replace(",", "")) for minutes in re.findall(r"([\d,]+) minutes late", wrong[0])]
     assert late[0] == late[1] + 1
     assert "equal: " not in talk
