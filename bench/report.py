@@ -77,7 +77,7 @@ def _lifecycle(results: dict[str, Any]) -> list[str]:
         "",
         "## Start-up, recovery, memory",
         "",
-        "| log | up after a clean stop | up after kill -9 | up after kill -9, nothing flushed: the whole log is checked |",
+        "| log | up after a clean stop | up after kill -9 | up after kill -9, nothing flushed: full check of the log |",
         "|---|---|---|---|",
     ]
     lines += [
@@ -139,8 +139,8 @@ def _transactions(results: dict[str, Any]) -> list[str]:
     kinds = results.get("kinds")
     by_kind = [] if kinds is None else [
         f"* a single client's transaction takes {kinds['one_broker_ms']:.2f} ms with one broker, "
-        f"{kinds['two_brokers_ms']:.2f} ms over two, {kinds['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in sqlite3, "
-        f"and {kinds['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
+        f"{kinds['two_brokers_ms']:.2f} ms over two, {kinds['with_sqlite3_ms']:.2f} ms by `dbtx` with a row in "
+        f"sqlite3, and {kinds['coordinated_ms']:.2f} ms by a Coordinator over two Producers;"
     ]  # fmt: skip
     return [
         "",
@@ -170,9 +170,9 @@ def _spark(measured: dict[str, Any]) -> list[str]:
     lines = ["", "## Spark", ""]
     lines.append(
         "A session of `local[2]` with the recommended settings reads all columns and writes them nowhere (`noop`). The "
-        "ceiling is a source in Python that always yields the same RecordBatch: Spark's own path from the Python worker "
-        "into the JVM. Broker, workers and JVM share the cores. The scan reads the broker's files, which are on the same "
-        "machine. In the column *sent*, the broker sends all messages (`readFiles=false`), as between machines."
+        "ceiling is a source in Python that always yields the same RecordBatch: Spark's own path from the Python "
+        "worker into the JVM. Broker, workers and JVM share the cores. The scan reads the broker's files, which are on "
+        "the same machine. For *sent*, the broker sends all messages (`readFiles=false`), as between machines."
     )
     lines += ["", "| bytes | scan | sent | ceiling | scan / ceiling | sent / ceiling |", "|---|---|---|---|---|---|"]
     for row in measured["scans"]:
@@ -188,8 +188,8 @@ def _spark(measured: dict[str, Any]) -> list[str]:
         f"{sink['noop'] / 1e6:.2f} M that the query alone makes. Exactly once it writes "
         f"{sink['exactly_once'] / 1e6:.2f} M: {sink['exactly_to_least']:.2f} of at least once.",
         "",
-        f"A streaming query with a trigger of 0 seconds reads 20 messages/s. From `send` to the row in `foreachBatch` it "
-        f"takes {trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms at p99.",
+        f"A streaming query with a trigger of 0 seconds reads 20 messages/s. From `send` to the row in `foreachBatch` "
+        f"it takes {trickle['p50_ms']:.0f} ms at the median, {trickle['p99_ms']:.0f} ms at p99.",
     ]
     if "kafka" in measured:
         lines += ["", _against_kafka(measured["kafka"])]

@@ -1,6 +1,6 @@
 """Checks a broker's files from outside: reads every batch, locks nothing, changes nothing.
 
-It reads with the broker's own code. The broker stops at damage; this module goes on behind it, to find the extent of
+It reads with the broker's own code. The broker stops at damage; this module reads on after it, to find the extent of
 the damage. Bad bytes that were never flushed are no damage: the broker cuts them at its next start.
 metamq.broker.log.recovery explains the difference.
 """
@@ -230,7 +230,7 @@ def _verify_segment(
     report: PartitionReport,
     advance: Advance,
 ) -> int | None:
-    """Checks one segment, and goes on behind damage; returns the next offset, or None if that is unknown."""
+    """Checks one segment, and continues after damage; returns the next offset, or None if that is unknown."""
     found = SegmentReport(
         segment.path, segment.base_offset, segment.base_offset, segment.base_position, segment.size_bytes
     )

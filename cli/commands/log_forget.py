@@ -3,9 +3,9 @@
 
 Files in the folder are moved, never removed. The plan follows from the rules of roles and in-sync sets. A replica that
 gave up a log is a new incarnation, so it is not in sync (metamq.broker.data.data_folder). A slave then copies the
-partition. A master beside other in-sync replicas waits until one of them is promoted. A master alone begins a new
-epoch and generation with an empty log. Readers whose message is of an epoch that the log does not have begin at the
-start of the log (metamq.broker.log.disk.epochs).
+partition. A master beside other in-sync replicas waits until one of them is promoted. A master without them begins a
+new epoch and generation with an empty log. Readers whose message is of an epoch that the log does not have begin at
+the start of the log (metamq.broker.log.disk.epochs).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo's application with a database, as a process of its own, so that it can be killed.
 
 Each transaction inserts some flights into sqlite3 and sends them: both or neither. The database itself has the next
-flights. So an application that starts after a kill continues behind the last committed flight.
+flights. So an application that starts after a kill continues after the last committed flight.
 
     python -m metamq.cli.demo.application ZOOKEEPER DATABASE FLIGHTS_PER_TRANSACTION
                                                         ends when all flights are sent, or with its standard input

@@ -213,7 +213,7 @@ def test_settings_that_are_none(metamq: Metamq, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("METAMQ_TEST_WORKERS", "0")
     looked = metamq("doctor")
     assert looked.status == 0
-    assert "warning  settings: METAMQ_SIZE is no setting\n" in looked.text
+    assert "warning  settings: METAMQ_SIZE is not a setting\n" in looked.text
     assert "METAMQ_TEST_WORKERS" not in looked.text
     monkeypatch.setenv("METAMQ_BROKER_PROT", "1")
     looked = metamq("doctor")

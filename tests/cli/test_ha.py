@@ -64,7 +64,7 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert [line[:3] for line in lines[1:]] == [["0", "0", "master"], ["0", "1", "slave"]]
 
     # On a slow machine the slave may leave the set for a moment.
-    assert ha("wait", "--in-sync", 2).talk.endswith("2 replicas of broker 0 in sync.\n")
+    assert ha("wait", "--in-sync", 2).talk.endswith("2 replicas of broker 0 are in sync.\n")
     why = "broker 0 has 2 of 3 replicas in sync (replica 0, 1)"
     told = f"Waiting: {why}.\nmetamq: waiting for 3 replicas in sync ({why}) took longer than 0.1 s"
 
@@ -179,7 +179,7 @@ def test_wait_waits_for_the_first_zookeeper_and_broker_too(process: Start, tmp_p
         assert any(b"no broker has ever been there" in line for line in lines)
         broker = BrokerProcess(zookeeper.address, tmp_path / "broker")
         broker.start()
-        assert b"1 replica of broker 0 in sync." in waiting.communicate(timeout=90)[1]
+        assert b"1 replica of broker 0 is in sync." in waiting.communicate(timeout=90)[1]
         assert waiting.returncode == 0
         assert broker.stop() == 0
 
@@ -195,7 +195,7 @@ def test_wait_outlives_an_outage_of_zookeeper(process: Start) -> None:
         running.zookeeper_server.restart()
         slave = BrokerProcess(running.zookeeper, running.folder / "replica-1", 0, replica=1)
         slave.start()
-        assert b"2 replicas of broker 0 in sync." in waiting.communicate(timeout=90)[1]
+        assert b"2 replicas of broker 0 are in sync." in waiting.communicate(timeout=90)[1]
         assert waiting.returncode == 0
         slave.stop()
 
