@@ -100,7 +100,7 @@ def produce(
     interrupt = Interrupt()
     producer: Producer[bytes] = Producer(**settings, compression=compression)
     with producer, interrupt:
-        sender = Sender(producer, topic, key, key_separator, dict(headers) or None, partition)
+        sender = InputSender(producer, topic, key, key_separator, dict(headers) or None, partition)
         try:
             if values:
                 sender.send([os.fsencode(value) for value in values])
@@ -188,7 +188,7 @@ def split_keys(lines: Sequence[bytes], separator: bytes) -> tuple[list[bytes | N
     return keys, values
 
 
-class Sender:
+class InputSender:
     """Sends messages, counts the stored ones, and stops at the first one that is not stored."""
 
     def __init__(

@@ -75,7 +75,7 @@ def test_a_member_without_partitions_is_pointed_out(metamq: Metamq, running: Clu
         (found,) = [finding for finding in findings if finding["what"] == f"group {topic}"]
         assert (found["status"], found["detail"]) == (
             "warning",
-            f"2 members, 1 partition owned; two has none: {reason}",
+            f"2 members, 1 partition owned; two has no partition: {reason}",
         )
         assert found["hint"].startswith("Add partitions")
 
@@ -88,7 +88,7 @@ def test_a_member_whose_topic_was_deleted_is_advised_to_make_it_again(
         until(lambda: consumer.health().group.idle_reason)
         findings = metamq("doctor", "-o", "json").json
     (found,) = [finding for finding in findings if finding["what"] == f"group {topic}"]
-    assert found["detail"] == f"1 member, 0 partitions owned; one has none: none of its topics exists: {topic}"
+    assert found["detail"] == f"1 member, 0 partitions owned; one has no partition: none of its topics exists: {topic}"
     assert found["hint"].startswith("Create the topic again")
 
 

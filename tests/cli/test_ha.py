@@ -118,9 +118,7 @@ def test_status_promotion_and_what_it_would_lose(ha: Metamq, pair: Pair) -> None
     assert "replica 1 of broker 0 is down" in ha("promote", "--slave", 1).talk
     accepted = ha("promote", "--slave", 0, "--accept-loss", "--yes")
     assert accepted.status == 0
-    assert re.search(
-        r"The loss is unknown: replica 1 has .*\nStart replica 1\. If it runs, promote it instead", accepted.talk
-    )
+    assert re.search("loss is unknown: replica 1 has .*\nStart replica 1. If it runs, promote it", accepted.talk)
     (said,) = re.findall(r"Replica 0 is the master of broker 0, epoch (\d+)\.", accepted.talk)
     assert int(said) > epoch
 

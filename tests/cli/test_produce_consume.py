@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import TopicPartition
-from metamq.cli.commands.consume import Looking, Printing
+from metamq.cli.commands.consume import PollingConsumer, Printer
 from metamq.cli.processes import StopSignals
 from metamq.cli.show.message_format import as_raw
 from metamq.testing import Cluster
@@ -120,10 +120,10 @@ def test_a_topic_that_is_deleted_meanwhile_has_no_end_to_wait_for(
     running: Cluster, metamq: Metamq, topic: str, until: Until, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ends = {TopicPartition(topic, "0-0"): 5}
-    with Looking(running.zookeeper, topics=topic, idle_timeout_s=0.05) as consumer, StopSignals() as signals:
+    with PollingConsumer(running.zookeeper, topics=topic, idle_timeout_s=0.05) as consumer, StopSignals() as signals:
         assert metamq("topic", "delete", topic, "--yes").status == 0
         until(lambda: not consumer.assignment)
-        Printing(consumer, as_raw, signals, commits=False, count=None, ends=ends).run()
+        Printer(consumer, as_raw, signals, commits=False, count=None, ends=ends).run()
     assert capfd.readouterr().out == ""
 
 

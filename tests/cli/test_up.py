@@ -252,7 +252,7 @@ def test_a_broker_that_refuses_to_start_is_heard(process: Start, tmp_path: Path)
     _, talk = child.communicate(timeout=90)
     assert child.returncode == 1
     first, second, *said = talk.decode().splitlines()
-    assert first == "metamq: the broker ended with status 1 instead of serving"
+    assert first == "metamq: the broker ended with status 1 before it served"
     assert second == "  Its log metamq-data/broker.log ends:"
     assert said[0].startswith("    metamq: ")
     assert "metamq-data/broker" in said[0]
@@ -274,7 +274,7 @@ def test_a_port_that_is_taken(process: Start, tmp_path: Path) -> None:
             child = process("up", "--ephemeral", flag, port, cwd=tmp_path)
             _, talk = child.communicate(timeout=90)
             assert child.returncode == 1
-            assert b"port %d of 127.0.0.1 is taken, %s cannot listen there" % (port, what) in talk
+            assert b"port %d of 127.0.0.1 is in use: %s cannot listen there" % (port, what) in talk
 
 
 def test_fetched_jars_serve_on_a_machine_without_a_network(

@@ -217,7 +217,7 @@ def test_a_masters_damage_that_a_reader_meets_is_repaired_by_a_promotion(group: 
             return [found.hint for found in advice(admin.replicas()[0])]
 
     wait_until(advised, what="the damage told")
-    assert "`metamq ha promote --broker 0 --slave 1` makes replica 1 the master" in advised()[0]
+    assert "`metamq ha promote --broker 0 --slave 1` makes replica 1, which is in sync, the master" in advised()[0]
     values += send(group, topic, 10, b"while it is damaged")
     group.promote(1)
     wait_until(lambda: set_aside(master) != [], what="the former master's log aside")
