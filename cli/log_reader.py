@@ -292,8 +292,8 @@ def _check_derived(folder: str, inventory: Inventory, report: PartitionReport) -
     epochs = os.path.join(folder, epochs_file.FILE_NAME)
     if os.path.exists(epochs) and load_epochs(folder) is None:
         report.notes.append(f"the epochs {epochs} are not usable; the broker rebuilds them")
-    for leftover in inventory.leftovers:
-        report.notes.append(f"{leftover} is half-written; the broker removes it")
+    for orphan in inventory.orphans:
+        report.notes.append(f"{orphan} is half-written; the broker removes it")
 
 
 def stored_batches(partition: PartitionFolder, from_offset: int) -> Iterator[tuple[int, BatchHeader, memoryview]]:

@@ -96,8 +96,8 @@ class Greeted(NamedTuple):
 class ClientConnection:
     """The requesting end. `greeting` is what the broker said of itself, None until it did."""
 
-    def __init__(self, address: str, client: str, make_room: Callable[[int], bytearray] = bytearray) -> None:
-        """`make_room` gives memory for a large frame: see FrameReader."""
+    def __init__(self, address: str, client: str, allocate: Callable[[int], bytearray] = bytearray) -> None:
+        """`allocate` gives memory for a large frame: see FrameReader."""
         self.state = ConnectionState.GREETING
         self.address = address
         self.greeting: HelloReply | None = None
@@ -108,7 +108,7 @@ class ClientConnection:
             frame_bytes_max=HELLO_BYTES_MAX,
             header_bytes_max=ANSWER_HEADER_BYTES_MAX,
             initial_bytes=INITIAL_BYTES,
-            make_room=make_room,
+            allocate=allocate,
         )
         self.next_buffer = self._reader.next_buffer
 
@@ -211,10 +211,10 @@ def _version(fields: dict[str, Any], name: str) -> int:
 class ServerConnection:
     """The answering end. `client` is who the client said it is."""
 
-    def __init__(self, peer: str, greeting: HelloReply, make_room: Callable[[int], bytearray] = bytearray) -> None:
+    def __init__(self, peer: str, greeting: HelloReply, allocate: Callable[[int], bytearray] = bytearray) -> None:
         """`greeting.version` is the highest that is spoken; HELLO may settle on a lower one.
 
-        `make_room` gives memory for a large frame: see FrameReader.
+        `allocate` gives memory for a large frame: see FrameReader.
         """
         self.state = ConnectionState.GREETING
         self.peer = peer
@@ -225,7 +225,7 @@ class ServerConnection:
             buffer_bytes=16 * 1024,
             initial_bytes=INITIAL_BYTES,
             unpacked_bytes_max=UNPACKED_BYTES_MAX,
-            make_room=make_room,
+            allocate=allocate,
         )
         self.next_buffer = self._reader.next_buffer
 

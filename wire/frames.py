@@ -122,18 +122,18 @@ class FrameReader:
         buffer_bytes: int = 64 * 1024,
         initial_bytes: int,
         unpacked_bytes_max: int = FRAME_BYTES_MAX,
-        make_room: Callable[[int], bytearray] = bytearray,
+        allocate: Callable[[int], bytearray] = bytearray,
     ) -> None:
         """The limits may be changed at any time and count from the next frame on.
 
-        Headers over `unpacked_bytes_max` are left Packed. `make_room` gives memory for a large frame, of the size asked
+        Headers over `unpacked_bytes_max` are left Packed. `allocate` gives memory for a large frame, of the size asked
         for or more.
         """
         self._unpacked_bytes_max = unpacked_bytes_max
         self.frame_bytes_max = frame_bytes_max
         self.header_bytes_max = header_bytes_max
         self._initial_bytes = initial_bytes
-        self._make_room = make_room
+        self._allocate = allocate
         self._credit_bytes = min(_STRANGER_BYTES, initial_bytes)
         self._buffer = bytearray(buffer_bytes)
         self._filled = 0
@@ -177,7 +177,7 @@ class FrameReader:
         size = self.large_bytes
         if size > 2 * room_bytes:
             size = max(room_bytes, len(start) + 1)
-        grown = memoryview(self._make_room(size))[:size]
+        grown = memoryview(self._allocate(size))[:size]
         grown[: len(start)] = start
         self._large, self._large_filled = grown, len(start)
         return grown

@@ -20,7 +20,7 @@ from metamq.broker.data import topic_settings
 from metamq.broker.data.data_folder import DataFolder, TopicFolder
 from metamq.broker.data.partition import Partition
 from metamq.broker.log import FileCache, FlushPolicy, LogConfig, PartitionLog, set_aside
-from metamq.broker.log.disk.derived import remove_leftovers
+from metamq.broker.log.disk.derived import remove_orphans
 from metamq.broker.log.disk.files import SHORTAGES
 from metamq.broker.log.fresh import is_half_made
 from metamq.broker.trouble import Trouble
@@ -285,11 +285,11 @@ class Topics:
 
     async def _open_log(self, folder: str, name: str, settings: LogConfig) -> PartitionLog:
         trouble = Trouble()
-        losing = self._folder.raise_incarnation
+        on_loss = self._folder.raise_incarnation
         while True:
             try:
                 now_us = time.time_ns() // 1000
-                return PartitionLog.open(folder, name, settings, self._files, now_us=now_us, losing=losing)
+                return PartitionLog.open(folder, name, settings, self._files, now_us=now_us, on_loss=on_loss)
             except TooManyOpenFiles as error:
                 trouble.lasts(f"{name} waits", error)
                 await asyncio.sleep(RETRY_S)
@@ -326,9 +326,9 @@ class Topics:
                 await asyncio.sleep(RETRY_S)
                 self._doomed.put_nowait(folder)
 
-    def remove_leftovers(self, paths: list[str]) -> None:
+    def remove_orphans(self, paths: list[str]) -> None:
         """Removes what is left of a log that was emptied, in a thread."""
-        asyncio.get_running_loop().run_in_executor(self._executor, remove_leftovers, paths)
+        asyncio.get_running_loop().run_in_executor(self._executor, remove_orphans, paths)
 
     def _remove(self, topic: str) -> None:
         topic_id = self._configs[topic].id

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from metamq.wire.rooms import Rooms
+from metamq.wire.buffer_pool import BufferPool
 
 KEPT_BYTES = 32 * 1024 * 1024
 """Memory of large frames that is used again; a part of it may be idle, beside what is set aside."""
@@ -37,7 +37,7 @@ class RequestMemory:
         """At least as much as the largest frame."""
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.rooms = Rooms(KEPT_BYTES)
+        self.rooms = BufferPool(KEPT_BYTES)
         self._line: dict[InLine, int] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""The partition log: segments, indexes, producer states, recovery; synchronous, one thread but for waiting steps."""
+"""The partition log: segments, indexes, producer states, recovery. Synchronous; only slow steps use other threads."""
 
 from metamq.broker.log.config import FlushPolicy, LogConfig
 from metamq.broker.log.disk.files import FileCache

@@ -1,4 +1,4 @@
-"""How a partition log is kept: the settings of its topic, as values."""
+"""The settings of a partition log, as values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _DAY_MS = 24 * 60 * 60 * 1000
 
 @dataclass(frozen=True, slots=True)
 class FlushPolicy:
-    """When a log is to be fsynced. The log itself never decides to: its owner asks `due()`."""
+    """The rule for when to fsync a log. The log itself never starts a flush: its owner calls `due()`."""
 
     before_ack: bool = False
-    """Writes are acknowledged, and become readable, only once they are on the disk."""
+    """Writes are acknowledged and become readable only when they are on the disk."""
     every_messages: int | None = None
     every_ms: int | None = 1000
 
     def due(self, unflushed_messages: int, since_ms: float) -> bool:
-        """Whether to flush now: so many messages are unflushed, the last flush began `since_ms` ago."""
+        """True if the log must be flushed now. `since_ms`: milliseconds since the last flush began."""
         if unflushed_messages <= 0:
             return False
         if self.before_ack:
@@ -34,20 +34,20 @@ class FlushPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """The settings of one partition log. Raises ConfigError when they contradict each other."""
+    """The settings of one partition log. Raises ConfigError if they contradict each other."""
 
     segment_bytes: int = 256 * 1024 * 1024
-    """A segment is closed before it would grow past this. A batch larger than it has a segment for itself."""
+    """A segment is closed before it would exceed this size. A larger batch gets a segment of its own."""
     index_interval_bytes: int = 4096
     flush: FlushPolicy = FlushPolicy()
     retention_ms: int | None = None
-    """Age of a segment's last append at which the segment goes; None keeps it."""
+    """A segment is removed when its last append is older than this. None: segments never expire."""
     retention_bytes: int | None = None
-    """The log is cut back to this size, by whole segments, the active one excepted."""
+    """Maximum size of the log. Retention removes whole segments, but never the active one."""
     cleanup: Literal["delete", "archive"] = "delete"
     archive_dir: Path | None = None
     producer_expiry_ms: int = 7 * _DAY_MS
-    """An idempotent producer that stored nothing for so long is forgotten."""
+    """The log forgets an idempotent producer that stored nothing for this time."""
     batch_bytes_max: int = BATCH_BYTES_MAX
 
     def __post_init__(self) -> None:

@@ -1,34 +1,35 @@
-"""How far a log's bytes are good: its marks, the flushes that move them, and the first failure, which ends that.
+"""The durability of a log's bytes: its marks, the flushes that move them, and the failure that ends all writing.
 
-Three marks move along the log, each always at a batch boundary, as offset and as position:
+Three marks move along the log. Each is always at a batch boundary, as an offset and a position:
 
-    start ≤ flushed ≤ end       flushed: on the disk for certain; end: written, at least to the kernel
-    start ≤ stable  ≤ end       stable: readers see up to here
+    start ≤ flushed ≤ end       flushed: certainly on the disk; end: written, at least to the kernel
+    start ≤ stable  ≤ end       stable: readers see the log up to here
 
-The stable mark goes up to the log's *own* mark, which is the flushed one where the topic flushes before acknowledging,
-else the end; and no further than the *bound* that the log's owner sets. On a replica that copies it is where the master
-says that every in-sync replica has got to, on a master with such replicas the least that they acknowledged, and without
-any there is none. `_advance_stable` is the only place that moves the stable mark up, and only what cuts the log takes
-it back.
+The stable mark follows the log's *own* mark: the flushed mark if the topic flushes before acknowledging, else the end.
+It never passes the *bound*, which the log's owner sets. On a replica that copies, the bound is the place that every
+in-sync replica has reached, as the master says. On a master with in-sync replicas it is the lowest place that they
+acknowledged. Without in-sync replicas there is no bound. Only `_advance_stable` moves the stable mark up, and only a
+cut of the log moves it back.
 
-It is stored with the flushed mark. Whoever was to tell the bound may be gone when the log is opened again, and what is
-above may yet be cut: so an open log is bound to the stable mark it stored, until its owner decides.
+The stable mark is stored with the flushed mark. When the log is opened again, the process that set the bound may be
+gone, and the part above the stable mark may still be cut. So an open log is bound to its stored stable mark until its
+owner decides.
 
-*Flush* has three steps because fsync is slow: start_flush() notes the end and duplicates the descriptors,
-ticket.sync() runs in any thread while appends go on, finish_flush() advances the marks and stores them in the file
-`flushed`. At most one flush is under way, since the kernel reports a write error to one fsync only: two side by side
-could share the news.
+*A flush* has three steps because fsync is slow. start_flush() notes the end and duplicates the descriptors.
+ticket.sync() runs in any thread while appends continue. finish_flush() advances the marks and stores them in the file
+`flushed`. At most one flush runs at a time: the kernel reports a write error to one fsync only, so of two concurrent
+flushes one would miss the error.
 
-*A full disk ends nothing.* A write that finds no room is no failure of the disk: what it wrote in part is cut off, and
-the log is as it was. An append raises DiskFull; what is derived from the log, and the flushed point, which may say too
-little, are stored another time. An fsync that fails is a failure of the disk, whatever its reason.
+*A full disk does not end writing.* A write that finds no space is not a failure of the disk: the partly written bytes
+are cut off, and the log is as before. An append raises DiskFull. The derived files are stored later, and so is the
+flushed point, which may be too low without harm. An fsync that fails is a failure of the disk, whatever its reason.
 
-*The first other failed write, or fsync, ends the log's life as a writer.* What is on the disk is unknown then, and
-asking again does not tell (a second fsync succeeds without having written anything). So every later append raises what
-the first one raised, reads go on below the stable mark, and the next start recovers.
+*Any other failed write, or failed fsync, ends all writing.* The content of the disk is then unknown, and another fsync
+does not help: it succeeds without having written anything. So every later append raises the first error, reads below
+the stable mark continue, and the next start recovers.
 
-*Without a descriptor left nothing has failed.* TooManyOpenFiles ends no log: it is raised with nothing changed, and
-what cannot be stored now is stored with the next flush or checkpoint.
+*A lack of descriptors is not a failure.* TooManyOpenFiles does not end writing: it is raised before any change. Files
+that cannot be stored now are stored with the next flush or checkpoint.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from metamq.errors import ClosedError, DiskFull, MetamqError, StorageError, TooM
 log = logging.getLogger("metamq.broker.log")
 T = TypeVar("T")
 UNBOUND = 1 << 63
-"""Beyond any position and offset."""
+"""A value beyond any position and offset."""
 
 
 class DurableLog:
-    """The half of a PartitionLog that knows what its bytes are worth. Its marks are to be read, not set."""
+    """The part of a PartitionLog that keeps the marks and flushes. Callers may read the marks, but not set them."""
 
     __slots__ = (
         "_bound_offset",
@@ -96,8 +97,8 @@ class DurableLog:
         self._writing = False
         self._slot_unsynced = False
         self._unsynced: set[str] = set()
-        """Snapshots, the epochs, and the folder, that the next flush is to make durable."""
-        if not recovered.report.clean:  # a process that was killed may have begun a segment, and never synced its name
+        """Paths of snapshots, of the epochs, and of the folder, that the next flush must make durable."""
+        if not recovered.report.clean:  # a killed process may have begun a segment without syncing its name
             self._unsynced.add(folder)
         self._ticket: FlushTicket | None = None
         self._refusal: MetamqError | None = None
@@ -106,7 +107,7 @@ class DurableLog:
         self.last_append_us = recovered.last_append_us
 
     def _take_point(self, point: FlushPoint) -> None:
-        """All marks as the point has them; the log is taken to end where it is flushed, and is bound."""
+        """Sets all marks from the point. The log then ends where it is flushed, and is bound."""
         self._point = point
         self.start_offset, self.start_position = point.start_offset, point.start_position
         self.flushed_offset, self.flushed_position = point.offset, point.position
@@ -118,28 +119,28 @@ class DurableLog:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all batches."""
+        """Total size of all batches."""
         return self.end_position - self.start_position
 
     @property
     def config(self) -> LogConfig:
-        """The settings as of the last reconfigure()."""
+        """The settings of the last reconfigure()."""
         return self._config
 
     def set_bound(self, offset: int, position: int) -> None:
-        """Readers see nothing at or above this place, a batch boundary that may lie beyond the end.
+        """Sets the bound: readers see nothing at or above it. It is a batch boundary and may be beyond the end.
 
-        A lower bound than before takes nothing back that was stable: it only keeps more from becoming so.
+        A lower bound than before does not move the stable mark back: it only stops its advance.
         """
         self._bound_offset, self._bound_position = offset, position
         self._advance_stable()
 
     def clear_bound(self) -> None:
-        """Readers see all that keeps the topic's promise on this disk: nobody else's copy counts."""
+        """Removes the bound: readers see everything that this disk stores as the topic asks."""
         self.set_bound(UNBOUND, UNBOUND)
 
     def _advance_stable(self) -> None:
-        """Moves the stable mark up to where the topic's promise holds, here and as far as the bound tells elsewhere."""
+        """Moves the stable mark up to the log's own mark, but not beyond the bound."""
         if self._config.flush.before_ack:
             offset, position = self.flushed_offset, self.flushed_position
         else:
@@ -152,13 +153,14 @@ class DurableLog:
     # -- flushing -------------------------------------------------------------------------------------------------
 
     def flush_due(self, since_ms: float) -> bool:
-        """Whether the topic's policy asks for a flush now; `since_ms` is the age of the oldest unflushed append."""
+        """True if the topic's policy asks for a flush now. `since_ms`: age of the oldest unflushed append."""
         return self._config.flush.due(self.end_offset - self.flushed_offset, since_ms)
 
     def start_flush(self) -> FlushTicket | None:
-        """A ticket for what is unflushed, as far as one ticket goes; None when there is nothing, or while one is out.
+        """Returns a ticket for the unflushed files, or for as many as one ticket may have.
 
-        Call its sync() in any thread, then finish_flush() in this one. Raises StorageError, ClosedError.
+        None if everything is flushed, or if another ticket is not finished. Call its sync() in any thread, then
+        finish_flush() in this one. Raises StorageError, ClosedError.
         """
         self._check_writable()
         settled = self.flushed_position == self.end_position and not self._slot_unsynced and not self._unsynced
@@ -172,7 +174,7 @@ class DurableLog:
         paths = [segment.path for segment in taken]
         if self._slot_unsynced:
             paths.append(self._flush_file.path)
-        unsynced = sorted(self._unsynced)[:FILES_MAX]  # the folder first: each of its files has a longer path
+        unsynced = sorted(self._unsynced)[:FILES_MAX]  # the folder comes first, since the paths of its files are longer
         whole = len(taken) == len(dirty) and len(unsynced) == len(self._unsynced)
         others = [path for path in unsynced if os.path.exists(path)]
         try:
@@ -185,9 +187,9 @@ class DurableLog:
         return ticket
 
     def finish_flush(self, ticket: FlushTicket) -> None:
-        """Advances the marks to what the ticket made durable. A ticket that a truncate overtook changes nothing.
+        """Advances the marks to the end of the synced ticket. A ticket from before a truncate changes nothing.
 
-        Raises StorageError when its sync() did; TooManyOpenFiles, with the marks as they were: then flush again.
+        Raises StorageError if its sync() did. Raises TooManyOpenFiles with the marks unchanged: then flush again.
         """
         if ticket.error is not None:
             self._refuse(ticket.error)
@@ -202,12 +204,12 @@ class DurableLog:
         self._advance_stable()
         try:
             self._store_point()
-        except TooManyOpenFiles:  # nobody has seen the new marks yet
+        except TooManyOpenFiles:  # no other code has seen the new marks yet
             self.flushed_offset, self.flushed_position, self.stable_offset, self.stable_position = before
             raise
 
     def _flush_now(self) -> None:
-        """Flushes to the end here and now, waiting for a ticket that is out."""
+        """Flushes up to the end and waits, also for a ticket that is not finished."""
         while True:
             ticket = self._ticket or self.start_flush()
             if ticket is None:
@@ -215,12 +217,12 @@ class DurableLog:
             self._finish_now(ticket)
 
     def _finish_now(self, ticket: FlushTicket) -> None:
-        with contextlib.suppress(StorageError):  # finish_flush raises it, after taking note
+        with contextlib.suppress(StorageError):  # finish_flush notes it, and raises it again
             ticket.sync()
         self.finish_flush(ticket)
 
     def _store_point(self, *, clean: bool = False) -> bool:
-        """Stores the marks; False when the disk is full: the ones before them are true still, and say less."""
+        """Stores the marks. Returns False if the disk is full: the stored marks then remain true, but lower."""
         point = self._make_point(clean)
         if point != self._point:
             try:
@@ -232,9 +234,9 @@ class DurableLog:
         return point == self._point
 
     def _take_marks_back(self, offset: int, position: int) -> None:
-        """Before the log ends at `position`. A log that ends below its flushed point would be taken for damaged.
+        """Moves the marks back to `position` before a cut. Else the log would end below its flushed point, as damage.
 
-        Raises OSError; then all is as it was.
+        Raises OSError with nothing changed.
         """
         point = self._make_point(clean=False)._replace(own_from=NO_EPOCHS[0], own_to=NO_EPOCHS[1])
         if point.position > position:
@@ -257,7 +259,7 @@ class DurableLog:
         )  # fmt: skip
 
     def _remove_indexes(self, segments: list[Segment]) -> None:
-        """Makes some room on a full disk with the indexes of segments that are to go. Raises StorageError."""
+        """Frees space on a full disk: removes the indexes of segments that will be removed. Raises StorageError."""
         try:
             unlink_all([segment.index_path for segment in segments])
         except OSError as error:
@@ -266,23 +268,23 @@ class DurableLog:
     # -- verifying ------------------------------------------------------------------------------------------------
 
     def pieces(self) -> list[Segment]:
-        """What is flushed of each segment, oldest first, for metamq.broker.log.scrub."""
+        """The flushed part of each segment, oldest first, for metamq.broker.log.scrub."""
         return [_piece(one, self.flushed_position) for one in self._store.segments if self._is_flushed_from(one)]
 
     def _is_flushed_from(self, segment: Segment) -> bool:
         return segment.base_position < min(segment.end_position, self.flushed_position)
 
     def has_piece(self, piece: Segment) -> bool:
-        """Whether retention, a cut, or an emptying has left it in the log."""
+        """True if the log still has the piece: neither retention nor a cut nor emptying removed it."""
         if isinstance(self._refusal, ClosedError):
             return False
         found = self._store.segment_at(piece.base_position)
         return found is not None and found.path == piece.path and found.end_position >= piece.end_position
 
     def place_of(self, offset: int) -> tuple[Segment, tuple[int, int]] | None:
-        """The piece with the batch that holds an offset, and the batch's (offset, position); None: the log has none.
+        """The piece with the batch that holds an offset, and the batch's (offset, position). None if the log has none.
 
-        Raises CorruptData when the batches' headers do not lead there, StorageError, ClosedError.
+        Raises CorruptData if the batches' headers do not lead there, StorageError, ClosedError.
         """
         self._check_open()
         if not self.start_offset <= offset < self.end_offset:
@@ -293,29 +295,28 @@ class DurableLog:
     # -- failing --------------------------------------------------------------------------------------------------
 
     def _stored(self, ask: Callable[..., T], *what: object) -> T:
-        """What the store answers. Raises StorageError where it cannot read its files."""
+        """Calls the store and returns its result. Raises StorageError if the store cannot read its files."""
         try:
             return ask(*what)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
 
-    def _make_room(self, action: str) -> None:
-        """Before what cannot be tried again from its middle. Raises TooManyOpenFiles."""
+    def _reserve_descriptors(self, action: str) -> None:
+        """Frees descriptors before a change that cannot be retried halfway. Raises TooManyOpenFiles."""
         try:
-            self._files.make_room()
+            self._files.reserve_descriptors()
         except OSError as error:
             raise storage_error(self.name, action, error) from error
 
     def _fail(self, action: str, error: OSError, *, half_done: bool = False) -> StorageError:
-        """Ends the log's life as a writer, unless it is a shortage and nothing is `half_done`; returns the error to
-        raise."""
+        """Returns the error to raise. Ends all writing, unless it is a shortage and nothing is `half_done`."""
         failure = disk_error(self.name, action, error) if half_done else storage_error(self.name, action, error)
         if not isinstance(failure, SHORTAGES):
             self._refuse(failure)
         return failure
 
     def _not_written(self, segment: Segment, error: OSError) -> StorageError:
-        """The error to raise for an append. On a full disk the part that was written is cut off again."""
+        """The error to raise for an append. On a full disk, first cuts off the part that was written."""
         if is_full(error):
             try:
                 os.ftruncate(self._files.descriptor(segment.path), segment.size_bytes)
@@ -325,7 +326,7 @@ class DurableLog:
 
     @contextlib.contextmanager
     def _unless_full(self, what: str) -> Iterator[None]:
-        """Stores what the log can do without for a while: on a full disk that is left for another time.
+        """Stores a file that the log can do without for a while: on a full disk, leaves it for later.
 
         Raises any other OSError.
         """
@@ -334,11 +335,11 @@ class DurableLog:
         except OSError as error:
             if not is_full(error):
                 raise
-            log.info("%s: %s is stored another time: %s", self.name, what, error)
+            log.info("%s: %s is stored later: %s", self.name, what, error)
 
     @contextlib.contextmanager
     def _or_later(self, action: str) -> Iterator[None]:
-        """Stores what the log can do without for a while: where something is short it is stored another time.
+        """Stores a file that the log can do without for a while: during a shortage, leaves it for later.
 
         Raises StorageError.
         """
@@ -349,7 +350,7 @@ class DurableLog:
                 raise self._fail(action, error) from error
 
     def _refuse(self, failure: MetamqError) -> None:
-        """From now on every append raises. Also called by a ticket's thread: two assignments, in this order."""
+        """Makes every later append raise. A ticket's thread also calls this: two assignments, in this order."""
         if self._refusal is None:
             self._refusal = failure
         self._writing = False
@@ -372,6 +373,6 @@ class DurableLog:
 
 
 def _piece(segment: Segment, end_position: int) -> Segment:
-    """The segment up to there, as a value of its own."""
+    """A copy of the segment up to `end_position`."""
     end = min(segment.end_position, end_position)
     return Segment(segment.path, segment.base_offset, segment.base_position, end - segment.base_position)

@@ -1,4 +1,4 @@
-"""A flush under way: what one thread may fsync while the log goes on in another."""
+"""A running flush: the files that a thread fsyncs while the log continues in another thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from metamq.broker.log.disk.files import FileCache, Sync, disk_error
 from metamq.errors import StorageError
 
 FILES_MAX = 8
-"""Of a log, in one ticket: the descriptors of a process are few, and there may be tickets of several logs at once."""
+"""Maximum files of a log in one ticket: descriptors are scarce, and several logs may have tickets at one time."""
 
 
 class FlushTicket:
-    """Files that hold a log's unflushed bytes, up to `end_position`. Made by `PartitionLog.start_flush()`.
+    """The files that hold a log's unflushed bytes, up to `end_position`. `PartitionLog.start_flush()` makes it.
 
-    It owns duplicates of their descriptors, so that nothing the log does meanwhile can close them. They are closed
-    by sync(), which is to be called once the ticket exists.
+    It owns duplicates of their descriptors, so that the log cannot close them during the flush. sync() closes them, so
+    every ticket must be synced.
     """
 
     __slots__ = (
@@ -46,16 +46,16 @@ class FlushTicket:
         *,
         whole: bool,
     ) -> None:
-        """`paths` are files of the cache, `others` files or folders outside of it. `whole`: that is all there is.
+        """`paths` are files of the cache, `others` are files or folders outside of it. `whole`: nothing else is dirty.
 
-        `failed` is called in the syncing thread, so that no append comes after the failure of an fsync. Raises OSError.
+        `failed` is called in the syncing thread, so that no append follows a failed fsync. Raises OSError.
         """
         self.whole = whole
-        """False: more is to be flushed than one ticket has descriptors for; the next one takes that."""
+        """False if more files must be flushed than one ticket has descriptors for; the next ticket takes the rest."""
         self.end_offset = end_offset
         self.end_position = end_position
         self.error: StorageError | None = None
-        """Why the fsync failed. Set before sync() raises it."""
+        """The failure of the fsync. Set before sync() raises it."""
         self._name = name
         self._sync: Sync = files.sync
         self._failed = failed
@@ -72,9 +72,9 @@ class FlushTicket:
             raise
 
     def sync(self) -> None:
-        """Makes the bytes durable. Any thread; a second call waits for the first and has its outcome.
+        """Makes the bytes durable. Any thread; a second call waits for the first and has the same result.
 
-        Raises StorageError; the log then refuses every append, since an fsync is never tried again.
+        Raises StorageError. The log then refuses every append, since an fsync is never retried.
         """
         with self._lock:
             if not self._done:
@@ -90,15 +90,15 @@ class FlushTicket:
         except OSError as error:
             failure = error
         finally:
-            of_close = self._close()  # which may tell of failed writes as well, over NFS for one
-            failure = failure or of_close
+            close_failure = self._close()  # a close may report failed writes too, for example on NFS
+            failure = failure or close_failure
             if failure is not None:
                 self.error = disk_error(self._name, "fsync", failure)
                 self._failed(self.error)
             self._done = True
 
     def _close(self) -> OSError | None:
-        """Closes every descriptor, also after one that failed. Returns the first failure."""
+        """Closes every descriptor, even after a failure. Returns the first failure."""
         failure: OSError | None = None
         descriptors, self._descriptors = self._descriptors, []
         for fd in descriptors:
@@ -110,5 +110,5 @@ class FlushTicket:
 
     @property
     def done(self) -> bool:
-        """Whether sync() has ended."""
+        """True when sync() has ended."""
         return self._done

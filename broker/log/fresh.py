@@ -1,15 +1,15 @@
-"""Logs without a batch: new ones, those that are emptied to begin elsewhere, and what is put aside for one.
+"""Logs without a batch: new logs, emptied logs that begin elsewhere, and damaged logs that are set aside.
 
-*Emptying* takes many changes of files, and a crash may come between any two. So one durable word decides: the flush
-point says that the log is being emptied, and where it is to begin. Before that the log is what it was. From then on no
-other file of the folder counts, whichever of them are still there, and every open goes on with the emptying until a
-flush point without the word ends it. No batch is appended before that.
+*Emptying* takes many changes of files, and a crash may come between any two. So one durable flag decides: the flush
+point says that the log is being emptied, and where it will begin. Before that the log is unchanged. From then on the
+other files of the folder do not count, whichever still exist. Every open continues the emptying until a flush point
+without the flag ends it. No batch is appended before that.
 
-Large files take their time to go, so those that do not count get names under which no log looks for anything; whoever
-has time removes them, the next open at the latest.
+Removing large files takes time. So obsolete files get names that no log looks for. Any thread removes them later; the
+next open removes the rest.
 
-*A damaged log* is put aside as a whole: its folder gets another name. One rename is one step. A crash before the new
-log is made leaves a partition whose folder is missing, which is damaged, too: metamq.broker.data.made_partitions.
+*A damaged log* is set aside as a whole: its folder gets another name. One rename is one step. A crash before the new
+log is made leaves a partition without a folder, which counts as damaged, too: metamq.broker.data.made_partitions.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ log = logging.getLogger("metamq.broker.log")
 
 
 def empty_point(offset: int, position: int) -> FlushPoint:
-    """The flush point of a log that begins, and ends, there."""
+    """The flush point of an empty log at this place."""
     return FlushPoint(position, offset, offset, position, offset, position, 0, *NO_EPOCHS, clean=True)
 
 
 def make(folder: str, files: FileCache) -> None:
-    """Makes a new log, unless one is there, also over what is left of an attempt that was broken off. Any thread.
+    """Makes a new log, unless the folder has one. Also completes an interrupted attempt. Any thread.
 
-    Durable but for the folder's own name. Raises OSError.
+    It is durable, except for the folder's own name. Raises OSError.
     """
-    leftovers, path = take_inventory(folder).segments, f"{folder}/{flushed.FILE_NAME}"
-    if os.path.exists(path) or any(segment.size_bytes for segment in leftovers):
+    orphans, path = take_inventory(folder).segments, f"{folder}/{flushed.FILE_NAME}"
+    if os.path.exists(path) or any(segment.size_bytes for segment in orphans):
         return
     make_folder(folder)
-    for leftover in leftovers:
-        os.unlink(leftover.path)
+    for orphan in orphans:
+        os.unlink(orphan.path)
     with open(file_path(folder, 0, 0, "log"), "xb", opener=opener):
         pass
     temporary = path + ".tmp"
@@ -57,24 +57,24 @@ def make(folder: str, files: FileCache) -> None:
 
 
 def is_half_made(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is nothing but what make() leaves where it is broken off. Raises OSError."""
+    """True if the folder has only files of an interrupted make(). Raises OSError."""
     found = take_inventory(os.fspath(folder))
     has_bytes = any(segment.size_bytes for segment in found.segments)
     return not (has_bytes or found.snapshots or found.indexes or os.path.exists(f"{folder}/{flushed.FILE_NAME}"))
 
 
 def decide_to_empty(flush_file: FlushFile, point: FlushPoint) -> None:
-    """From the return on the log is one without a batch that begins where the point says, once empty() has returned.
+    """Decides that the log will be empty and begin where the point says. empty() then does it.
 
-    Raises OSError: then the log is what it was.
+    Raises OSError: then the log is unchanged.
     """
     flush_file.write(point._replace(emptying=True))
 
 
 def empty(folder: str, files: FileCache, flush_file: FlushFile, point: FlushPoint) -> tuple[Segment, list[str]]:
-    """Does what was decided; returns the log's only segment, and the void files.
+    """Carries out the decision. Returns the log's only segment and the obsolete files.
 
-    The decision is made durable first. Raises OSError: then this is to be called again, or the log to be opened again.
+    It first makes the decision durable. Raises OSError: then call this again, or open the log again.
     """
     flush_file.write_other(point._replace(emptying=True))
     void = make_void(sorted(entry.path for entry in os.scandir(folder) if entry.name != flushed.FILE_NAME))
@@ -93,12 +93,12 @@ def _first_segment(folder: str, files: FileCache, point: FlushPoint) -> Segment:
 
 
 def set_aside(folder: str | os.PathLike[str], name: str, files: FileCache, *, now_us: int) -> str:
-    """Moves a damaged log away, durably: the next open makes a new one in its place. Returns where it is now.
+    """Moves a damaged log away, durably: the next open makes a new one in its place. Returns its new path.
 
-    For a replica that can copy the partition anew. The log is not open. Raises StorageError.
+    For a replica that can copy the partition again. The log is not open. Raises StorageError.
     """
     path = os.path.normpath(folder)
-    if not os.path.exists(path):  # an attempt before was broken off behind this
+    if not os.path.exists(path):  # an earlier attempt was interrupted after the rename
         return path
     wanted = f"{path}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now_us / 1_000_000))}"
     target, number = wanted, 1
@@ -110,5 +110,5 @@ def set_aside(folder: str | os.PathLike[str], name: str, files: FileCache, *, no
         files.sync_folder(os.path.dirname(path))
     except OSError as error:
         raise storage_error(name, "moving the damaged log away", error) from error
-    log.warning("%s: the damaged log was moved to %s, which may be removed once nobody needs it", name, target)
+    log.warning("%s: the damaged log was moved to %s. Remove it when you no longer need it", name, target)
     return target

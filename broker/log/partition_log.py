@@ -1,28 +1,28 @@
-"""One partition's log: append, read, flush, and what keeps them true.
+"""The log of one partition: append, read, flush, and the files derived from it.
 
 Theory of operation
 -------------------
-The log is a row of segments. The last is active: batches are appended to it until the next would make it too large;
-the others never change. The marks that move along it, and flushes, are explained in metamq.broker.log.durable.
+The log is a sequence of segments. The last one is active: batches are appended to it until the next one would make it
+too large. The others never change. metamq.broker.log.durable explains the marks that move along the log, and flushes.
 
-*Append* is the hot path and does no more than it must: stamp the broker part in place, one pwrite, then a few
-additions. Memory is changed only after the write is complete. What a failed or half-done write leaves behind the end
-is invisible to readers and cut by the next recovery.
+*Append* is the hot path and does only the minimum: stamp the broker part in place, one pwrite, then a few additions.
+Memory changes only after the write is complete. A failed or partial write leaves bytes behind the end. Readers do not
+see them, and the next recovery cuts them.
 
-*A replica that copies* appends what its master stamped, byte by byte: the same batches at the same positions, so that
-positions mean the same on both. What an append by a master derives from a batch follows from its header here, too.
+*A replica that copies* appends the batches that its master stamped, byte for byte: the same batches at the same
+positions. So positions mean the same on both. The state that a master's append derives from a batch follows from the
+batch's header here, too.
 
-*Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and never needed to be right:
-each has a checksum and says up to where it goes. Only one thing is asked of them: none may describe bytes that were
-replaced. So whatever cuts the log removes first, durably, what describes the bytes behind the cut. The file `epochs`
-is derived too, written at the first batch of each epoch; metamq.broker.log.disk.epochs says what it is for.
+*Derived files* (.index, .producers) are written at roll, checkpoint and clean close, and may be wrong or missing: each
+has a checksum and says up to where it goes. There is only one rule: none may describe bytes that were replaced. So a
+cut of the log first removes, durably, the files that describe the bytes behind the cut. The file `epochs` is derived
+too; it is written at the first batch of each epoch. metamq.broker.log.disk.epochs explains its purpose.
 
-*Retention and checkpoints* take fsyncs, copies and removals, and are done in steps, beside the log's other work: see
-metamq.broker.log.steps for what that asks of them. Old segments are sealed, so nobody writes to them; the log's start
-moves past them, durably, before their files go; and what a checkpoint saves is true as of a position that appends only
-leave behind.
+*Retention and checkpoints* take fsyncs, copies and removals. They run in steps, concurrently with the log's other work:
+metamq.broker.log.steps has the rules. Sealed segments are never written. The log's start moves past old segments,
+durably, before their files are removed. A checkpoint is true as of a position, and later appends do not change that.
 
-After an open nothing is read until it is used: a broker with a thousand partitions starts with their names and sizes.
+After an open, nothing is read until it is used: a broker with a thousand partitions starts with their names and sizes.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from metamq.wire.batch import BatchHeader, stamp
 log = logging.getLogger("metamq.broker.log")
 
 
-def _nobody(_what: str) -> None:
-    """Nobody has to know of a loss."""
+def _ignore_loss(_what: str) -> None:
+    """Ignores a loss."""
 
 
 class PartitionLog(DurableLog):
     """The log of one partition.
 
-    One thread only, except for FlushTicket.sync() and the steps that checkpoint() and retain() yield.
+    Only one thread may use it, except for FlushTicket.sync() and the steps that checkpoint() and retain() yield.
     """
 
     __slots__ = ("_checkpoint_position", "_epoch", "_epochs", "_expired_us", "_producers", "recovery")
@@ -73,15 +73,15 @@ class PartitionLog(DurableLog):
         self._producers: ProducerStates | None = recovered.producers
         self._epochs: EpochList | None = None
         self._epoch = -1
-        """Appends under this epoch go on without a look at those before it; -1: none does."""
+        """The epoch under which appends skip the check of earlier epochs; -1: none."""
         self._checkpoint_position = recovered.snapshots[-1].position if recovered.snapshots else -1
         self._expire_producers(now_us)
 
     @staticmethod
     def make(folder: str | os.PathLike[str], name: str, files: FileCache) -> None:
-        """Makes a new log, unless one is there, durable but for the folder's own name. Any thread.
+        """Makes a new log, unless the folder has one. It is durable, except for the folder's own name. Any thread.
 
-        open() does so as well, but waits for the disk in its own thread. Raises StorageError.
+        open() makes one as well, but waits for the disk in its own thread. Raises StorageError.
         """
         try:
             fresh.make(os.path.normpath(folder), files)
@@ -97,20 +97,20 @@ class PartitionLog(DurableLog):
         files: FileCache,
         *,
         now_us: int,
-        losing: Callable[[str], object] = _nobody,
+        on_loss: Callable[[str], object] = _ignore_loss,
     ) -> PartitionLog:
         """Opens the log in `folder`, or makes a new one there, and recovers it.
 
-        `name` ("flights/0-3") stands in errors and log lines. `losing` is told in words, before anything is modified,
-        when the log lacks what it had; when that raises, nothing was done, and the next open tells it again. Raises
-        CorruptData, with nothing modified, when bytes that were on the disk are damaged; StorageError when the disk
-        fails.
+        `name` ("flights/0-3") is for errors and log lines. `on_loss` is called with a description if the log lacks
+        messages that it had, before anything is modified. If `on_loss` raises, nothing has been done, and the next open
+        calls it again. Raises CorruptData, with nothing modified, if bytes that were on the disk are damaged;
+        StorageError if the disk fails.
 
-        Readers see no more of it than they did before, until set_bound() or clear_bound() says how much they may.
+        Readers see no more of the log than before, until set_bound() or clear_bound() allows more.
         """
         path = os.path.normpath(folder)
         try:
-            recovered = recover(path, name, config, files, losing)
+            recovered = recover(path, name, config, files, on_loss)
         except OSError as error:
             raise storage_error(name, "opening the log", error) from error
         return cls(path, name, config, files, recovered, now_us)
@@ -122,12 +122,10 @@ class PartitionLog(DurableLog):
     # -- appending ------------------------------------------------------------------------------------------------
 
     def check_producer(self, header: BatchHeader) -> New | Duplicate:
-        """Whether a batch from a producer is new or repeated.
+        """Decides if a batch from a producer is new or repeated.
 
-        Raises SequenceGap when its predecessor is missing, ProtocolError when another batch is stored as this one.
-
-        A Duplicate may lie above the stable offset still: it is to be answered once that has passed it. Also raises
-        CorruptData, StorageError.
+        Raises SequenceGap if its predecessor is missing, ProtocolError if another batch is stored under its number,
+        CorruptData, StorageError. A Duplicate may still be above the stable offset: answer it when that has passed it.
         """
         if not header.producer_id:
             return NEW
@@ -137,15 +135,15 @@ class PartitionLog(DurableLog):
     def append(self, batch: memoryview, header: BatchHeader, *, epoch: int, batch_id: int, now_us: int) -> int:
         """Stamps the batch in place and writes it; returns its base offset.
 
-        `batch` is one whole batch, writable; `header` is its header, checked by the caller, as is its sequence.
-        Raises Fenced when the log has batches of a later epoch; StorageError when the disk fails, now or before;
+        `batch` is one whole batch, writable; `header` is its header. The caller has checked it and its sequence number.
+        Raises Fenced if the log has batches of a later epoch; StorageError if the disk fails, now or earlier;
         CorruptData; ClosedError.
         """
         if not self._writing:
             self._begin_writing()
         begins = epoch != self._epoch
         if begins and epoch < (last := self.epochs().last):
-            raise Fenced(f"epoch {epoch} of {self.name}", f"the log has batches of epoch {last} already")
+            raise Fenced(f"epoch {epoch} of {self.name}", f"the log already has batches of epoch {last}")
         size = header.size
         segment = self._store.segments[-1]
         if segment.size_bytes and segment.size_bytes + size > self._config.segment_bytes:
@@ -176,10 +174,10 @@ class PartitionLog(DurableLog):
         return offset
 
     def append_replicated(self, batches: memoryview, position: int) -> None:
-        """Appends whole batches of the master's log as they are there, from `position` on, which is the end here.
+        """Appends whole batches of the master's log, byte for byte. `position` must be the end of the log here.
 
-        Readers see none of them unless a bound says so. Raises CorruptData and ProtocolError, with nothing stored, when
-        they are damaged or not the next ones; StorageError, ClosedError.
+        Readers see none of them until a bound allows it. Raises CorruptData and ProtocolError, with nothing stored, if
+        the batches are damaged or not the next ones; StorageError, ClosedError.
         """
         self._check_writable()
         last_epoch = self.epochs().cut(self.end_position).last
@@ -189,7 +187,7 @@ class PartitionLog(DurableLog):
         if self._bound_position == UNBOUND:
             self.set_bound(self.stable_offset, self.stable_position)
         self._epoch = -1
-        self._slot_unsynced = True  # metamq.broker.log.recovery says what for
+        self._slot_unsynced = True  # metamq.broker.log.recovery says why
         while headers:
             segment = self._store.segments[-1]
             count, size = fitting(headers, segment.size_bytes, self._config.segment_bytes)
@@ -221,7 +219,7 @@ class PartitionLog(DurableLog):
         self._advance_stable()
 
     def _begin_writing(self) -> None:
-        """Before the first append after an open, a truncate or a failure: all that an append relies on."""
+        """Prepares for the first append after an open, a truncate or a failure."""
         self._check_writable()
         self._stored(self._store.index_of, self._store.segments[-1])
         if self._producers is None:
@@ -229,12 +227,12 @@ class PartitionLog(DurableLog):
         if self._point.clean:
             self._store_point()
         self._writing = True
-        if self._refusal is not None:  # by the thread of a flush, just now
+        if self._refusal is not None:  # the thread of a flush has just set it
             self._writing = False
             self._check_writable()
 
     def _begin_epoch(self, epoch: int, offset: int, position: int) -> None:
-        """After the first append under an epoch, of a master of this replica's own, since an open, cut or copy."""
+        """Notes the first append under an epoch in which this replica is the master."""
         epochs = self.epochs()
         own_from = self._own_from if self._own_from <= self._own_to == epochs.last else epoch
         if (own_from, epoch) != (self._own_from, self._own_to):
@@ -249,7 +247,7 @@ class PartitionLog(DurableLog):
         """Seals the active segment and starts the next."""
         assert self._producers is not None
         try:
-            with self._unless_full("what is known of producers"):  # first: without a descriptor nothing is changed
+            with self._unless_full("the producer states"):  # first, so that a lack of descriptors changes nothing
                 self._save_producers(self._producers)
             segment = self._store.roll(self.end_offset, self.end_position)
         except OSError as error:
@@ -268,7 +266,7 @@ class PartitionLog(DurableLog):
         return states
 
     def producers_before_start(self) -> bytes:
-        """What producers stored below the log's start, as a snapshot; empty when nothing is known of that.
+        """A snapshot of the batches that producers stored below the log's start; empty if none are known.
 
         Raises CorruptData, StorageError.
         """
@@ -279,7 +277,7 @@ class PartitionLog(DurableLog):
         return gone.to_bytes(self.start_offset, self.start_position) if gone else b""
 
     def begin_with_producers(self, snapshot: bytes) -> None:
-        """Takes what `producers_before_start` of the master's log says; a log with batches knows it already.
+        """Takes the result of `producers_before_start` of the master's log. A log with batches knows these already.
 
         Raises CopyDamaged, StorageError, ClosedError.
         """
@@ -288,7 +286,7 @@ class PartitionLog(DurableLog):
             return
         states = ProducerStates.from_bytes(snapshot, self.end_offset, self.end_position)
         if states is None:
-            raise CopyDamaged(f"the copy of {self.name}", "its producer states are none")
+            raise CopyDamaged(f"the copy of {self.name}", "its producer states are damaged")
         self._producers = states
         try:
             self._save_producers(states)
@@ -296,7 +294,7 @@ class PartitionLog(DurableLog):
             raise self._fail("saving the producer states", error) from error
 
     def _save_producers(self, states: ProducerStates) -> None:
-        """Saves the states as of the end; the next flush makes them durable. Raises OSError."""
+        """Saves the states as of the end; the next flush makes the file durable. Raises OSError."""
         path = self._store.save_producers(states, self.end_offset, self.end_position)
         self._unsynced.update((path, self._folder))
 
@@ -306,7 +304,7 @@ class PartitionLog(DurableLog):
             self._producers.expire(now_us - 1000 * self._config.producer_expiry_ms)
 
     def epochs(self) -> EpochList:
-        """Where the first batch of each epoch lies. Raises CorruptData, StorageError, ClosedError."""
+        """The places where each epoch's first batch begins. Raises CorruptData, StorageError, ClosedError."""
         if self._epochs is None:
             self._check_open()
             found, is_saved = self._stored(
@@ -318,7 +316,7 @@ class PartitionLog(DurableLog):
         return self._epochs
 
     def _change_epochs(self, epochs: EpochList) -> None:
-        """Saves the list if it is another; the next flush makes it durable."""
+        """Saves the list if it has changed; the next flush makes it durable."""
         if epochs == self._epochs:
             return
         self._epochs = epochs
@@ -328,32 +326,32 @@ class PartitionLog(DurableLog):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, bytes_max: int) -> LogSlice:
-        """Batches from the one that holds `offset` on, below the stable mark, of one segment.
+        """Batches below the stable mark, of one segment, beginning with the batch that holds `offset`.
 
-        The first is whole even if larger than `bytes_max`; the last may be cut. Empty at the stable end and above it.
-        Raises OffsetOutOfRange, CorruptData, StorageError, ClosedError.
+        The first batch is whole, even if larger than `bytes_max`; the last may be cut off. Empty at the stable end and
+        above it. Raises OffsetOutOfRange, CorruptData, StorageError, ClosedError.
         """
         if not self._is_readable(offset):
             return LogSlice(b"", offset, self.stable_position)
         return self._stored(self._store.read, offset, bytes_max, self.stable_position)
 
     def locate(self, offset: int, bytes_max: int) -> FilePart | None:
-        """Where lies what read() would give, with room for the largest batch; None at the stable end and above it."""
+        """The place of the bytes that read() would return, at least one batch. None at the stable end and above."""
         is_there = self._is_readable(offset)
         return self._stored(self._store.locate, offset, bytes_max, self.stable_position) if is_there else None
 
     def _is_readable(self, offset: int) -> bool:
-        """Whether there is something to read there. Raises OffsetOutOfRange, ClosedError."""
+        """True if there is a message to read. Raises OffsetOutOfRange, ClosedError."""
         self._check_open()
         if not self.start_offset <= offset <= self.end_offset:
             raise OffsetOutOfRange(self.name, offset, self.start_offset, self.end_offset)
         return offset < self.stable_offset
 
     def read_position(self, position: int, bytes_max: int) -> BatchRun:
-        """Whole batches from `position` on, a batch boundary, up to the *end*, of one segment: what a replica copies.
+        """Whole batches for a replica to copy, of one segment, from the batch boundary `position` up to the *end*.
 
-        The first even if larger than `bytes_max`; none at the end. Raises ConfigError outside of the log, CorruptData,
-        StorageError, ClosedError.
+        At least one batch, even if larger than `bytes_max`; none at the end. Raises ConfigError outside of the log,
+        CorruptData, StorageError, ClosedError.
         """
         self._check_open()
         if position == self.end_position:
@@ -364,17 +362,17 @@ class PartitionLog(DurableLog):
         return self._stored(self._store.read_whole, position, bytes_max)
 
     def begins_at(self, offset: int, position: int) -> bool:
-        """Whether a batch begins there, or the log ends. Raises CorruptData, StorageError, ClosedError."""
+        """True if a batch begins there, or the log ends there. Raises CorruptData, StorageError, ClosedError."""
         self._check_open()
         if not self.start_offset <= offset < self.end_offset:
             return (offset, position) == (self.end_offset, self.end_position)
         return self._stored(self._store.begins_at, offset, position)
 
     def offset_at_time(self, timestamp_us: int) -> Search:
-        """(offset, timestamp) of the first message whose timestamp is at or after the time; None if there is none.
+        """(offset, timestamp) of the first message at or after the time; None if there is none.
 
-        Times are the producers', microseconds since 1970, and need not rise with the offset. It is to be given up where
-        the log is cut. Raises CorruptData, StorageError, ClosedError.
+        Times come from producers, in microseconds since 1970, and may fall. Abandon the search if the log is cut.
+        Raises CorruptData, StorageError, ClosedError.
         """
         self._check_open()
         try:
@@ -386,7 +384,7 @@ class PartitionLog(DurableLog):
     # -- saving what is derived -----------------------------------------------------------------------------------
 
     def checkpoint(self) -> Steps[None]:
-        """Flushes, and saves what is derived from the log, so that a crash costs no scan of what is there now.
+        """Flushes, and saves the derived files, so that a start after a crash does not scan the existing batches.
 
         Raises StorageError, ClosedError.
         """
@@ -400,7 +398,7 @@ class PartitionLog(DurableLog):
         yield FLUSH
 
     def _save_derived(self, *, clean: bool) -> None:
-        """Saves what is derived, as of the end; the next flush makes it durable."""
+        """Saves the derived files as of the end; the next flush makes them durable."""
         states = self._producers if self._producers is not None else self._load_producers()
         try:
             with self._unless_full("a checkpoint"):
@@ -415,7 +413,7 @@ class PartitionLog(DurableLog):
     # -- changing the log as a whole ------------------------------------------------------------------------------
 
     def reconfigure(self, config: LogConfig) -> None:
-        """Takes new settings; they hold from the next append, flush or retention on."""
+        """Takes new settings. They apply from the next append, flush or retention on."""
         self._config = config
         self._store.index_interval_bytes = config.index_interval_bytes
         self._advance_stable()
@@ -423,12 +421,12 @@ class PartitionLog(DurableLog):
     def retain(
         self, now_us: int, keep_from: int | None = None, drop_before: int | None = None
     ) -> Steps[list[SegmentStats]]:
-        """Removes or archives what is older or more than the topic keeps; returns the segments that went.
+        """Removes or archives segments that are older or more than the topic keeps; returns these segments.
 
-        Never what is above the stable mark, or the byte `keep_from`. The active segment goes only when it is too old,
-        and is sealed first. A segment that cannot be archived stays, and so do the younger ones. With `drop_before`
-        all that lies before that offset goes instead, the active segment excepted. Also forgets idempotent producers
-        that expired. Raises StorageError, CorruptData, ClosedError.
+        Never removes a segment that ends above the stable mark or above the byte `keep_from`. The active segment is
+        removed only if it is too old, and is sealed first. If a segment cannot be archived, it and the younger ones
+        stay. With `drop_before`, removes every segment below that offset instead, except for the active one. Also
+        forgets expired idempotent producers. Raises StorageError, CorruptData, ClosedError.
         """
         self._check_writable()
         self._expire_producers(now_us)
@@ -449,7 +447,7 @@ class PartitionLog(DurableLog):
         if not self._store.has_producers_from(going[-1].end_position):  # the disk is full
             self._remove_indexes(going)
             yield from self.checkpoint()
-        yield FLUSH  # the snapshot of a roll, too: it is all that stays of the producers' batches that go now
+        yield FLUSH  # also makes the snapshot durable: only it keeps the producer states of these segments
         self._check_writable()
         segments = self._store.segments
         if segments[: len(going)] != going or len(segments) == len(going):  # the log was cut
@@ -464,7 +462,7 @@ class PartitionLog(DurableLog):
         if self._epochs is not None:
             self._epochs = self._epochs.drop_prefix(first.base_offset, first.base_position)
         self._slot_unsynced = True
-        yield FLUSH  # a removal that outlived the new start would be a log without its beginning
+        yield FLUSH  # the new start must be durable first: else a crash could leave a log without its start
         self._check_writable()
         if self._store.segments[: len(going)] != going:  # the log was emptied
             return []
@@ -478,7 +476,7 @@ class PartitionLog(DurableLog):
         return removed
 
     def _expired_segments(self, now_us: int) -> list[Segment]:
-        """The sealed segments that are to go now. Raises OSError."""
+        """The sealed segments that retention removes now. Raises OSError."""
         store, config = self._store, self._config
         active = store.segments[-1]
         all_stable = active.size_bytes and active.end_position <= self.stable_position
@@ -499,10 +497,10 @@ class PartitionLog(DurableLog):
         return sealed[:count]
 
     def truncate(self, position: int) -> None:
-        """Cuts the log back to the last batch boundary at or below `position`, durably; producer states follow.
+        """Cuts the log at the last batch boundary at or below `position`, durably. Producer states follow.
 
-        Only for a replica that gives up what its master does not have: the stable mark is taken back too, and so is a
-        bound, since what it was about need not come again. Raises ConfigError when the log starts behind `position`,
+        Only for a replica that drops batches that its master does not have. The stable mark and the bound are moved
+        back, too, since other batches may come there. Raises ConfigError if the log starts above `position`,
         CorruptData, StorageError, ClosedError.
         """
         self._check_writable()
@@ -511,18 +509,18 @@ class PartitionLog(DurableLog):
         if position < self.start_position:
             raise ConfigError(
                 f"{self.name} cannot be cut at byte {position:,}: it starts at byte {self.start_position:,}",
-                hint="Copy the partition anew from its master.",
+                hint="Copy the partition again from its master.",
             )
         if self._ticket is not None:
             self._finish_now(self._ticket)
-        self._make_room("cutting the log")
+        self._reserve_descriptors("cutting the log")
         self._writing = False
         try:
             segment, index = self._store.boundary_before(position)
             try:
                 self._take_marks_back(index.end_offset, index.end_position)
             except OSError as error:
-                segment.index = None  # it is cut already
+                segment.index = None  # the index is already cut
                 raise self._fail("cutting the log", error) from error
             self._epoch, self._producers, self._checkpoint_position = -1, None, -1
             self._store.cut(segment, index)
@@ -536,17 +534,17 @@ class PartitionLog(DurableLog):
             raise
 
     def reset_to(self, offset: int, position: int) -> list[str]:
-        """Empties the log, durably, so that it begins there: its master's has not, or no longer, what comes before.
+        """Empties the log, durably, so that it begins at this place: the master does not have the bytes before it.
 
-        Returns the files that hold nothing any more, to be removed in any thread. Only for a replica: readers see
-        nothing until a bound says so. Raises StorageError, ClosedError.
+        Returns obsolete files, which any thread may remove. Only for a replica: readers see nothing until a bound
+        allows it. Raises StorageError, ClosedError.
         """
-        is_decided = isinstance(self._refusal, DiskFull)  # by an attempt that found no room for the rest
+        is_decided = isinstance(self._refusal, DiskFull)  # an earlier attempt found no space for the rest
         if not is_decided:
             self._check_writable()
         if self._ticket is not None:
             self._finish_now(self._ticket)
-        self._make_room("emptying the log")
+        self._reserve_descriptors("emptying the log")
         point = fresh.empty_point(offset, position)
         is_new = point == self._make_point(clean=True) and self.end_position == position
         if is_new and not is_decided:
@@ -560,7 +558,7 @@ class PartitionLog(DurableLog):
             segment, void = fresh.empty(self._folder, self._files, self._flush_file, point)
         except OSError as error:
             failure = self._fail("emptying the log", error, half_done=not is_full(error))
-            if is_decided:  # on a full disk, too: an append would be gone with the next start
+            if is_decided:  # on a full disk, too: the next start would drop any append
                 self._refuse(failure)
             raise failure from error
         self._store = SegmentStore(self._folder, self._files, [segment], [], self._config.index_interval_bytes)
@@ -572,10 +570,10 @@ class PartitionLog(DurableLog):
         return void
 
     def close(self, clean: bool = True) -> None:
-        """Closes the files. A clean close flushes and saves all that a start would have to scan for otherwise.
+        """Closes the files. A clean close first flushes and saves the derived files, so the next start scans nothing.
 
-        After a failure of the disk the close is never clean. Raises StorageError when flushing fails; the files are
-        closed all the same. A second call does nothing.
+        After a failure of the disk the close is never clean. Raises StorageError if flushing fails; the files are
+        closed anyway. A second call does nothing.
         """
         if isinstance(self._refusal, ClosedError):
             return

@@ -1,57 +1,57 @@
-"""Opening a partition log: what is read, what may be cut, and what is refused.
+"""Opening a partition log: the parts that are read, the bytes that may be cut, and the damage that is refused.
 
 Theory of operation
 -------------------
-A crash leaves a log in one of two conditions, which look alike and must not be treated alike:
+A crash leaves a log in one of two conditions. They look the same, but need different treatment:
 
-- a *torn tail*: bytes that were written but never flushed are missing, zero or half there. Nobody was promised them.
-  They are cut, and the cut is reported;
-- *damage*: bytes that were on the disk have changed. Somebody may have been promised them. Cutting there would lose
-  every intact batch that follows, silently; so the partition is not opened and nothing is modified.
+- A *torn tail*: bytes that were written but never flushed are missing, zero or partly there. No client has an
+  acknowledgement for them. They are cut, and the cut is reported.
+- *Damage*: bytes that were on the disk have changed. A client may have an acknowledgement for them. A cut would
+  silently lose every intact batch that follows. So the partition is not opened, and nothing is modified.
 
-What tells them apart is the flushed point F, from the file `flushed`. It is written after each fsync of the log, so
-it never says too much: below F every byte was on the disk, and whatever is wrong there is damage. It may say too
-little, since it is not fsynced itself each time: after a power cut F may be older than the last fsync. Therefore a
-second witness: each batch says in its header how far behind it the flushed point was when it was appended. If the
-first bad byte is at B ≥ F, but an intact batch behind it says that B was flushed by then, it is damage after all.
-Batches begin on multiples of 8, so they are found again behind any damage. What remains undetected is damage in
-bytes that were flushed by the last fsyncs before a power cut with nothing appended after them.
+The flushed point F, from the file `flushed`, tells them apart. It is written after each fsync of the log, so it is
+never too high: below F every byte was on the disk, and any error there is damage. It may be too low, since it is not
+fsynced itself each time: after a power cut F may be older than the last fsync. Therefore there is a second witness:
+each batch says in its header how far behind it the flushed point was when it was appended. If the first bad byte is at
+B ≥ F, but an intact batch behind it says that B was already flushed, then it is damage. Batches begin on multiples
+of 8, so they can be found behind any damage. One case remains undetected: damage in bytes that the last fsyncs before
+a power cut flushed, if nothing was appended after them.
 
-On a replica that copied its master's log, byte for byte, the second witness is none: its batches tell how far the
-*master's* disk was. So only batches of the log's own epochs are asked, those in which this replica was the master; the
-file `flushed` names them. To make up for it, a flush of copied bytes also makes the F of the flush before it durable,
-so that F is at most one flush behind. That is as much as batches can tell: those that say so came after that flush,
-and are on the disk for certain only after the next.
+A replica that copied its master's log byte for byte does not have the second witness: the batches describe the
+*master's* disk. So only batches of the log's own epochs count, in which this replica was the master; the file
+`flushed` has these epochs. To compensate, a flush of copied bytes also makes the F of the previous flush durable, so
+that F is at most one flush behind. The batch headers are no better: the batches that describe a flush came after it,
+and are certainly on the disk only after the next one.
 
-A batch that was appended here speaks the truth about this disk as long as what lay below it is still the same. So
-whatever cuts the log disowns all epochs up to then, durably and before it cuts: the bytes may come back from a master,
-with the same claims, to be flushed anew.
+A batch that was appended here describes this disk correctly as long as the bytes below it are the same. So a cut of
+the log first disowns all epochs up to then, durably. A master may send the same bytes again, with the same headers,
+and they must be flushed again.
 
-The check can err to the safe side only: a message that holds a copy of an intact batch, inside a torn batch, may
-claim too much; then the partition is refused although a cut would have done.
+The check can only err on the safe side. If a message holds a copy of an intact batch, inside a torn batch, the copy
+may state too much. Then the partition is refused although a cut would be right.
 
-Below F nothing needs to be read: it is on the disk and its readers check it. But two things are derived from the log,
-the producer states and the active segment's index, and are saved as of some position P ≤ F. From P to F the log is
-walked to bring them up to date, checked whole since that is cheap; damage met there is refused like any below F.
-With a clean close, or a checkpoint after which nothing was appended, P = F = end and nothing is read at all.
+Bytes below F are not read: they are on the disk, and their readers check them. But two things are derived from the
+log, the producer states and the active segment's index, and are saved as of some position P ≤ F. Recovery walks the
+log from P to F to bring them up to date. It checks whole batches, since that is cheap; damage there is refused, like
+any damage below F. After a clean close, or a checkpoint without a later append, P = F = end, and nothing is read.
 
-Sealed segments are checked by name and size: each must end where the next begins. A gap below F is a missing segment;
-a gap at or above F is a torn tail (the next file's name reached the disk before the bytes did).
+Sealed segments are checked by name and size: each must end where the next begins. A gap below F is a missing segment.
+A gap at or above F is a torn tail: the next file's name reached the disk before the bytes did.
 
-The tail [F, end) that passed is *written once more* over itself. If the process ended because an fsync failed, the
-kernel may hold these pages as clean though they never reached the disk, and the next fsync would succeed without
-writing them. Written again, they are dirty, and that fsync means what it says. F itself is not advanced here.
+Recovery *rewrites* the checked tail [F, end) over itself. If the process ended because an fsync failed, the kernel may
+hold these pages as clean although they never reached the disk, and the next fsync would succeed without writing them.
+Rewritten pages are dirty, so that fsync writes them. F itself is not advanced here.
 
-A cut is made durable, the file's new size and the removal of what described the bytes behind it, before the log is
-used: else a second crash could bring the old bytes back behind new ones.
+A cut is made durable before the log is used: both the file's new size and the removal of the files that describe the
+bytes behind it. Otherwise a second crash could bring the old bytes back behind new ones.
 
-A log that was being emptied when the crash came has nothing to recover: metamq.broker.log.fresh tells.
+A log that was being emptied at the crash has nothing to recover: see metamq.broker.log.fresh.
 
-Before any of that is done, whoever opens the log is told that it lacks what it had: a cut leaves no trace, and a note
-that is made afterwards may be lost to the next crash.
+Before anything is changed, the caller is notified that the log lacks messages that it had. A cut leaves no trace, and
+the next crash could lose a note that is made afterwards.
 
-A second crash during recovery finds the same state or one further on: segments are removed from the newest to the
-oldest, then the torn one is cut, and each step leaves a log with the same first bad position or none.
+A second crash during recovery finds the same state or a later one. Segments are removed from the newest to the oldest,
+then the torn one is cut. Each step leaves a log with the same first bad position, or with none.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RecoveryReport:
-    """What opening a log found and did."""
+    """The findings and actions of opening a log."""
 
     clean: bool
-    """The log was closed cleanly."""
+    """True if the log was closed cleanly."""
     scanned_bytes: int = 0
     cut_bytes: int = 0
     reason: str = ""
-    """Why bytes were cut."""
+    """The reason of the cut."""
     stable_offset_before: int = 0
-    """The stable offset as last saved: above the log's end, what readers saw was lost here."""
+    """The stable offset as last saved. If it is above the log's end, messages that readers saw are lost."""
 
 
 @dataclass(slots=True)
 class RecoveredLog:
-    """A log that is fit for use, as recovery hands it over."""
+    """A log that is ready for use: the result of recovery."""
 
     segments: list[Segment]
     snapshots: list[SnapshotName]
@@ -102,18 +102,18 @@ class RecoveredLog:
     end_offset: int
     last_append_us: int
     producers: ProducerStates | None
-    """None: not read, since a snapshot as of the end is there."""
+    """None: not read, because there is a snapshot as of the end."""
     report: RecoveryReport
 
 
 def recover(
-    folder: str, name: str, config: LogConfig, files: FileCache, losing: Callable[[str], object]
+    folder: str, name: str, config: LogConfig, files: FileCache, on_loss: Callable[[str], object]
 ) -> RecoveredLog:
-    """Opens what the folder holds, or makes a new log there.
+    """Opens the log in the folder, or makes a new one there.
 
-    `losing` is told, before anything is modified, that the log lacks what it had, and may be told again by a later
-    attempt. Raises CorruptData, having modified nothing, when bytes that were on the disk are missing or changed.
-    Raises OSError, and what `losing` raises.
+    `on_loss` is called before anything is modified if the log lacks messages that it had; a later attempt may call it
+    again. Raises CorruptData, with nothing modified, if bytes that were on the disk are missing or changed. Raises
+    OSError, and the errors of `on_loss`.
     """
     inventory = take_inventory(folder)
     flush_file = FlushFile(folder, files)
@@ -124,13 +124,13 @@ def recover(
             unlink_all(void)
             return _without_a_batch(segment, flush_file, point._replace(emptying=False))
         if point is not None:
-            return _Recovery(folder, name, config, files, inventory, flush_file, point, losing).run()
+            return _Recovery(folder, name, config, files, inventory, flush_file, point, on_loss).run()
         if any(segment.size_bytes for segment in inventory.segments):
             raise _refusal(name, flush_file.path, "the file is missing", 0)
         fresh.make(folder, files)
         files.sync_folder(os.path.dirname(folder))
-        return recover(folder, name, config, files, losing)
-    except BaseException:  # another folder may stand at this path by the next attempt
+        return recover(folder, name, config, files, on_loss)
+    except BaseException:  # the next attempt may find another folder at this path
         for segment in inventory.segments:
             files.forget(segment.path)
         files.forget(flush_file.path)
@@ -147,18 +147,18 @@ def _refusal(name: str, path: str, reason: str, position: int) -> CorruptData:
         f"{name}: {path}",
         reason,
         position=position,
-        hint="These bytes were on the disk once, so nothing was cut. `metamq log verify` shows the extent. "
-        "With a replica in sync: promote that, and this one copies the partition. Without one: restore the folder from "
+        hint="These bytes were once on the disk, so nothing was cut. `metamq log verify` shows the extent. "
+        "If a replica is in sync: promote it, and this one copies the partition. If not: restore the folder from "
         "a backup, or stop the broker and give the log up with `metamq log forget`.",
     )
 
 
 class _Recovery:
-    """One run of it. First everything is checked, then the files are changed."""
+    """One recovery. It first checks everything, then changes the files."""
 
     def __init__(
         self, folder: str, name: str, config: LogConfig, files: FileCache, inventory: Inventory,
-        flush_file: FlushFile, point: FlushPoint, losing: Callable[[str], object],
+        flush_file: FlushFile, point: FlushPoint, on_loss: Callable[[str], object],
     ) -> None:  # fmt: skip
         self.folder = folder
         self.name = name
@@ -167,7 +167,7 @@ class _Recovery:
         self.inventory = inventory
         self.flush_file = flush_file
         self.point = point
-        self.losing = losing
+        self.on_loss = on_loss
         self.stable_offset_before = point.stable_offset
         self.retired = [s for s in inventory.segments if s.end_position <= point.start_position and s.size_bytes]
         self.segments = [s for s in inventory.segments if s not in self.retired]
@@ -177,7 +177,7 @@ class _Recovery:
         self.last_append_us = point.last_append_us
         self.scanned_bytes = 0
         self.bad: tuple[int, str] | None = None
-        """The first bad position, and what is wrong there."""
+        """The first bad position, and the problem there."""
 
     def run(self) -> RecoveredLog:
         whole = self._check_chain()
@@ -207,7 +207,7 @@ class _Recovery:
     # -- checking: nothing is modified ----------------------------------------------------------------------------
 
     def _check_chain(self) -> int:
-        """How many segments join one another; notes the gap behind them, if there is one."""
+        """Returns the number of adjacent segments from the first one. Notes the gap behind them, if there is one."""
         point, segments = self.point, self.segments
         if not segments:
             raise _refusal(self.name, self.folder, "there is no segment", point.start_position)
@@ -235,7 +235,7 @@ class _Recovery:
         return whole
 
     def _is_settled(self) -> bool:
-        """Whether all that is derived from the log was saved as of its very end."""
+        """True if all derived files were saved as of the end of the log."""
         point = self.point
         if self.segments[-1].end_position != point.position:
             return False
@@ -243,7 +243,7 @@ class _Recovery:
         return point.clean or bool(snapshots and snapshots[-1].position == point.position)
 
     def _walk(self, whole: int) -> None:
-        """Reads the log from the last saved state on, up to the first bad position or the end."""
+        """Reads the log from the last saved state up to the first bad position or the end."""
         states_from = self._load_producers()
         segments = self.segments[:whole]
         number = max(n for n, s in enumerate(segments) if s.base_position <= states_from)
@@ -252,7 +252,7 @@ class _Recovery:
             if index is None:
                 index = SparseIndex(segment.base_offset, segment.base_position)
                 if segment.base_offset != self.end_offset:
-                    reason = f"the segment begins with offset {segment.base_offset}, {self.end_offset} is due"
+                    reason = f"the segment begins with offset {segment.base_offset} instead of {self.end_offset}"
                     self.bad = segment.base_position, reason
                     return
             segment.index = index
@@ -270,11 +270,11 @@ class _Recovery:
             if header is None or problem is not None:
                 return problem
             if header.base_offset != index.end_offset:
-                return f"offset {header.base_offset} where {index.end_offset} is due"
+                return f"offset {header.base_offset} instead of {index.end_offset}"
             if position < flushed < position + header.size:
                 raise _refusal(self.name, segment.path, f"no batch ends at the flushed byte {flushed:,}", position)
             if position == flushed and header.base_offset != self.point.offset:
-                reason = f"offset {header.base_offset} where {self.point.offset} was flushed"
+                reason = f"offset {header.base_offset}, but {self.point.offset} was flushed here"
                 raise _refusal(self.name, segment.path, reason, position)
             index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
             self.last_append_us = header.append_time_us
@@ -286,7 +286,7 @@ class _Recovery:
         return None
 
     def _load_producers(self) -> int:
-        """Loads the newest usable snapshot; returns the position from which the log is to be added to it."""
+        """Loads the newest usable snapshot; returns the position from which the log must be added to it."""
         for snapshot in reversed(self.inventory.snapshots):
             if not self.point.start_position <= snapshot.position <= self.point.position:
                 continue
@@ -297,7 +297,7 @@ class _Recovery:
         return self.point.start_position
 
     def _resume_index(self, segment: Segment, position: int) -> SparseIndex:
-        """The segment's saved index, cut back to at most `position`; an empty one if it is not usable."""
+        """The segment's saved index, cut at `position`; an empty one if it is not usable."""
         index = load_index(segment, self.config.index_interval_bytes)
         if index is None:
             return SparseIndex(segment.base_offset, segment.base_position)
@@ -320,15 +320,15 @@ class _Recovery:
 
     def _announce_loss(self) -> None:
         if self.bad is not None:
-            self.losing(f"{self.name}: what was written behind offset {self.end_offset} is torn")
+            self.on_loss(f"{self.name}: the bytes behind offset {self.end_offset} are torn")
         elif self.end_offset < self.stable_offset_before:
             seen = self.stable_offset_before
-            self.losing(f"{self.name}: it ends at offset {self.end_offset}, and readers had seen it up to {seen}")
+            self.on_loss(f"{self.name}: it ends at offset {self.end_offset}, and readers had seen it up to {seen}")
 
     # -- changing the files ---------------------------------------------------------------------------------------
 
     def _correct_the_point(self) -> None:
-        """Takes back, durably, what the point says of bytes that are not there, or not for long."""
+        """Corrects, durably, a point that covers bytes that are missing or will be cut."""
         point = self.point
         if point.stable_position > self.end_position:
             point = point._replace(stable_offset=self.end_offset, stable_position=self.end_position)
@@ -339,7 +339,7 @@ class _Recovery:
             self.flush_file.write_both(point)
 
     def _cut(self) -> int:
-        """Removes everything from the first bad position on, durably; returns how many bytes that were."""
+        """Removes everything from the first bad position on, durably; returns the number of removed bytes."""
         assert self.bad is not None
         position, reason = self.bad
         torn = self._segment_at(position)
@@ -372,7 +372,7 @@ class _Recovery:
                 position += len(data)
 
     def _save_indexes(self) -> None:
-        """Writes the index of each sealed segment that was walked; only the active one stays in memory."""
+        """Writes the index of each sealed segment that was read; only the active one stays in memory."""
         for segment in self.segments[:-1]:
             if segment.index is not None:
                 try:
@@ -386,7 +386,7 @@ class _Recovery:
         return {segment.index_path for segment in self.segments}
 
     def _forget_stale(self, index_paths: set[str]) -> None:
-        """Removes, durably, the indexes, and what snapshots there are of a place behind the end: others come there."""
+        """Removes, durably, these indexes and all snapshots beyond the end, where other batches will be appended."""
         end = self.segments[-1].end_position
         stale = [snapshot for snapshot in self.inventory.snapshots if snapshot.position > end]
         self.inventory.snapshots = [snapshot for snapshot in self.inventory.snapshots if snapshot.position <= end]
@@ -398,7 +398,7 @@ class _Recovery:
     def _recovered(self, producers: ProducerStates | None, cut_bytes: int = 0) -> RecoveredLog:
         for segment in reversed(self.retired):
             os.unlink(segment.path)
-        for path in self.inventory.leftovers:
+        for path in self.inventory.orphans:
             unlink(path)
         reason = self.bad[1] if self.bad is not None else ""
         report = RecoveryReport(

@@ -1,8 +1,8 @@
-"""Batches that were copied from the master's log: what is checked before any of them is stored, and where they fit.
+"""Batches that were copied from the master's log: the checks before they are stored, and their split into segments.
 
-A copy is the same log byte by byte, so its batches stay as the master stamped them. Its segments need not begin at the
-same places: that depends on the settings of the day and on where the copying began, and nothing that replicas tell one
-another mentions segments.
+A copy is the same log byte for byte, so its batches stay as the master stamped them. Its segments may begin at other
+places: that depends on the settings at the time and on where the copying began. Replicas never mention segments to
+each other.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from metamq.wire.batch import BatchHeader, check_stored
 
 
 class CopyDamaged(CorruptData):
-    """What came from the master is damaged, from `offset` on; the log here is what it was."""
+    """Data from the master is damaged, from `offset` on. The log here is unchanged."""
 
     offset = -1
 
 
-_HINT = "Nothing of it was stored: the copying is to begin anew, from the log's end."
+_HINT = "Nothing of it was stored. The copying begins again from the log's end."
 
 
 def check_replicated(
     name: str, batches: memoryview, position: int, end_offset: int, end_position: int, last_epoch: int
 ) -> list[BatchHeader]:
-    """The headers of the batches, which are whole, undamaged, and the next ones of the log that ends there.
+    """Returns the headers of the batches, after checking that they are whole, undamaged, and the next ones of the log.
 
-    Raises CopyDamaged, ProtocolError when they belong somewhere else.
+    Raises CopyDamaged; ProtocolError if they belong to another place.
     """
     if position != end_position:
-        raise ProtocolError(f"{name} ends at byte {end_position:,}, the copy is of byte {position:,}", hint=_HINT)
+        raise ProtocolError(f"{name} ends at byte {end_position:,}, the copy begins at byte {position:,}", hint=_HINT)
     headers = []
     at, offset, epoch = 0, end_offset, last_epoch
     while at < len(batches):
@@ -41,7 +41,7 @@ def check_replicated(
         if header.base_offset != offset or header.epoch < epoch:
             raise ProtocolError(
                 f"{name}: at byte {position + at:,} the copy has offset {header.base_offset:,} of epoch "
-                f"{header.epoch}, due is offset {offset:,}, after epoch {epoch}",
+                f"{header.epoch}; expected is offset {offset:,} of epoch {epoch} or later",
                 hint=_HINT,
             )
         headers.append(header)
@@ -51,9 +51,9 @@ def check_replicated(
 
 
 def fitting(headers: list[BatchHeader], used_bytes: int, segment_bytes: int) -> tuple[int, int]:
-    """How many of the batches a segment has room for that has `used_bytes` already, and their bytes.
+    """(number, bytes) of the first batches that fit into a segment that already has `used_bytes`.
 
-    An empty segment takes any batch.
+    Any batch fits into an empty segment.
     """
     end_bytes = used_bytes
     for count, header in enumerate(headers):

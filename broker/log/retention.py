@@ -1,4 +1,4 @@
-"""Which segments go, and how they go to the archive. What is decided here is carried out by the log."""
+"""The decision which segments to remove, and their archiving. The log carries the decision out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
 
 
 def expired_by_age(config: LogConfig, last_append_us: int, now_us: int) -> bool:
-    """Whether a segment whose last append was then is older than the topic keeps."""
+    """True if a segment with this last append is older than the topic keeps."""
     return config.retention_ms is not None and now_us - last_append_us > 1000 * config.retention_ms
 
 
@@ -31,10 +31,10 @@ def removable(
     last_append_us: Callable[[int], int],
     now_us: int,
 ) -> int:
-    """How many of the oldest sealed segments are to go.
+    """The number of the oldest sealed segments to remove.
 
-    `sealed` has each one's (end position, bytes); `last_append_us` gives one's last append, and is asked only where
-    that decides. Never past the stable position.
+    `sealed` has the (end position, bytes) of each; `last_append_us` returns the last append of one, and is called only
+    if the decision depends on it. Segments above the stable position stay.
     """
     left_bytes = active_bytes + sum(size for _end, size in sealed)
     for number, (end_position, size) in enumerate(sealed):
@@ -48,24 +48,24 @@ def removable(
 
 
 def archive_all(files: FileCache, name: str, paths: list[str], archive_dir: Path) -> int:
-    """Archives sealed segments, oldest first, up to the first that fails; returns how many are in the archive now.
+    """Archives sealed segments, oldest first, up to the first failure; returns the number of archived segments.
 
-    Any thread, like archive(): of `files` it uses what needs no open file of the cache.
+    Any thread, like archive(): it uses only functions of `files` that need no open file of the cache.
     """
     for number, path in enumerate(paths):
         try:
             archive(files, path, archive_dir)
         except OSError as error:
-            log.warning("%s: %s could not be archived to %s and stays: %s", name, path, archive_dir, error)
+            log.warning("%s: %s could not be archived to %s, so it stays: %s", name, path, archive_dir, error)
             return number
     return len(paths)
 
 
 def archive(files: FileCache, path: str, archive_dir: Path) -> None:
-    """Puts a segment into the archive, durably, and leaves the source where it is. May be repeated. Raises OSError.
+    """Puts a segment into the archive, durably; the source stays. May be repeated. Raises OSError.
 
-    The archive has the data folder's shape: <topic>@<topic id>/<index>/<segment>. On the same file system that is a
-    hard link, else a copy.
+    The archive has the layout of the data folder: <topic>@<topic id>/<index>/<segment>. On the same file system the
+    archived file is a hard link, else a copy.
     """
     source = Path(path)
     folder = archive_dir / source.parent.parent.name / source.parent.name

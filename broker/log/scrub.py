@@ -1,13 +1,13 @@
-"""Verifying what a log has on the disk, a little at a time, beside all else.
+"""Verifies the bytes of a log on the disk, in small steps, in the background.
 
-A *piece* is the flushed part of one segment, as a value of its own: any thread may read it. It is walked as recovery
-walks a log: both checksums of each batch, and that offsets join. The walk knows nothing of the log, which goes on
-meanwhile: a segment may be removed by retention, cut, or emptied. So whatever a step finds counts only if the log still
-has the piece after the step; `DurableLog.has_piece` tells.
+A *piece* is a copy of the flushed part of one segment: any thread may read it. It is walked as in recovery: both
+checksums of each batch, and the sequence of offsets. The walk does not know the log, which continues meanwhile:
+retention may remove a segment, or the log may be cut or emptied. So a problem counts only if the log still has the
+piece after the step: see `DurableLog.has_piece`.
 
-What comes from the page cache tells nothing of the disk below it, and a scrub must not fill that cache with what nobody
-reads. So bytes that were not cached are dropped again once they are verified, and those that were are left where they
-are. A file is open only while it is read: what retention removes gives its room back at once.
+Bytes from the page cache prove nothing about the disk, and a scrub must not fill that cache with bytes that no client
+reads. So bytes that were not cached are dropped from the cache after they are verified; cached bytes stay. A file is
+open only while it is read, so that a file that retention removes frees its space at once.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from metamq.wire.batch import BatchHeader
 
 STEP_BYTES = 1 << 20
 STEP_BATCHES = 256
-"""The interpreter is shared with the broker's loop: a step of small batches is to be over soon, too."""
+"""Batches of a step. The broker's loop shares the interpreter, so a step of small batches must be short, too."""
 _UNREADABLE = {errno.EIO, errno.EUCLEAN, errno.EILSEQ}
-"""What a read of a bad disk raises, and of a file system that has checksums of its own."""
+"""Errors of a read from a bad disk, or from a file system with its own checksums."""
 _NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 class ColdFiles(ReadOnlyFiles):
-    """Reads files without keeping them open, or in the page cache when they were not there. Any thread."""
+    """Reads files without keeping them open. Drops bytes from the page cache that were not in it. Any thread."""
 
     __slots__ = ()
 
     def read(self, path: str, size: int, at: int) -> memoryview:
-        """As FileCache.read()."""
+        """Reads like FileCache.read()."""
         view = memoryview(bytearray(size))
         fd = os.open(path, os.O_RDONLY)
         try:
             if _NO_WAIT:
-                os.posix_fadvise(fd, at, size, os.POSIX_FADV_RANDOM)  # no more is read than was asked for
+                os.posix_fadvise(fd, at, size, os.POSIX_FADV_RANDOM)  # no read-ahead
             cached = _read_cached(fd, view, at)
             if cached == size:
                 return view
@@ -55,39 +55,39 @@ class ColdFiles(ReadOnlyFiles):
 
 
 def _read_cached(fd: int, view: memoryview, at: int) -> int:
-    """How many of the bytes were in the page cache, and are in the view now."""
+    """Reads the leading bytes that are in the page cache into the view; returns their number."""
     if not _NO_WAIT:
         return 0
     try:
         return os.preadv(fd, [view], at, _NO_WAIT)
-    except OSError:  # none, or the file system cannot tell
+    except OSError:  # no cached bytes, or the file system does not support this
         return 0
 
 
 class Walk:
-    """One piece being verified, from the batch at `begin` on, (offset, position). `step()` is for any thread."""
+    """The verification of one piece, from the batch at `begin`, (offset, position). Any thread may call `step()`."""
 
     def __init__(
         self, piece: Segment, begin: tuple[int, int] | None = None, *, step_batches: int = STEP_BATCHES
     ) -> None:
         self.piece = piece
         self._due, self.position = begin or (piece.base_offset, piece.base_position)
-        """Up to this position all is good."""
+        """The position up to which everything is intact."""
         self.problem: str | None = None
-        """What is wrong there."""
+        """The problem at `position`."""
         self.busy_s = 0.0
-        """Processor time of the last step."""
+        """Processor seconds of the last step."""
         self._step_batches = step_batches
         self._batches = checked_batches(ColdFiles(1), piece, self.position)
 
     @property
     def is_over(self) -> bool:
-        """Whether the piece is verified, or damaged."""
+        """True if the piece is verified, or damaged."""
         return self.problem is not None or self.position >= self.piece.end_position
 
     def step(self) -> None:
-        """Verifies a little more. Raises OSError for what says nothing of the bytes, such as a lack of descriptors; the
-        next step then tries the same again."""
+        """Verifies a little more. Raises OSError for errors that do not mean damage, such as a lack of descriptors;
+        the next step then repeats this one."""
         began_s = time.thread_time()
         try:
             self.problem = self._verify(self._batches)
@@ -112,7 +112,7 @@ class Walk:
             if header is None or problem is not None:
                 return problem or "there is no header"
             if header.base_offset != self._due:
-                return f"offset {header.base_offset} where {self._due} is due"
+                return f"offset {header.base_offset} instead of {self._due}"
             self.position += header.size
             self._due = header.end_offset
         return None

@@ -1,7 +1,7 @@
 """The files of one partition log: its segments, their indexes, the snapshots of producer states.
 
-It knows which bytes there are and how to find and remove them; what they are worth (flushed, stable) is the log's
-business. Everything here raises OSError, and CorruptData where the bytes are not what they should be.
+It knows which bytes exist, finds them and removes them; the log knows if they are flushed or stable. Every function
+raises OSError, and CorruptData if the bytes are damaged.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from metamq.broker.log.disk.scan import LOCATION, damaged, find_batch, headers, 
 from metamq.broker.log.disk.segments import Segment, SegmentStats, SnapshotName, file_path
 from metamq.broker.log.disk.times import Search, first_at_time
 from metamq.wire.batch import HEADER_BYTES, bytes_to_read, check_broker_part, read_header
+from metamq.wire.buffer_pool import SMALL_BYTES
 from metamq.wire.limits import BATCH_BYTES_MAX
-from metamq.wire.rooms import SMALL_BYTES
 
 _BASE_OFFSET = attrgetter("base_offset")
 _BASE_POSITION = attrgetter("base_position")
 
 
 class LogSlice(NamedTuple):
-    """Batches as they lie in the log; the last may be cut off anywhere."""
+    """Batches as stored in the log; the last one may be cut off anywhere."""
 
     data: bytes | memoryview
     base_offset: int
-    """Of the first batch, at or below the offset that was asked for."""
+    """The offset of the first batch, at or below the requested offset."""
     position: int
 
 
 class FilePart(NamedTuple):
-    """Where batches lie in a segment; the last may be cut off anywhere."""
+    """The place of batches in a segment file; the last one may be cut off anywhere."""
 
     path: str
     at: int
@@ -57,7 +57,7 @@ class FilePart(NamedTuple):
 
 
 class BatchRun(NamedTuple):
-    """Whole batches as they lie in the log, back to back."""
+    """Whole batches as stored in the log, back to back."""
 
     data: memoryview
     position: int
@@ -84,7 +84,7 @@ class SegmentStore:
         index_interval_bytes: int,
     ) -> None:
         self.segments = segments
-        """In the order of positions, at least one; the last is the active one."""
+        """The segments in order of positions, at least one; the last one is active."""
         self.index_interval_bytes = index_interval_bytes
         self._folder = folder
         self._files = files
@@ -93,21 +93,21 @@ class SegmentStore:
     # -- finding --------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, bytes_max: int, stable_position: int) -> LogSlice:
-        """As PartitionLog.read(); `offset` lies below the stable position."""
+        """Reads for PartitionLog.read(); `offset` is below the stable position."""
         segment, base, position = self.find(offset)
         available = min(stable_position, segment.end_position) - position
         wanted = min(max(bytes_max, HEADER_BYTES), available) & ~7
         data = read_at(self._files, segment, position, wanted if wanted <= SMALL_BYTES else HEADER_BYTES)
         size, found, count = LOCATION.unpack_from(data)
         if found != base or offset >= base + count or not HEADER_BYTES <= size <= min(available, BATCH_BYTES_MAX):
-            raise damaged(segment.path, position, f"the batch with offset {base} is due here")
+            raise damaged(segment.path, position, f"the batch with offset {base} should begin here")
         wanted = bytes_to_read(wanted, size, available)
         if wanted > len(data):
             data = read_at(self._files, segment, position, wanted)
         return LogSlice(data[:wanted], base, position)
 
     def locate(self, offset: int, bytes_max: int, stable_position: int) -> FilePart:
-        """As PartitionLog.locate(); `offset` lies below the stable position."""
+        """Finds the place for PartitionLog.locate(); `offset` is below the stable position."""
         segment, _base, position = self.find(offset)
         available = min(stable_position, segment.end_position) - position
         size = min(max(bytes_max, BATCH_BYTES_MAX), available)
@@ -125,34 +125,34 @@ class SegmentStore:
         return segment, base, position
 
     def segment_at(self, position: int) -> Segment | None:
-        """The segment that begins there, if one does."""
+        """The segment that begins at `position`, or None."""
         segment = self.segments[max(bisect_right(self.segments, position, key=_BASE_POSITION) - 1, 0)]
         return segment if segment.base_position == position else None
 
     def begins_at(self, offset: int, position: int) -> bool:
-        """As PartitionLog.begins_at(); `offset` lies in the log."""
+        """Checks for PartitionLog.begins_at(); `offset` is in the log."""
         _segment, *found = self.find(offset)
         return found == [offset, position]
 
     def before(self, offset: int) -> list[Segment]:
-        """The segments that hold nothing from an offset on."""
+        """The segments that end at or below an offset."""
         return [segment for segment, following in pairwise(self.segments) if following.base_offset <= offset]
 
     def read_whole(self, position: int, bytes_max: int) -> BatchRun:
-        """As PartitionLog.read_position(); `position` lies below the end."""
+        """Reads for PartitionLog.read_position(); `position` is below the end."""
         segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
         available = segment.end_position - position
         data = memoryview(read_at(self._files, segment, position, min(max(bytes_max, HEADER_BYTES), available)))
         first = read_header(data) if available >= HEADER_BYTES else None
         if first is None or check_broker_part(data, 0, first) or first.size > min(available, BATCH_BYTES_MAX):
-            raise damaged(segment.path, position, "a batch is due here")
+            raise damaged(segment.path, position, "a batch should begin here")
         if first.size > len(data):
             data = memoryview(read_at(self._files, segment, position, first.size))
         at, offset = first.size, first.end_offset
         while at + HEADER_BYTES <= len(data):
             size, found, count = LOCATION.unpack_from(data, at)
             if found != offset or not HEADER_BYTES <= size <= min(available - at, BATCH_BYTES_MAX):
-                raise damaged(segment.path, position + at, f"the batch with offset {offset} is due here")
+                raise damaged(segment.path, position + at, f"the batch with offset {offset} should begin here")
             if at + size > len(data):
                 break
             at += size
@@ -160,11 +160,11 @@ class SegmentStore:
         return BatchRun(data[:at], position, first.base_offset, offset)
 
     def first_at_time(self, timestamp_us: int, stable_position: int) -> Search:
-        """Searches the segments that begin below stable for the first message at or after the time."""
+        """Searches the segments that begin below the stable mark for the first message at or after the time."""
         return first_at_time(self._files, self.segments, self.index_of, timestamp_us, stable_position)
 
     def index_of(self, segment: Segment) -> SparseIndex:
-        """A segment's index; read or rebuilt when it is not in memory."""
+        """The index of a segment. Reads or rebuilds it if it is not in memory."""
         if segment is self.segments[-1]:
             if segment.index is None:
                 segment.index = complete_index(self._files, segment, self.index_interval_bytes)
@@ -176,20 +176,20 @@ class SegmentStore:
         return index
 
     def segment_last_append_us(self, segment: Segment) -> int:
-        """When a sealed segment was appended to last."""
+        """Time of a sealed segment's last append."""
         if segment.last_append_us is None:
             segment.last_append_us = self.index_of(segment).last_append_us
         return segment.last_append_us
 
     def last_append_us(self) -> int:
-        """When the log was appended to last; 0 when it is empty."""
+        """Time of the log's last append; 0 if the log is empty."""
         for segment in reversed(self.segments):
             if segment.size_bytes:
                 return self.index_of(segment).last_append_us
         return 0
 
     def stats(self, end_offset: int) -> list[SegmentStats]:
-        """The segments as a user sees them."""
+        """The segments as the API shows them."""
         ends = [segment.base_offset for segment in self.segments[1:]] + [end_offset]
         return [
             SegmentStats(s.path, s.base_offset, end, s.base_position, s.size_bytes)
@@ -206,7 +206,7 @@ class SegmentStore:
         try:
             self._files.replace(sealed.index_path, index.to_bytes())
         except OSError as error:
-            if not is_full(error):  # it is made anew from the log
+            if not is_full(error):  # it can be rebuilt from the log
                 raise
         self._files.create(segment.path)
         self.segments.append(segment)
@@ -217,13 +217,13 @@ class SegmentStore:
         return segment
 
     def save_active_index(self) -> None:
-        """Writes what the active segment's index has up to now."""
+        """Writes the current index of the active segment."""
         active = self.segments[-1]
         if active.index is not None and active.size_bytes:
             self._files.replace(active.index_path, active.index.to_bytes())
 
     def last_epoch(self) -> int:
-        """The epoch of the last batch; -1 when there is none."""
+        """The epoch of the last batch; -1 if there is no batch."""
         for segment in reversed(self.segments):
             if segment.size_bytes:
                 at = self.index_of(segment).entry_at(segment.end_position)
@@ -232,7 +232,7 @@ class SegmentStore:
         return -1
 
     def load_epochs(self, start_offset: int, start_position: int, end_position: int) -> tuple[EpochList, bool]:
-        """The list of epochs of the log between these positions, and whether its file has it."""
+        """The list of epochs of the log between these positions, and True if it is that of the saved file."""
         saved = load_epochs(self._folder)
         if saved is not None:
             kept = saved.drop_prefix(start_offset, start_position)
@@ -241,7 +241,7 @@ class SegmentStore:
         return rebuild_epochs(self._files, self.segments, self.index_of, self.index_interval_bytes), False
 
     def save_epochs(self, found: EpochList) -> str:
-        """Saves the list; returns the file's path. It is not fsynced: without it the list is made anew."""
+        """Saves the list; returns the file's path. No fsync: if the file is missing, the list is rebuilt."""
         path = f"{self._folder}/{epochs.FILE_NAME}"
         self._files.replace(path, found.to_bytes())
         return path
@@ -251,9 +251,9 @@ class SegmentStore:
         return rebuild_producers(self._files, self.segments, self._snapshots, end_position)
 
     def save_producers(self, states: ProducerStates, offset: int, position: int) -> str:
-        """Saves the producer states as of (offset, position), the end; drops snapshots nobody needs any more.
+        """Saves the producer states as of the end, (offset, position), and drops snapshots that are not needed.
 
-        Returns the file's path. It is not fsynced: until it is, the one before it serves.
+        Returns the file's path. No fsync: until the next flush, the snapshot before it still serves.
         """
         snapshot = SnapshotName(position, offset, file_path(self._folder, offset, position, "producers"))
         self._files.replace(snapshot.path, states.to_bytes(offset, position))
@@ -263,11 +263,11 @@ class SegmentStore:
         return snapshot.path
 
     def has_producers_from(self, position: int) -> bool:
-        """Whether the producer states can be known without what lies below `position`."""
+        """True if the producer states can be rebuilt without the bytes below `position`."""
         return any(snapshot.position >= position for snapshot in self._snapshots)
 
     def release_oldest(self, count: int) -> list[str]:
-        """Forgets the oldest segments; returns the files that are to be removed, in any thread, the oldest first."""
+        """Forgets the oldest segments. Returns the files that any thread must remove, the oldest first."""
         going = self.segments[:count]
         del self.segments[:count]
         paths = []
@@ -281,7 +281,7 @@ class SegmentStore:
         return make_void(paths)
 
     def boundary_before(self, position: int) -> tuple[Segment, SparseIndex]:
-        """The segment that holds `position` and its index, taken back to the last batch boundary up to there."""
+        """The segment that holds `position`, and its index, cut at the last batch boundary at or below it."""
         segment = self.segments[bisect_right(self.segments, position, key=_BASE_POSITION) - 1]
         index = self.index_of(segment)
         self._files.indexes.forget(segment.path)
@@ -289,7 +289,7 @@ class SegmentStore:
         return segment, index
 
     def cut(self, segment: Segment, index: SparseIndex) -> None:
-        """Ends the log, durably, where the index of the segment ends."""
+        """Ends the log, durably, at the end of the segment's index."""
         position = index.end_position
         while self.segments[-1] is not segment:
             self._drop(self.segments[-1])

@@ -27,9 +27,9 @@ from metamq.client.net.transport import (
 )
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
 from metamq.wire.addresses import are_near
+from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.connection import ClientConnection, Response
 from metamq.wire.frames import Buffer
-from metamq.wire.rooms import Rooms
 
 SOON_S = 0.001
 """Instead of 0, which would mean not to wait at all."""
@@ -43,7 +43,7 @@ class BlockingConnection:
     def __init__(self, address: str, sock: socket.socket) -> None:
         self.address = address
         self._socket = sock
-        self._connection = ClientConnection(address, client_name(), Rooms(KEPT_BYTES).take)
+        self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take)
         self._wake_bytes = 1
         self.is_open = True
         """False from the moment on that something has failed on it."""

@@ -18,10 +18,10 @@ from typing import Any, cast
 import metamq
 from metamq.errors import ConnectError, MetamqError, ProtocolError, Timeout, UnsupportedVersion
 from metamq.wire import status
+from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, HelloReply
 from metamq.wire.connection import PUSHED, ClientConnection, Response
 from metamq.wire.frames import Buffer
-from metamq.wire.rooms import Rooms
 from metamq.zk.cluster.brokers import BrokerAddress
 
 log = logging.getLogger("metamq.client")
@@ -96,7 +96,7 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self.address = address
         self._loop = loop
-        self._connection = ClientConnection(address, client_name(), Rooms(KEPT_BYTES).take)
+        self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take)
         self._waiting: dict[int, asyncio.Future[Response]] = {}
         self._pushed: Callable[[Any, memoryview], None] | None = None
         self._opened: asyncio.Future[HelloReply] = loop.create_future()

@@ -15,8 +15,8 @@ from metamq.client.net.blocking_connection import BlockingConnection
 from metamq.client.net.transport import KEPT_BYTES, another_answered
 from metamq.errors import ProtocolError
 from metamq.wire import status
+from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import Command, Get, GetPartition, GetResult, OffsetsEntry, unpack_list
-from metamq.wire.rooms import Rooms
 from metamq.zk.names import parse_partition
 from metamq.zk.partitions import TopicPartition
 
@@ -55,7 +55,7 @@ class PooledConnection:
         """True while an answer is outstanding."""
         self.has_files = True
         """False if the broker's files cannot be read here."""
-        self.buffers = Rooms(KEPT_BYTES)
+        self.buffers = BufferPool(KEPT_BYTES)
         """The memory for data that is read from files."""
         self.connection = connection
         self._handles = count(1)

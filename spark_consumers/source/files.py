@@ -17,9 +17,9 @@ import os
 import stat
 
 from metamq.wire.batch import HEADER_BYTES, bytes_to_read, read_header
+from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import FilePlace
 from metamq.wire.limits import BATCH_BYTES_MAX
-from metamq.wire.rooms import Rooms
 
 NOT_FOR_US = (errno.EACCES, errno.EPERM, errno.ESTALE)
 """Errors of a file that do not pass: it belongs to another user, or to another container."""
@@ -67,7 +67,7 @@ def warn_once(message: str, *arguments: object) -> None:
 class FileReader:
     """Reads batches from a place in a file on, `size` bytes of them. Not thread-safe; close() it."""
 
-    def __init__(self, place: FilePlace, size: int, buffers: Rooms, data: str) -> None:
+    def __init__(self, place: FilePlace, size: int, buffers: BufferPool, data: str) -> None:
         """`buffers` has the memory for the data. `data` is the data folder that the replica registered.
 
         Raises NotItsFile; OSError, also if the path has another file here, as it may in another container.

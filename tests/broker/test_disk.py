@@ -319,7 +319,7 @@ def test_damage_below_the_flushed_point_stops_that_partition_by_name_and_no_othe
     code, text = http_get(broker.http_port, "/readyz")
     assert code == 503
     assert text.startswith("damage/4-1: ")
-    assert "These bytes were on the disk once, so nothing was cut." in text
+    assert "These bytes were once on the disk, so nothing was cut." in text
     assert "damage/4-0" not in text
     assert "damage/4-1 is not served: " in broker.log_path.read_text()
     with parts.producer() as producer:

@@ -16,9 +16,9 @@ from metamq.spark_consumers.source.fetch import FetchTask
 from metamq.spark_consumers.source.files import FileReader
 from metamq.testing import Cluster
 from metamq.wire.addresses import is_own_address
+from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import FilePlace
 from metamq.wire.limits import BATCH_BYTES_MAX
-from metamq.wire.rooms import Rooms
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker, statistics
 from tests.spark.conftest import send
@@ -62,7 +62,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FileReader]:
     found: list[FileReader] = []
 
     class Seen(FileReader):
-        def __init__(self, place: FilePlace, size: int, buffers: Rooms, data: str) -> None:
+        def __init__(self, place: FilePlace, size: int, buffers: BufferPool, data: str) -> None:
             super().__init__(place, size, buffers, data)
             found.append(self)
 
@@ -144,9 +144,9 @@ def test_another_file_of_that_path_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "segment.log"
     path.write_bytes(bytes(1000))
     found = path.stat()
-    FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), 1000, Rooms(0), str(tmp_path)).close()
+    FileReader(FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), 1000, BufferPool(0), str(tmp_path)).close()
     with pytest.raises(OSError, match="another file"):
-        FileReader(FilePlace(str(path), found.st_dev, found.st_ino + 1, 0, 1), 1000, Rooms(0), str(tmp_path))
+        FileReader(FilePlace(str(path), found.st_dev, found.st_ino + 1, 0, 1), 1000, BufferPool(0), str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_file_that_was_cut_ends_early(own: Cluster) -> None:
     path = segment_of(own)
     found = path.stat()
     reader = FileReader(
-        FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), found.st_size, Rooms(0), str(path.parent)
+        FilePlace(str(path), found.st_dev, found.st_ino, 0, 1), found.st_size, BufferPool(0), str(path.parent)
     )
     os.truncate(path, found.st_size - 1000)
     with pytest.raises(OSError, match="ends early"):

@@ -15,8 +15,8 @@ from metamq.spark_consumers.source import files as opening
 from metamq.spark_consumers.source.fetch import fetch
 from metamq.spark_consumers.source.files import FileReader, NotItsFile
 from metamq.testing import Cluster
+from metamq.wire.buffer_pool import BufferPool
 from metamq.wire.commands import FilePlace
-from metamq.wire.rooms import Rooms
 from tests.one_zookeeper import cluster
 from tests.parts import LocalBroker
 from tests.spark.test_fetch import planned, table
@@ -67,7 +67,7 @@ STRANGE: dict[str, Place] = {
 def test_a_strange_file_is_refused_without_waiting(tmp_path: Path, place: Place) -> None:
     (tmp_path / "topics").mkdir()
     with pytest.raises(OSError, match=r"regular|plain|below|links|no file"):
-        FileReader(place(tmp_path), 1 << 20, Rooms(1 << 20), str(tmp_path))
+        FileReader(place(tmp_path), 1 << 20, BufferPool(1 << 20), str(tmp_path))
 
 
 @pytest.mark.parametrize("data", ["", "/", "relative", "/tmp/../tmp"])
@@ -75,7 +75,7 @@ def test_without_a_data_folder_no_file_is_the_replicas(tmp_path: Path, data: str
     path = tmp_path / "segment.log"
     path.write_bytes(bytes(1000))
     with pytest.raises(NotItsFile, match="no data folder registered"):
-        FileReader(place_of(path), 1000, Rooms(0), data)
+        FileReader(place_of(path), 1000, BufferPool(0), data)
 
 
 @pytest.fixture

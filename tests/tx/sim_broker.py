@@ -69,7 +69,7 @@ class Logs:
             folder = f"/{machine}/{topic.strip('~')}{index}"
             try:
                 log = PartitionLog.open(
-                    folder, f"{topic}/{index}", config, self.files, now_us=0, losing=self.losses.append
+                    folder, f"{topic}/{index}", config, self.files, now_us=0, on_loss=self.losses.append
                 )
             except CorruptData as error:
                 self.broken[topic, topic_id, index] = error

@@ -1,1 +1,1 @@
-"""The files of a partition log: segments, indexes, and what is derived from them."""
+"""The files of a partition log: segments, indexes, and the files derived from them."""

@@ -1,4 +1,4 @@
-"""What is derived from a log and saved beside it: indexes, producer states, epochs. Loading, rebuilding, forgetting."""
+"""The files derived from a log (indexes, producer states, epochs): load them, rebuild them, remove them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VOID = ".void.tmp"
 
 
 def load_index(segment: Segment, interval: int) -> SparseIndex | None:
-    """The segment's saved index, or None when it is missing, damaged, of another segment, or of a longer one."""
+    """The segment's saved index. None if it is missing, damaged, of another segment, or of a longer one."""
     try:
         with open(segment.index_path, "rb") as file:
             index = SparseIndex.from_bytes(file.read(), interval)
@@ -38,7 +38,7 @@ def load_index(segment: Segment, interval: int) -> SparseIndex | None:
 
 
 def load_producers(snapshot: SnapshotName) -> ProducerStates | None:
-    """The states in a snapshot, or None when it is missing or damaged."""
+    """The states in a snapshot, or None if the snapshot is missing or damaged."""
     try:
         with open(snapshot.path, "rb") as file:
             return ProducerStates.from_bytes(file.read(), snapshot.offset, snapshot.position)
@@ -47,29 +47,30 @@ def load_producers(snapshot: SnapshotName) -> ProducerStates | None:
 
 
 def unlink(path: str) -> None:
-    """Removes a file that may be gone already. Raises OSError."""
+    """Removes a file, if it exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def unlink_all(paths: list[str]) -> None:
-    """Removes files that may be gone already, in this order. Raises OSError."""
+    """Removes files in this order; skips missing ones. Raises OSError."""
     for path in paths:
         unlink(path)
 
 
-def remove_leftovers(paths: list[str]) -> None:
-    """Removes what is left of a log that was emptied; it may take its time."""
+def remove_orphans(paths: list[str]) -> None:
+    """Removes the files that remain of an emptied log. It may take long."""
     try:
         unlink_all(paths)
     except OSError as error:
-        log.warning("what is left of an emptied log stays until the next start: %s", error)
+        log.warning("files of an emptied log remain until the next start: %s", error)
 
 
 def make_void(paths: list[str]) -> list[str]:
-    """Takes files' names away, in this order; returns those they have until they are removed, in any thread.
+    """Renames files, in this order, so that no log finds them. Returns their new names.
 
-    Their own may be in use for other files by then. What a crash leaves goes at the next open. Raises OSError.
+    Any thread may remove the renamed files later; other files may use the old names by then. After a crash the next
+    open removes them. Raises OSError.
     """
     void = []
     for path in paths:
@@ -81,9 +82,9 @@ def make_void(paths: list[str]) -> list[str]:
 
 
 def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseIndex:
-    """The segment's whole index, from its file as far as that goes, the rest from the log.
+    """The segment's whole index: the saved part from its file, the rest from the log.
 
-    Raises CorruptData when the log is damaged, OSError.
+    Raises CorruptData if the log is damaged, OSError.
     """
     index = load_index(segment, interval) or SparseIndex(segment.base_offset, segment.base_position)
     extend_index(files, segment, index, interval)
@@ -91,15 +92,15 @@ def complete_index(files: FileCache, segment: Segment, interval: int) -> SparseI
 
 
 def extend_index(files: FileCache, segment: Segment, index: SparseIndex, interval: int) -> None:
-    """Adds the batches from the index's end to the segment's. Raises CorruptData, OSError."""
+    """Adds the batches between the end of the index and the end of the segment. Raises CorruptData, OSError."""
     for position, header in _intact_batches(files, segment, index.end_position):
         if header.base_offset != index.end_offset:
-            raise damaged(segment.path, position, f"offset {header.base_offset} where {index.end_offset} is due")
+            raise damaged(segment.path, position, f"offset {header.base_offset} instead of {index.end_offset}")
         index.add(header.size, header.count, header.max_timestamp_us, header.append_time_us, interval)
 
 
 def cut_index(files: FileCache, segment: Segment, index: SparseIndex, position: int, interval: int) -> None:
-    """Takes the index back to the last batch boundary at or below `position`. Raises CorruptData, OSError."""
+    """Cuts the index at the last batch boundary at or below `position`. Raises CorruptData, OSError."""
     boundary = index.entry_at(position)
     for at, header in _intact_batches(files, segment, boundary):
         if at + header.size > position:
@@ -122,9 +123,9 @@ def _intact_batches(files: FileCache, segment: Segment, position: int) -> Iterat
 def rebuild_producers(
     files: FileCache, segments: list[Segment], snapshots: list[SnapshotName], end_position: int
 ) -> ProducerStates:
-    """The states as of `end_position`: the newest intact snapshot up to there, and the log from it on.
+    """The states as of `end_position`: the newest intact snapshot up to there, plus the log behind it.
 
-    Raises CorruptData when the log is damaged, OSError.
+    Raises CorruptData if the log is damaged, OSError.
     """
     states, position = ProducerStates(), segments[0].base_position
     for snapshot in reversed(snapshots):
@@ -147,7 +148,7 @@ def rebuild_producers(
 
 
 def load_epochs(folder: str) -> EpochList | None:
-    """The saved list of epochs, or None when it is missing or damaged."""
+    """The saved list of epochs, or None if it is missing or damaged."""
     try:
         with open(f"{folder}/{epochs.FILE_NAME}", "rb") as file:
             return EpochList.from_bytes(file.read())
@@ -158,9 +159,9 @@ def load_epochs(folder: str) -> EpochList | None:
 def rebuild_epochs(
     files: FileCache, segments: list[Segment], index_of: Callable[[Segment], SparseIndex], interval: int
 ) -> EpochList:
-    """The list from the batches' headers: the first of each segment, and more only where epochs change in between.
+    """The list from the batches' headers. Reads each segment's first header; more only if epochs change inside.
 
-    Raises CorruptData when the log is damaged there, OSError.
+    Raises CorruptData if the log is damaged there, OSError.
     """
     filled = [segment for segment in segments if segment.size_bytes]
     firsts = [_epoch_at(files, segment, segment.base_position) for segment in filled]
@@ -177,7 +178,7 @@ def rebuild_epochs(
 def _add_epochs_within(
     files: FileCache, segment: Segment, index: SparseIndex, interval: int, found: EpochList
 ) -> EpochList:
-    """Adds the epochs that begin inside of the segment. They never fall along it, so its index can be bisected."""
+    """Adds the epochs that begin inside of the segment. Epochs never fall in a log, so bisection of the index works."""
     beyond = 0
     while True:
         last = found.last
@@ -196,10 +197,10 @@ def _epoch_at(files: FileCache, segment: Segment, position: int) -> int:
 
 
 def superfluous(snapshots: list[SnapshotName], segments: list[Segment]) -> list[SnapshotName]:
-    """The snapshots that nobody needs: neither among the last two nor at the start of a segment.
+    """The snapshots that are not needed: neither among the last two nor at the start of a segment.
 
-    Those at segment starts let the states follow a cut to any place. One from before the log's start is worse than
-    none: what came between is gone, and a producer would seem to have left out batches.
+    A snapshot at a segment's start allows to rebuild the states after a cut at any place. A snapshot from before the
+    log's start is harmful: the batches after it are gone, so producers would seem to have skipped batches.
     """
     bases = {segment.base_position for segment in segments}
     start = segments[0].base_position

@@ -1,33 +1,34 @@
-"""Which master wrote what: where the first batch of each epoch lies in one log.
+"""The epochs of one log: the place where the first batch of each epoch begins.
 
 Theory of operation
 -------------------
-Where the logs of two replicas part is read off two such lists. It rests on three facts:
+Two such lists show where the logs of two replicas diverge. This rests on three facts:
 
-- an epoch has one master ever, and every batch carries the epoch of the master that appended it. So an epoch names one
-  sequence of batches, and two logs that hold batches of it hold the same ones, as far as both go;
-- what lies *below* an epoch's first batch is the same in both, too. A replica takes a batch only where its log ends,
-  and only from a master with which it agreed about all that is below. So whoever has a batch of epoch e has, below e,
-  what e's master had when e began;
-- along a log epochs never fall.
+- An epoch has one master, and every batch carries the epoch of the master that appended it. So an epoch names one
+  sequence of batches. If two logs hold batches of an epoch, these batches are the same as far as both logs go.
+- All bytes *below* an epoch's first batch are the same in both logs, too. A replica takes a batch only where its log
+  ends, and only from a master with which it agreed about everything below. So a replica with a batch of epoch e has,
+  below e, the bytes that e's master had when e began.
+- Epochs never fall along a log.
 
-Hence: two logs are equal up to the end of the latest epoch that both have batches of, the nearer of its two ends, and
-no further. An epoch ends where the next one's first batch begins, or with the log. Both sides have the whole list of
-the other, so one exchange settles it, however many masters came and went in between; asking epoch by epoch, as Kafka
-does since KIP-101, takes several (KIP-279).
+Therefore two logs are equal up to the end of the latest epoch of which both have batches (the smaller of the two
+ends), and no further. An epoch ends where the first batch of the next epoch begins, or at the end of the log. Each
+side has the whole list of the other, so one exchange is enough, however many masters there were in between. Kafka asks
+epoch by epoch since KIP-101, and needs several exchanges (KIP-279).
 
-*An epoch without a batch* in this log has no entry, and needs none. The rule compares bytes that are there. An empty
-epoch has none that could differ, and it moves nobody's end, since an epoch ends at a *batch* of a later one. What made
-RocketMQ's logs diverge unnoticed (a master's epoch is refused because the one before it is empty, and what it appends
-counts as the former master's) cannot come up: nothing but the batches themselves says whose they are.
+*An epoch without a batch* has no entry in the list and needs no entry. The rule compares bytes that exist. An empty
+epoch has no bytes that could differ. It does not move the end of another epoch either, since an epoch ends at a
+*batch* of a later one. In RocketMQ, logs could diverge unnoticed: a replica refused a master's epoch because the epoch
+before it was empty, and the new batches counted as the former master's. This cannot happen here, because only the
+batches say which epoch they belong to.
 
-Retention takes an epoch's first batches away. Its entry then stands at the log's start: the ends, which are all that
-the rule asks for, are where they were.
+Retention removes an epoch's first batches. Its entry then points to the log's start. The rule uses only the ends, and
+they do not change.
 
-*The file* `epochs` beside the log saves a start from asking every segment. It is derived from the log, and may be
-missing, or older than the log after a power cut, or newer. Since an epoch begins at the same place in every log that
-has it, one look tells: a list whose last epoch is that of the log's last batch is the list of a log that is equal to
-this one up to that batch. Anything else is made anew from the batches' headers.
+*The file* `epochs` next to the log saves a start from reading every segment. It is derived from the log. It may be
+missing, or, after a power cut, older or newer than the log. An epoch begins at the same place in every log that has
+it. So one check is enough: if the last epoch of the list is the epoch of the log's last batch, then the list belongs
+to a log that is equal to this one up to that batch. Otherwise the list is rebuilt from the batches' headers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _POSITION = attrgetter("position")
 
 
 class Epoch(NamedTuple):
-    """A place in the log that an epoch begins or ends at."""
+    """The place in the log where an epoch begins or ends."""
 
     epoch: int
     offset: int
@@ -61,15 +62,15 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EpochList:
-    """The epochs of one log, oldest first; epochs and places rise. A value: each change gives a new list."""
+    """The epochs of one log, oldest first; epochs and places rise. Immutable: each change returns a new list."""
 
     entries: tuple[Epoch, ...] = ()
 
     @classmethod
     def of(cls, entries: Iterable[tuple[int, int, int]]) -> EpochList:
-        """The list of these (epoch, offset, position), as of entries that came over the wire.
+        """The list of these (epoch, offset, position), for entries that came over the wire.
 
-        Raises ValueError when epochs or places do not rise.
+        Raises ValueError if epochs or places do not rise.
         """
         epochs = tuple(map(Epoch._make, entries))
         for before, after in pairwise(epochs):
@@ -79,14 +80,14 @@ class EpochList:
 
     @property
     def last(self) -> int:
-        """The epoch of the log's last batch; -1 when there is none."""
+        """The epoch of the log's last batch; -1 if the log has no batch."""
         return self.entries[-1].epoch if self.entries else -1
 
     def add(self, epoch: int, offset: int, position: int) -> EpochList:
-        """With a batch of `epoch` at the log's end. It changes something only when it is the epoch's first.
+        """Returns the list with a batch of `epoch` at the log's end. It changes only if this batch is its first.
 
-        Raises ValueError when the epoch is lower than that of the last batch: no log has such a batch. What an entry
-        at the end names is not in the log: retention took it, or a power cut.
+        Removes entries at or above `position` first: their batches are gone, by retention or a power cut. Raises
+        ValueError if the epoch is lower than that of the last batch: no log has such a batch.
         """
         if epoch == self.last:
             return self
@@ -96,14 +97,14 @@ class EpochList:
         return EpochList((*there.entries, Epoch(epoch, offset, position)))
 
     def cut(self, position: int) -> EpochList:
-        """Of the log up to `position`."""
+        """Returns the list of the log cut at `position`."""
         count = bisect_left(self.entries, position, key=_POSITION)
         return self if count == len(self.entries) else EpochList(self.entries[:count])
 
     def drop_prefix(self, offset: int, position: int) -> EpochList:
-        """Of the log from there on; the epoch that covers the place begins there now.
+        """Returns the list of the log that starts at this place. The epoch that covers the place begins there.
 
-        It stays even if none of its batches does: an empty log still tells whose batch was the last.
+        This entry stays even if none of its batches does: an empty log still knows the epoch of its last batch.
         """
         gone = bisect_right(self.entries, position, key=_POSITION)
         if not gone or (gone == 1 and self.entries[0].position == position):
@@ -112,22 +113,22 @@ class EpochList:
         return EpochList((covering, *self.entries[gone:]))
 
     def ends(self, end_offset: int, end_position: int) -> tuple[Epoch, ...]:
-        """Where each epoch ends in a log that ends there."""
+        """The end of each epoch, in a log that ends at this place."""
         ends = [(after.offset, after.position) for after in self.entries[1:]] + [(end_offset, end_position)]
         return tuple(Epoch(entry.epoch, *end) for entry, end in zip(self.entries, ends, strict=False))
 
     def epoch_before(self, position: int) -> int:
-        """The epoch of the batch that ends at `position`, a batch boundary; -1 when the list does not know it."""
+        """The epoch of the batch that ends at `position`, a batch boundary; -1 if the list does not know it."""
         count = bisect_left(self.entries, position, key=_POSITION)
         return self.entries[count - 1].epoch if count else -1
 
     def agrees_with_reader(self, offset: int, epoch: int, start_offset: int, end_offset: int) -> int:
-        """Up to where a reader that is at `offset`, behind a message of `epoch`, has read what this log has.
+        """The offset up to which a reader and this log agree. The reader is at `offset`, after a message of `epoch`.
 
-        That is `offset` itself, unless somebody accepted a loss since. Then the log has less of that epoch: they agree
-        up to its end here. Or it has nothing of it: what was before that epoch is not known from one number, not even
-        that it was anything of this log, and the answer is where the log begins. So the reader may get something again,
-        and misses nothing. An epoch of -1 is not known, and agrees.
+        The answer is `offset`, unless an operator accepted a loss of messages since. If the log has fewer messages of
+        that epoch, the answer is the epoch's end here. If it has no message of that epoch, the answer is the log's
+        start: one number does not say what was before that epoch. So the reader may get messages again, but misses
+        none. An epoch of -1 is unknown and agrees with every log.
         """
         if epoch < 0 or offset <= start_offset:
             return offset
@@ -137,20 +138,20 @@ class EpochList:
         return start_offset
 
     def epoch_of_reader(self, offset: int) -> int:
-        """The epoch of the message before `offset`; -1 when the log does not know it."""
+        """The epoch of the message before `offset`; -1 if the log does not know it."""
         found = [entry.epoch for entry in self.entries if entry.offset < offset]
         return found[-1] if found else -1
 
     def after(self, offset: int, end_offset: int) -> list[tuple[int, int]]:
-        """(epoch, the offset where it ends) of the messages from `offset` on, in a log that ends at `end_offset`."""
+        """(epoch, its end offset) of the messages from `offset` on, in a log that ends at `end_offset`."""
         ends = self.ends(end_offset, 0)
         reached = [(entry, min(end.offset, end_offset)) for entry, end in zip(self.entries, ends, strict=True)]
         return [(entry.epoch, end) for entry, end in reached if offset < end and entry.offset < end]
 
     def is_of(self, start_position: int, end_position: int, last_epoch: int) -> bool:
-        """Whether this is the list of the log between these positions, whose last batch is of `last_epoch`.
+        """True if this is the list of the log between these positions whose last batch has `last_epoch`.
 
-        In a log without a batch any epoch may have been the last.
+        In a log without a batch the last epoch may be any.
         """
         if start_position == end_position:
             return all(entry.position == start_position for entry in self.entries)
@@ -162,13 +163,13 @@ class EpochList:
         )
 
     def to_bytes(self) -> bytes:
-        """The list as its file has it."""
+        """The bytes of the list's file."""
         body = _HEADER.pack(MAGIC, VERSION, len(self.entries)) + b"".join(_ENTRY.pack(*e) for e in self.entries)
         return body + _CRC.pack(crc32c(body))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> EpochList | None:
-        """The list of a file's bytes, or None when they are not a whole one."""
+        """The list in a file's bytes, or None if they are incomplete or damaged."""
         body_size = len(data) - _CRC.size
         if body_size < _HEADER.size or crc32c(data[:body_size]) != _CRC.unpack_from(data, body_size)[0]:
             return None

@@ -1,15 +1,15 @@
 """Open files: a bounded cache of descriptors, whole writes, and the fsync of folders.
 
-A broker with thousands of partitions has more segments than a process may have descriptors, so files are opened when
-they are needed and the least recently used is closed again. A flush works on duplicates, which no eviction can close
-under its thread.
+A broker with thousands of partitions has more segments than a process may have descriptors. So files are opened when
+they are needed, and the least recently used file is closed. A flush works on duplicates of descriptors, so an eviction
+cannot close a file that the flush thread uses.
 
-The cache leaves the last descriptors of the process to what is opened elsewhere, and gives its own back for that. Where
-none is left all the same, that is no failure of the disk: `storage_error` makes TooManyOpenFiles of it, and the same is
-tried again later. So whatever opens a file does it before it changes anything, or changes what may be changed again.
+The cache leaves the last descriptors of the process to code outside of it, and gives back its own if that code needs
+more. If no descriptor is left, the disk has not failed: `storage_error` returns TooManyOpenFiles, and the caller tries
+again later. So code opens files before it changes anything, or changes only what can be changed again.
 
-Closing a file whose bytes are not flushed yet loses no write error: Linux keeps an error that nobody was told of with
-the inode and gives it to the first fsync after the next open.
+Closing a file with unflushed bytes loses no write error. If no fsync reported an error yet, Linux keeps it with the
+inode and reports it to the first fsync after the next open.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from metamq.broker.log.disk.index import IndexCache
 from metamq.broker.log.disk.times_cache import TimesCache
 from metamq.errors import DiskFull, StorageError, TooManyOpenFiles
 from metamq.private_files import FILE_MODE
-from metamq.wire.rooms import SMALL_BYTES, Rooms
+from metamq.wire.buffer_pool import SMALL_BYTES, BufferPool
 
 Buffer = bytes | bytearray | memoryview
 Write = Callable[[int, Buffer, int], int]
 Sync = Callable[[int], None]
 
 KEPT_BYTES = 16 * 1024 * 1024
-"""Memory of large reads that is used again."""
+"""Bytes of buffers for large reads that are kept for reuse."""
 TIMES_BYTES = 32 * 1024 * 1024
-"""Memory of timestamps that were looked up by; the largest batch has a quarter of it."""
+"""Bytes of timestamps kept for searches by time; the largest batch takes a quarter of it."""
 DESCRIPTORS_LEFT = 16
-"""What the cache leaves of the process's limit, for files and folders that are opened outside of it."""
-ROOM = 4
-"""Descriptors that a change of a log in several steps needs at most at once."""
+"""Descriptors of the process's limit that the cache leaves free, for files and folders opened outside of it."""
+RESERVED_DESCRIPTORS = 4
+"""Descriptors that a change of a log in several steps needs at most at one time."""
 
 
 class FileCache:
     """Descriptors of the files of many partition logs, at most `limit` open at once (duplicates aside).
 
-    One thread only, that which makes it, except for sync() and sync_folder(). `write` and `sync` are os.pwrite and
-    os.fsync, or a test's faulty disk.
+    Only the thread that creates it may use it, except for sync() and sync_folder(). `write` and `sync` are os.pwrite
+    and os.fsync, or those of a test's faulty disk.
     """
 
-    __slots__ = ("_open", "_rooms", "_thread", "_write", "indexes", "limit", "sync", "times")
+    __slots__ = ("_buffers", "_open", "_thread", "_write", "indexes", "limit", "sync", "times")
 
     def __init__(
         self, limit: int = 512, *, write: Write = os.pwrite, sync: Sync = os.fsync, index_bytes_max: int = 16 << 20
@@ -60,16 +60,16 @@ class FileCache:
         self.times = TimesCache(TIMES_BYTES)
         self._write = write
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._rooms = Rooms(KEPT_BYTES)
+        self._buffers = BufferPool(KEPT_BYTES)
         self._thread = threading.get_ident()
 
     @property
     def open_count(self) -> int:
-        """Descriptors that are open now."""
+        """Number of open descriptors."""
         return len(self._open)
 
     def descriptor(self, path: str) -> int:
-        """The file's descriptor, open for reading and writing; good until the next call. Raises OSError."""
+        """The file's descriptor, open for reading and writing; valid until the next call. Raises OSError."""
         fd = self._open.get(path)
         if fd is None:
             return self._add(path, os.O_RDWR)
@@ -77,7 +77,7 @@ class FileCache:
         return fd
 
     def create(self, path: str) -> int:
-        """As descriptor(), for a file that must not exist yet."""
+        """Like descriptor(), but creates the file, which must not exist."""
         return self._add(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def _add(self, path: str, flags: int) -> int:
@@ -91,7 +91,7 @@ class FileCache:
         os.close(self._open.popitem(last=False)[1])
 
     def opened(self, open_it: Callable[[], int]) -> int:
-        """What `open_it` gives, if need be after closing files of the cache: others may have used up the descriptors.
+        """Calls `open_it` and returns its descriptor. If no descriptor is free, closes files of the cache and retries.
 
         Raises OSError.
         """
@@ -105,40 +105,40 @@ class FileCache:
                 evictable -= 1
                 self._evict()
             else:
-                if self._open and fd >= descriptors_max() - DESCRIPTORS_LEFT:  # the lowest that is free
+                if self._open and fd >= descriptors_max() - DESCRIPTORS_LEFT:  # the kernel gives the lowest free number
                     self._evict()
                 return fd
 
-    def make_room(self) -> None:
-        """Before a change of several steps: there are descriptors for them. Raises OSError."""
+    def reserve_descriptors(self) -> None:
+        """Frees enough descriptors for a change in several steps. Raises OSError."""
         free: list[int] = []
         try:
-            while len(free) < ROOM:
+            while len(free) < RESERVED_DESCRIPTORS:
                 free.append(self.opened(lambda: os.open(os.devnull, os.O_RDONLY)))
         finally:
             for fd in free:
                 os.close(fd)
 
     def duplicate(self, path: str) -> int:
-        """A descriptor of the caller's own, to be closed by it, in any thread."""
+        """A new descriptor that the caller owns and closes, in any thread."""
         return self.opened(lambda: os.dup(self.descriptor(path)))
 
     def forget(self, path: str) -> None:
-        """Closes the file if it is open."""
+        """Closes the file, if it is open."""
         fd = self._open.pop(path, None)
         if fd is not None:
             os.close(fd)
 
     def read(self, path: str, size: int, at: int) -> bytes | memoryview:
-        """`size` bytes from byte `at` on, fewer where the file ends. Raises OSError."""
+        """Reads `size` bytes from byte `at` on; fewer at the end of the file. Raises OSError."""
         fd = self.descriptor(path)
         if size <= SMALL_BYTES:
             return os.pread(fd, size, at)
-        view = memoryview(self._rooms.take(size))[:size]
+        view = memoryview(self._buffers.take(size))[:size]
         return view[: os.preadv(fd, [view], at)]
 
     def write(self, path: str, data: Buffer, at: int) -> None:
-        """Writes all of `data` at byte `at`, however many writes that takes. Raises OSError."""
+        """Writes all of `data` at byte `at`, in several writes if necessary. Raises OSError."""
         fd = self.descriptor(path)
         written = self._write(fd, data, at)
         while written < len(data):
@@ -148,7 +148,7 @@ class FileCache:
             written += more
 
     def sync_folder(self, path: str) -> None:
-        """Makes the names in a folder durable. Raises OSError."""
+        """Makes the file names in a folder durable. Raises OSError."""
         flags = os.O_RDONLY | os.O_DIRECTORY
         own = threading.get_ident() == self._thread
         fd = self.opened(lambda: os.open(path, flags)) if own else os.open(path, flags)
@@ -158,7 +158,7 @@ class FileCache:
             os.close(fd)
 
     def replace(self, path: str, data: Buffer) -> None:
-        """Writes a small file whole: its old content or its new one is found after a crash of the process.
+        """Replaces the content of a small file: after a crash of the process it has the old or the new content.
 
         Raises OSError.
         """
@@ -173,7 +173,7 @@ class FileCache:
                 written += more
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)  # on a full disk it would keep what room there is
+                os.unlink(temporary)  # on a full disk it would take up the remaining space
             raise
         finally:
             os.close(fd)
@@ -186,7 +186,7 @@ class FileCache:
 
 
 class ReadOnlyFiles(FileCache):
-    """A file cache that can only read."""
+    """A file cache that only reads."""
 
     __slots__ = ()
 
@@ -195,38 +195,38 @@ class ReadOnlyFiles(FileCache):
 
 
 def descriptors_max() -> int:
-    """How many descriptors this process may have."""
+    """The maximum number of descriptors of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def no_descriptor(what: str, error: OSError) -> TooManyOpenFiles | None:
-    """The error to raise where an OSError says that no descriptor is left; None where it says something else."""
+    """The error to raise if an OSError says that no descriptor is left; None for any other OSError."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     return TooManyOpenFiles(what, descriptors_max() if error.errno == errno.EMFILE else None)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk has no room, which it may have again."""
+    """True if the disk is full. Space may become free again."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 SHORTAGES = (DiskFull, TooManyOpenFiles)
-"""Nothing has failed, and nothing was changed: what is short comes back."""
+"""Errors after which nothing has failed and nothing has changed: a retry can succeed later."""
 
 
 def shortage(what: str, error: OSError) -> StorageError | None:
-    """One of SHORTAGES where an OSError says so, else None."""
+    """One of SHORTAGES if an OSError says so, else None."""
     return DiskFull(what, 0, 0) if is_full(error) else no_descriptor(what, error)
 
 
 def storage_error(name: str, action: str, error: OSError) -> StorageError:
-    """The error to raise for an OSError; one of SHORTAGES where that is the reason: nothing has been done then."""
+    """The error to raise for an OSError. If it is one of SHORTAGES, nothing has been done."""
     return shortage(f"{name}: {action}", error) or disk_error(name, action, error)
 
 
 def disk_error(name: str, action: str, error: OSError) -> StorageError:
-    """The error to raise for an OSError of the disk, or in the middle of a change."""
+    """The error to raise for an OSError of the disk, or for any OSError in the middle of a change."""
     reason = error.strerror or str(error)
     where = f" ({error.filename})" if error.filename else ""
     return StorageError(

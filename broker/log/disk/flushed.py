@@ -1,9 +1,9 @@
-"""The file `flushed`: how far the log is known to be on the disk, and where it starts.
+"""The file `flushed`: the position up to which the log is known to be on the disk, and the log's start.
 
-Two slots, each inside a disk sector of its own and each under a CRC; a write goes to the slot that is not the newest,
-so that a torn write leaves the one before it. The file is written by a plain pwrite right *after* an fsync of the
-log: whatever slot a crash leaves is true, the older one merely says less. A process that is killed loses nothing of
-it; it is fsynced at checkpoints, after a roll, and on clean close.
+It has two slots. Each is inside a disk sector of its own and has a CRC. A write goes to the older slot, so a torn
+write leaves the newer one. The file is written by a plain pwrite right *after* an fsync of the log. So after a crash
+both slots are true; the older one only covers less. A killed process loses nothing of the file. It is fsynced at
+checkpoints, after a roll, and on a clean close.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ MAGIC = b"MQFL"
 VERSION = 2
 SLOT_BYTES = 512
 FILE_BYTES = 2 * SLOT_BYTES
-_SLOT = struct.Struct("<4sIQQQQQQQqIII")  # magic, version, generation, the fields, flags; a CRC follows
+_SLOT = struct.Struct("<4sIQQQQQQQqIII")  # magic, version, generation, the fields, flags; then a CRC
 _CRC = struct.Struct("<I")
 _CLEAN, _EMPTYING = 1, 2
 NO_EPOCHS = (1, 0)
-"""`own_from` and `own_to` of a log that nothing was appended to by a master of its own."""
+"""`own_from` and `own_to` of a log to which this replica never appended as the master."""
 
 
 class FlushPoint(NamedTuple):
-    """What a slot says."""
+    """The content of a slot."""
 
     position: int
-    """The log is on the disk up to this position, at least."""
+    """The log is on the disk at least up to this position."""
     offset: int
-    """The offset that goes with it."""
+    """The offset at `position`."""
     stable_offset: int
     stable_position: int
     start_offset: int
     start_position: int
     last_append_us: int
     own_from: int
-    """With `own_to`, the epochs in which this replica was the master that appended; batches of others were copied."""
+    """The first epoch up to `own_to` in which this replica appended as the master. All other batches were copied."""
     own_to: int
     clean: bool
-    """Written by a clean close: nothing was appended after it."""
+    """A clean close wrote this slot, and nothing was appended after it."""
     emptying: bool = False
-    """No file but this one counts: the log is being made one without a batch, that begins at `start_position`."""
+    """The log is being emptied and will begin at `start_position`. Only this file counts; all others are obsolete."""
 
     @property
     def own_epochs(self) -> range:
-        """Batches of these epochs say how far *this* log was flushed when they came."""
+        """Epochs whose batches say how far *this* log was flushed when they were appended."""
         return range(self.own_from, self.own_to + 1)
 
 
 def new_file(point: FlushPoint) -> bytes:
-    """What the file of a new log holds."""
+    """The content of the file of a new log."""
     return _pack(2, point).ljust(SLOT_BYTES, b"\0") + _pack(1, point).ljust(SLOT_BYTES, b"\0")
 
 
@@ -70,7 +70,7 @@ class FlushFile:
         self._generation = 0
 
     def load(self, name: str) -> FlushPoint | None:
-        """The newest intact slot, or None when there is no file. Raises CorruptData when no slot is intact."""
+        """The newest intact slot, or None if there is no file. Raises CorruptData if no slot is intact."""
         try:
             with open(self.path, "rb") as file:
                 data = file.read(FILE_BYTES)
@@ -81,9 +81,9 @@ class FlushFile:
             raise CorruptData(
                 f"{name}: {self.path}",
                 "neither of its two slots has a valid checksum",
-                hint="The log cannot tell a torn tail from damage without it. Promote a replica that is in sync, "
-                "and this one copies the partition. Without one: stop the broker, and give the log up with "
-                "`metamq log forget`.",
+                hint="Without it, the log cannot distinguish a torn tail from damage. Promote a replica that is in "
+                "sync: then this one copies the partition again. If no replica is in sync: stop the broker, and give "
+                "the log up with `metamq log forget`.",
             )
         self._generation, point = max(slots)
         return point
@@ -92,21 +92,21 @@ class FlushFile:
         """Stores the point in the older slot, without fsync. Raises OSError."""
         generation = self._generation + 1
         self._files.write(self.path, _pack(generation, point), generation % 2 * SLOT_BYTES)
-        self._generation = generation  # not before: the next one would go to the newest slot
+        self._generation = generation  # only after the write: else the next write goes to the newest slot
 
     def write_both(self, point: FlushPoint) -> None:
-        """Stores the point in both slots and fsyncs: no slot says more any longer. Raises OSError."""
+        """Stores the point in both slots and fsyncs, so that no slot covers more. Raises OSError."""
         self.write(point)
         self.write_other(point)
 
     def write_other(self, point: FlushPoint) -> None:
-        """Makes the point that was written last durable, and then stores it in the other slot, too. Raises OSError."""
+        """Makes the last written point durable, then also stores it in the other slot. Raises OSError."""
         self.sync()
         self.write(point)
         self.sync()
 
     def sync(self) -> None:
-        """Raises OSError."""
+        """Fsyncs the file. Raises OSError."""
         self._files.sync(self._files.descriptor(self.path))
 
 

@@ -1,12 +1,12 @@
-"""A segment's sparse index: from an offset, or from a time, to the batch to start reading at.
+"""A segment's sparse index: from an offset or a time to the batch where reading starts.
 
-One entry about every `interval` bytes, at most one a batch, the first at the segment's start. An entry is a batch's
-(offset, position) and the greatest timestamp of all batches *before* it in the segment. That running maximum never
-falls, although producers' timestamps may, so that it can be bisected: the first message at or after a time lies
-before the first entry whose maximum reaches that time. What headers tell may be too much: a search that finds out, as
-in metamq.broker.log.disk.times, lowers the maxima to what it has seen.
+It has one entry about every `interval` bytes, at most one per batch, the first at the segment's start. An entry is a
+batch's (offset, position) and the greatest timestamp of all batches *before* it in the segment. This running maximum
+never falls, although producers' timestamps may, so it can be bisected: the first message at or after a time is before
+the first entry whose maximum reaches that time. A header may state a timestamp that is too late. A search that finds
+this out lowers the maxima to the true values (metamq.broker.log.disk.times).
 
-The index is derived from the log: whatever is wrong with its file, it is built anew.
+The index is derived from the log: if its file is wrong in any way, the index is rebuilt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SparseIndex:
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Approximate size in memory."""
         return 400 + 24 * len(self._offsets)
 
     @property
@@ -57,7 +57,7 @@ class SparseIndex:
         return self._positions
 
     def add(self, size: int, count: int, max_timestamp_us: int, append_time_us: int, interval: int) -> None:
-        """The next batch: it lies at `end_position` and begins with `end_offset`."""
+        """Adds the next batch, which is at `end_position` and begins with `end_offset`."""
         position = self.end_position
         if position >= self._next_entry_at:
             self._offsets.append(self.end_offset)
@@ -76,15 +76,15 @@ class SparseIndex:
         return self._offsets[at], self._positions[at]
 
     def find_time(self, timestamp_us: int) -> tuple[int, int]:
-        """Where to search for the first message at or after the time: (position of an entry, its maximum).
+        """The entry where the search for the first message at or after the time starts: (its position, its maximum).
 
-        The caller has compared the time with `max_timestamp_us`: by the headers there is such a message.
+        The caller must first compare the time with `max_timestamp_us`: by the headers, such a message exists.
         """
         at = max(bisect_left(self._maxima, timestamp_us) - 1, 0)
         return self._positions[at], self._maxima[at]
 
     def learn(self, position: int, greatest_us: int) -> None:
-        """No message of the batches before `position`, a batch boundary, is later than that, whatever headers say."""
+        """Lowers the maxima: no message before `position`, a batch boundary, is later than `greatest_us`."""
         at = bisect_right(self._positions, position) - 1
         while at >= 0 and self._maxima[at] > greatest_us:
             self._maxima[at] = greatest_us
@@ -93,12 +93,12 @@ class SparseIndex:
             self.max_timestamp_us = min(self.max_timestamp_us, greatest_us)
 
     def entry_at(self, position: int) -> int:
-        """The position of the last entry at or before `position`; the segment's start when there is none."""
+        """The position of the last entry at or before `position`; the segment's start if there is none."""
         at = bisect_right(self._positions, position) - 1
         return self._positions[at] if at >= 0 else self.base_position
 
     def cut(self, position: int) -> None:
-        """Forgets all from the last entry before `position` on; the caller adds what lies between again."""
+        """Removes the last entry before `position` and all after it. The caller adds the batches up to there again."""
         if position >= self.end_position:
             return
         at = max(bisect_left(self._positions, position) - 1, 0)
@@ -111,7 +111,7 @@ class SparseIndex:
             del column[at:]
 
     def to_bytes(self) -> bytes:
-        """The index as its file has it."""
+        """The bytes of the index's file."""
         columns = b"".join((self._offsets.tobytes(), self._positions.tobytes(), self._maxima.tobytes()))
         header = _HEADER.pack(
             MAGIC, VERSION, self.base_offset, self.base_position, self.end_offset, self.end_position,
@@ -122,7 +122,7 @@ class SparseIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes, interval: int) -> SparseIndex | None:
-        """The index of a file's bytes, or None when they are not a whole one."""
+        """The index in a file's bytes, or None if they are incomplete or damaged."""
         if len(data) < _HEADER.size:
             return None
         magic, version, base_offset, base_position, end_offset, end_position, latest, appended, count, crc = (
@@ -145,7 +145,7 @@ class SparseIndex:
 
 
 class IndexCache:
-    """The indexes of sealed segments that were used lately, of all partitions, bounded in bytes."""
+    """The recently used indexes of sealed segments of all partitions, bounded in bytes."""
 
     __slots__ = ("_bytes", "_bytes_max", "_indexes")
 
@@ -155,14 +155,14 @@ class IndexCache:
         self._indexes: OrderedDict[str, SparseIndex] = OrderedDict()
 
     def get(self, path: str) -> SparseIndex | None:
-        """The index of the segment at `path`, if it is here."""
+        """The index of the segment at `path`, or None if it is not cached."""
         index = self._indexes.get(path)
         if index is not None:
             self._indexes.move_to_end(path)
         return index
 
     def put(self, path: str, index: SparseIndex) -> None:
-        """Keeps an index that grows no more."""
+        """Keeps the index of a sealed segment."""
         self.forget(path)
         self._indexes[path] = index
         self._bytes += index.memory_bytes
@@ -170,7 +170,7 @@ class IndexCache:
             self._bytes -= self._indexes.popitem(last=False)[1].memory_bytes
 
     def forget(self, path: str) -> None:
-        """Drops the index of a segment that goes or changes."""
+        """Drops the index of a segment that is removed or changed."""
         index = self._indexes.pop(path, None)
         if index is not None:
             self._bytes -= index.memory_bytes

@@ -1,17 +1,18 @@
-"""Idempotent producers: what this partition stored of each, so that a repeated batch is not stored twice.
+"""Idempotent producers: the last batches of each one that this partition stored, so that no batch is stored twice.
 
-A producer numbers its batches for a partition from 0 and repeats a batch until it is answered. Per producer the last
-five batches are kept, as many as it may have under way; a repeat of one of them is answered with where it is stored,
-an older repeat as stored somewhere, and a batch beyond the next is refused, since its predecessor is missing.
+A producer numbers its batches for a partition from 0 and repeats a batch until it gets an answer. The last five batches
+of each producer are kept, as many as it may have in flight. The answer to a repeat of one of them is its place. The
+answer to an older repeat says only that it is stored. A batch beyond the next number is refused, since its predecessor
+is missing.
 
-What the log does not know, it takes: any sequence of an unknown producer is new. Either it is the producer's first
-batch, or the state was dropped because the producer stored nothing for `producer_expiry_ms`. Then a repeat older than
-that would be stored a second time: producers give up on a batch long before.
+The log accepts any sequence number of an unknown producer as new. Either it is the producer's first batch, or the log
+dropped the state because the producer stored nothing for `producer_expiry_ms`. A repeat older than that would be stored
+a second time, but producers give up on a batch long before.
 
-A repeat has as many messages as the batch that is stored: so what is answered with its place ends within the log. A
-batch with the same id and number and another count is no repeat. It is refused: it has no place to wait for.
+A repeat has as many messages as the stored batch, so the place in its answer ends within the log. A batch with the same
+id and number but another count is not a repeat. It is refused: there is no place to wait for.
 
-The state is a function of the log, except for what retention removed; so it is saved beside it, as of a position.
+The state is a function of the log, except for what retention removed. So it is saved next to the log, as of a position.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ _SEQUENCES = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """The batch was not stored yet and is the one that is due."""
+    """The batch is not stored yet and has the expected number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """The batch is stored already. `base_offset` is -1 when it is too long ago to say where."""
+    """The batch is already stored. `base_offset` is -1 if its place is no longer known."""
 
     base_offset: int
     append_time_us: int
@@ -79,9 +80,9 @@ class ProducerStates:
     __hash__ = None  # type: ignore[assignment]
 
     def check(self, name: str, producer_id: int, sequence: int, count: int) -> New | Duplicate:
-        """What to do with a producer's batch of `count` messages.
+        """Decides if a producer's batch of `count` messages is new or a repeat.
 
-        Raises SequenceGap when an earlier one is missing, ProtocolError when another batch has its number.
+        Raises SequenceGap if an earlier batch is missing, ProtocolError if another batch has its number.
         """
         if producer_id == NO_PRODUCER:
             return NEW
@@ -96,8 +97,8 @@ class ProducerStates:
                 if batch.messages != count:
                     stored = words.count(batch.messages, "message")
                     raise ProtocolError(
-                        f"{name} has batch {sequence} of this producer with {stored}, its repeat has {count:,}",
-                        hint="Two producers use the same id: give each its own, at random.",
+                        f"{name} has batch {sequence} of this producer with {stored}, but its repeat has {count:,}",
+                        hint="Two producers use the same id: give each producer a random id of its own.",
                     )
                 return Duplicate(batch.base_offset, batch.append_time_us)
         if (expected - sequence) % _SEQUENCES < _SEQUENCES // 2:
@@ -105,7 +106,7 @@ class ProducerStates:
         raise SequenceGap(name, expected, sequence)
 
     def record(self, producer_id: int, sequence: int, base_offset: int, count: int, append_time_us: int) -> None:
-        """A batch of a producer was stored."""
+        """Adds a stored batch of a producer."""
         batch = StoredBatch(sequence, base_offset, count, append_time_us)
         batches = self._batches.get(producer_id)
         if batches is None:
@@ -116,7 +117,7 @@ class ProducerStates:
             del batches[0]
 
     def before(self, offset: int) -> ProducerStates:
-        """What they stored below an offset, as far as it is kept."""
+        """The states as of an offset, as far as they are kept."""
         states = ProducerStates()
         for producer_id, batches in self._batches.items():
             kept = [batch for batch in batches if batch.base_offset < offset]
@@ -125,12 +126,12 @@ class ProducerStates:
         return states
 
     def expire(self, before_us: int) -> None:
-        """Forgets the producers whose last batch was appended before that time."""
+        """Forgets the producers whose last append was before this time."""
         for producer_id in [p for p, b in self._batches.items() if b[-1].append_time_us < before_us]:
             del self._batches[producer_id]
 
     def to_bytes(self, offset: int, position: int) -> bytes:
-        """The states as of (offset, position), as a snapshot file has them."""
+        """The bytes of a snapshot file with the states as of (offset, position)."""
         parts = [_HEADER.pack(MAGIC, VERSION, offset, position, len(self._batches))]
         for producer_id, batches in self._batches.items():
             parts.append(_PRODUCER.pack(producer_id, batches[-1].append_time_us, len(batches)))
@@ -140,7 +141,7 @@ class ProducerStates:
 
     @classmethod
     def from_bytes(cls, data: bytes, offset: int, position: int) -> ProducerStates | None:
-        """The states of a snapshot file, or None when it is not a whole one of that place."""
+        """The states in a snapshot file, or None if it is incomplete, damaged, or of another place."""
         body_size = len(data) - _CRC.size
         if body_size < _HEADER.size or crc32c(data[:body_size]) != _CRC.unpack_from(data, body_size)[0]:
             return None

@@ -1,4 +1,4 @@
-"""Walking the batches of a segment: whole and checked, or by their headers only."""
+"""Walks the batches of a segment: whole and checked, or only their headers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from metamq.wire.batch import (
 from metamq.wire.limits import BATCH_BYTES_MAX
 
 LOCATION = struct.Struct("<I4xQ28xI")
-"""Size, base offset and count of a batch: what finding one needs, much cheaper than its whole header."""
+"""Size, base offset and count of a batch: enough to find a batch, and much cheaper than the whole header."""
 
 _CHUNK_BYTES = 1 << 20
 _MAGIC_BYTES = MAGIC.to_bytes(2, "little")
@@ -34,7 +34,7 @@ def checked_batches(
 ) -> Iterator[tuple[int, BatchHeader | None, str | None]]:
     """(position, header, None) for each intact batch from `position` to the segment's end.
 
-    At the first damage it gives (position, header or None, what is wrong) and ends. Raises OSError.
+    At the first damage it yields (position, header or None, the problem) and ends. Raises OSError.
     """
     end = segment.end_position
     wanted = _CHUNK_BYTES
@@ -66,12 +66,12 @@ def _bytes_needed(chunk: memoryview, at: int) -> int:
 
 
 def read_at(files: FileCache, segment: Segment, position: int, size: int) -> bytes | memoryview:
-    """`size` bytes of the segment. Raises CorruptData when the file is shorter than the log believes, OSError."""
+    """Reads `size` bytes of the segment. Raises CorruptData if the file is shorter than expected, OSError."""
     data = files.read(segment.path, size, position - segment.base_position)
     if len(data) != size:
         raise CorruptData(
             segment.path,
-            f"{size} bytes were to be read, the file has {len(data)}",
+            f"{size} bytes expected, the file has {len(data)}",
             position=position,
             hint="The file was changed while the broker ran. Stop the broker and see `metamq log verify`.",
         )
@@ -79,9 +79,9 @@ def read_at(files: FileCache, segment: Segment, position: int, size: int) -> byt
 
 
 def headers(files: FileCache, segment: Segment, position: int, block_bytes: int) -> Iterator[tuple[int, BatchHeader]]:
-    """(position, header) of each batch from `position` to the segment's end; of the bodies it reads what lies between.
+    """(position, header) of each batch from `position` to the segment's end. Reads bodies only between near headers.
 
-    Raises CorruptData where the broker's checksum does not match, OSError.
+    Raises CorruptData if the broker's checksum does not match, OSError.
     """
     end = segment.end_position
     while position < end:
@@ -104,7 +104,7 @@ def find_batch(
 ) -> tuple[int, int]:
     """(base offset, position) of the batch that holds `offset`; the search starts at the batch `at`.
 
-    Raises CorruptData when the headers do not lead there, OSError.
+    Raises CorruptData if the headers do not lead there, OSError.
     """
     base, position = at
     end = segment.end_position
@@ -114,7 +114,7 @@ def find_batch(
         while used + HEADER_BYTES <= len(block):
             size, found, count = LOCATION.unpack_from(block, used)
             if found != base or size < HEADER_BYTES:
-                raise damaged(segment.path, position + used, f"offset {found} where {base} is due")
+                raise damaged(segment.path, position + used, f"offset {found} instead of {base}")
             if offset < base + count:
                 return base, position + used
             base += count
@@ -126,9 +126,9 @@ def find_batch(
 
 
 def find_flushed_claim(files: FileCache, segment: Segment, position: int, bad: int, own_epochs: range) -> int | None:
-    """The position of an intact batch at or after `position` that was appended when `bad` was flushed, or None.
+    """The position of an intact batch at or after `position` that proves that `bad` was already flushed, or None.
 
-    Only batches of `own_epochs` are asked: a copied batch speaks of its master's disk. Raises OSError.
+    Only batches of `own_epochs` count: a copied batch describes its master's disk. Raises OSError.
     """
     for at, header in find_intact(files, segment, position):
         known = header.epoch in own_epochs and header.unflushed_bytes != UNFLUSHED_UNKNOWN
@@ -138,9 +138,9 @@ def find_flushed_claim(files: FileCache, segment: Segment, position: int, bad: i
 
 
 def find_intact(files: FileCache, segment: Segment, position: int) -> Iterator[tuple[int, BatchHeader]]:
-    """The intact batches at or after `position`, wherever they begin, also behind damage and within one another.
+    """The intact batches at or after `position`, wherever they begin, even behind damage or inside each other.
 
-    Batches lie on multiples of 8, so every such place with the magic is tried. Raises OSError.
+    Batches begin on multiples of 8, so every such place with the magic is tried. Raises OSError.
     """
     end = segment.end_position
     overlap = BATCH_BYTES_MAX
@@ -170,11 +170,11 @@ def _next_magic(data: bytes, start: int, limit: int) -> int | None:
 
 
 def damaged(what: str, position: int, reason: str) -> CorruptData:
-    """The error for damage found while the log is in use."""
+    """The error for damage that is found while the log is in use."""
     return CorruptData(
         what,
         reason,
         position=position,
-        hint="`metamq log verify` shows the extent. A slave copies such a log again by itself. At a master, promote a "
-        "slave that is in sync: `metamq ha status` names it, or says what is left.",
+        hint="`metamq log verify` shows the extent. A slave copies such a log again by itself. For a master, promote a "
+        "slave that is in sync: `metamq ha status` names it, or says what else to do.",
     )

@@ -1,11 +1,11 @@
-"""Segments: the files that a partition log consists of, their names, and what a folder holds of them.
+"""Segments: the files of a partition log, their names, and the inventory of a folder.
 
     <base offset, 20 digits>-<base position, 20 digits>.log        batches back to back
     ….index                                                        its sparse index, once sealed or checkpointed
-    <offset>-<position>.producers                                  the producer states as of there
+    <offset>-<position>.producers                                  the producer states as of this place
 
-Positions count bytes over all segments, so that a segment's end is its base position plus its size, and the names
-alone show whether the segments join.
+Positions count bytes over all segments. So a segment's end is its base position plus its size, and the names alone show
+if segments are adjacent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = re.compile(r"(\d{20})-(\d{20})\.(log|index|producers)")
 
 
 class Segment:
-    """One segment. Its index is in memory while it is the active one."""
+    """One segment. The index of the active segment is in memory."""
 
     __slots__ = ("base_offset", "base_position", "index", "last_append_us", "path", "size_bytes")
 
@@ -32,11 +32,11 @@ class Segment:
         self.size_bytes = size_bytes
         self.index: SparseIndex | None = None
         self.last_append_us: int | None = None
-        """Of a sealed segment; None until its index was read."""
+        """Time of a sealed segment's last append; None until its index is read."""
 
     @property
     def end_position(self) -> int:
-        """The position after its last byte."""
+        """The position after the last byte."""
         return self.base_position + self.size_bytes
 
     @property
@@ -45,7 +45,7 @@ class Segment:
 
 
 class SegmentStats(NamedTuple):
-    """One segment as `PartitionLog.segments()` shows it."""
+    """One segment in the result of `PartitionLog.segments()`."""
 
     path: str
     base_offset: int
@@ -55,7 +55,7 @@ class SegmentStats(NamedTuple):
 
 
 class SnapshotName(NamedTuple):
-    """A snapshot of producer states, by its name; the order is that of positions."""
+    """A snapshot of producer states, by its name; ordered by position."""
 
     position: int
     offset: int
@@ -64,13 +64,13 @@ class SnapshotName(NamedTuple):
 
 @dataclass(slots=True)
 class Inventory:
-    """What a partition's folder holds, by names and sizes; no file was opened."""
+    """The content of a partition's folder, by names and sizes; no file is opened."""
 
     segments: list[Segment] = field(default_factory=list)
     snapshots: list[SnapshotName] = field(default_factory=list)
     indexes: set[str] = field(default_factory=set)
-    leftovers: list[str] = field(default_factory=list)
-    """Half-written files of a process that was killed."""
+    orphans: list[str] = field(default_factory=list)
+    """Incomplete files of a process that was killed."""
 
 
 def file_path(folder: str, offset: int, position: int, suffix: str) -> str:
@@ -79,7 +79,7 @@ def file_path(folder: str, offset: int, position: int, suffix: str) -> str:
 
 
 def take_inventory(folder: str) -> Inventory:
-    """Lists a partition's folder, segments and snapshots in the order of positions; empty when there is none."""
+    """Lists a partition's folder, segments and snapshots ordered by position; empty if the folder does not exist."""
     inventory = Inventory()
     try:
         entries = list(os.scandir(folder))
@@ -89,7 +89,7 @@ def take_inventory(folder: str) -> Inventory:
         match = _NAME.fullmatch(entry.name)
         if match is None:
             if entry.name.endswith(".tmp"):
-                inventory.leftovers.append(entry.path)
+                inventory.orphans.append(entry.path)
             continue
         offset, position, suffix = int(match[1]), int(match[2]), match[3]
         if suffix == "log":

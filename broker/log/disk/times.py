@@ -1,17 +1,17 @@
-"""The first message at or after a time, found in bits of work: nothing here takes long at once.
+"""Searches for the first message at or after a time, in small steps: no step takes long.
 
-What batches tell of themselves is their producers' word. The index of a segment has for each entry the greatest time
-that the headers before it tell, and a header may tell too much. Then the messages themselves are looked at, and what
-they say is remembered, so that a lie costs its look once:
+The times in batch headers come from producers and may be wrong. The index of a segment has for each entry the greatest
+time in the headers before it. If a header states a time that is too late, the search reads the messages and remembers
+their true times, so that each wrong header costs one read only:
 
-- of a batch, the running maximum of its timestamps, in a cache bounded in bytes. It never falls, so it is bisected;
-- of a segment, in its index: what was walked past has no time above the greatest that was really found there.
+- of a batch: the running maximum of its timestamps, in a cache bounded in bytes. It never falls, so it can be bisected;
+- of a segment: in its index. The maxima are lowered to the greatest time that was really found.
 
-A header may also tell too little. Then its messages are not found by their times.
+If a header states a time that is too early, a search does not find its messages.
 
-A search is a generator. It yields between two bits of work, each of one batch or some ten thousand timestamps. The log
-may grow meanwhile, and retention may take segments from it. Where it is cut or emptied the search is to be given up:
-metamq.broker.data.partition sees to that.
+A search is a generator. It yields after each step, which is one batch or some ten thousand timestamps. Between steps
+the log may grow, and retention may remove segments. If the log is cut or emptied, the search must be abandoned:
+metamq.broker.data.partition does that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from metamq.wire.batch import HAS_TIMESTAMPS, BatchHeader
 from metamq.wire.columns import decode
 
 Search = Generator[None, None, tuple[int, int] | None]
-"""Gives (offset, timestamp) in the end, or None when there is no such message."""
+"""Returns (offset, timestamp) at its end, or None if there is no such message."""
 
 AT_ONCE = 16 * 1024
-"""Timestamps that are looked at between two yields."""
+"""Timestamps that are processed between two yields."""
 LEARN_BATCHES = 100
-"""After so many batches the index learns what was found, so that a search that is given up was not in vain."""
+"""The index learns the result every so many batches, so that an abandoned search is still of use."""
 _BASE_POSITION = attrgetter("base_position")
 _NONE = array("q")
 
@@ -48,7 +48,7 @@ def first_at_time(
     timestamp_us: int,
     stable_position: int,
 ) -> Search:
-    """Searches the segments, of which there is one at least, that begin below stable. Raises CorruptData, OSError."""
+    """Searches the segments (at least one) that begin below the stable mark. Raises CorruptData, OSError."""
     position = segments[0].base_position
     while position < stable_position:
         segment = segments[max(bisect_right(segments, position, key=_BASE_POSITION) - 1, 0)]
@@ -60,7 +60,7 @@ def first_at_time(
                 if found is not None:
                     return found
         except (OSError, CorruptData):
-            if any(one is segment for one in segments):  # else retention has removed it, and its messages, meanwhile
+            if any(one is segment for one in segments):  # else retention has removed the segment meanwhile
                 raise
         yield
     return None
@@ -91,7 +91,7 @@ def _in_segment(files: FileCache, segment: Segment, index: SparseIndex, timestam
 def _running_maxima(
     files: FileCache, segment: Segment, at: int, header: BatchHeader
 ) -> Generator[None, None, array[int]]:
-    """For each message the greatest timestamp up to it; none where the columns are not what they should be."""
+    """For each message the greatest timestamp up to it; empty if the columns are damaged."""
     if not header.flags & HAS_TIMESTAMPS:
         return array("q", [header.base_timestamp_us])
     batch = segment.path, at, header.producer_crc
@@ -100,7 +100,7 @@ def _running_maxima(
         return known
     try:
         timestamps = decode(memoryview(read_at(files, segment, at, header.size)), header).timestamps
-    except CorruptData:  # its messages cannot be read, so none of them is to be found
+    except CorruptData:  # its messages cannot be read, so the search finds none
         return _NONE
     assert timestamps is not None
     yield

@@ -1,4 +1,4 @@
-"""What batches' timestamps were found to be: see metamq.broker.log.disk.times."""
+"""A cache of the true timestamps of batches: see metamq.broker.log.disk.times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NONE = array("q")
 
 
 class TimesCache:
-    """Running maxima of batches' timestamps that were asked for lately, bounded in bytes."""
+    """Running maxima of the timestamps of recently searched batches, bounded in bytes."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -17,14 +17,14 @@ class TimesCache:
         self._maxima: OrderedDict[tuple[str, int, int], array[int]] = OrderedDict()
 
     def get(self, batch: tuple[str, int, int]) -> array[int] | None:
-        """The maxima of the batch with this path, position and checksum, if they are here."""
+        """The maxima of the batch with this path, position and checksum, or None if they are not cached."""
         maxima = self._maxima.get(batch)
         if maxima is not None:
             self._maxima.move_to_end(batch)
         return maxima
 
     def put(self, batch: tuple[str, int, int], maxima: array[int]) -> None:
-        """Keeps them."""
+        """Adds the maxima of a batch."""
         self._bytes += 8 * len(maxima) - 8 * len(self._maxima.pop(batch, _NONE))
         self._maxima[batch] = maxima
         while self._bytes > self._bytes_max and len(self._maxima) > 1:

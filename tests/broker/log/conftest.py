@@ -36,10 +36,10 @@ class Shelf:
         now_us: int = 0,
         files: FileCache | None = None,
         bound: bool = False,
-        losing: Callable[[str], object] = str,
+        on_loss: Callable[[str], object] = str,
     ) -> PartitionLog:
         """As a master without other replicas does; or, `bound`, as one that does not know its role yet."""
-        log = PartitionLog.open(self.folder, "flights/0-0", config, files or self.files, now_us=now_us, losing=losing)
+        log = PartitionLog.open(self.folder, "flights/0-0", config, files or self.files, now_us=now_us, on_loss=on_loss)
         if not bound:
             log.clear_bound()
         return log

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from metamq.broker.log import FileCache, LogConfig, PartitionLog
 from metamq.errors import ClosedError, CorruptData, OffsetOutOfRange
 from metamq.wire.batch import HEADER_BYTES, read_header, walk
+from metamq.wire.buffer_pool import SMALL_BYTES
 from metamq.wire.columns import decode
-from metamq.wire.rooms import SMALL_BYTES
 
 
 def fill(shelf: Any, log: PartitionLog, batches: int, seed: int = 1) -> list[bytes]:

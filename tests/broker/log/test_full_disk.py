@@ -107,7 +107,7 @@ def test_a_crash_on_a_full_disk_loses_nothing_that_was_flushed(shelf: Shelf, kin
     shelf.checkpoint(log)
     shelf.flush(log)
     lost: list[str] = []
-    again = shelf.open(losing=lost.append)  # the process was killed, and nothing closed
+    again = shelf.open(on_loss=lost.append)  # the process was killed, and nothing closed
     assert shelf.read_all(again) == stored
     assert lost == [], "what was written in part is cut off at once"
 

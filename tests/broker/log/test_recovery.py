@@ -446,20 +446,20 @@ def test_a_cut_is_announced_before_anything_is_changed(shelf: Any) -> None:
     before = shelf.contents()
     told: list[str] = []
 
-    def losing(what: str) -> None:
+    def on_loss(what: str) -> None:
         assert shelf.contents() == before
         told.append(what)
         if len(told) == 1:
             raise StorageError("no room for the note")
 
     with pytest.raises(StorageError, match="no room for the note"):
-        shelf.open(ONE_SEGMENT, losing=losing)
-    log = shelf.open(ONE_SEGMENT, losing=losing)
+        shelf.open(ONE_SEGMENT, on_loss=on_loss)
+    log = shelf.open(ONE_SEGMENT, on_loss=on_loss)
     assert log.end_offset == 2
     assert told == [told[0]] * 2
-    assert told[0].startswith("flights/0-0: what was written behind offset 2 is torn")
+    assert told[0].startswith("flights/0-0: the bytes behind offset 2 are torn")
     log.close()
-    shelf.open(ONE_SEGMENT, losing=losing).close()
+    shelf.open(ONE_SEGMENT, on_loss=on_loss).close()
     assert len(told) == 2
 
 
@@ -478,11 +478,11 @@ def test_a_log_that_ends_before_what_readers_saw_has_lost_it(shelf: Any) -> None
     path, at = shelf.byte_at(ends[1] - 1)
     os.truncate(path, at + 1)
     told: list[str] = []
-    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    log = shelf.open(ONE_SEGMENT, on_loss=told.append)
     assert (log.end_offset, log.recovery.cut_bytes, log.recovery.stable_offset_before) == (2, 0, 3)
     assert told == ["flights/0-0: it ends at offset 2, and readers had seen it up to 3"]
     log.close(clean=False)
-    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    log = shelf.open(ONE_SEGMENT, on_loss=told.append)
     log.close()
     assert len(told) == 1
 
@@ -490,12 +490,12 @@ def test_a_log_that_ends_before_what_readers_saw_has_lost_it(shelf: Any) -> None
 @pytest.mark.parametrize("clean", [True, False])
 def test_a_log_that_has_everything_announces_nothing(shelf: Any, clean: bool) -> None:
     told: list[str] = []
-    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    log = shelf.open(ONE_SEGMENT, on_loss=told.append)
     for number in range(3):
         shelf.append(log, [b"value %d" % number])
         shelf.flush(log)
     shelf.append(log, [b"the last, which is not flushed"])
     log.close(clean)
-    log = shelf.open(ONE_SEGMENT, losing=told.append)
+    log = shelf.open(ONE_SEGMENT, on_loss=told.append)
     assert (log.end_offset, told) == (4, [])
     log.close()

@@ -181,13 +181,13 @@ def test_a_copy_of_another_place_is_refused(pair: Pair) -> None:
     for position in (0, size - 8, size + 8, 2 * size):
         run = pair.master.read_position(position // size * size, 1)
         error = refused(pair, bytes(run.data), position)
-        assert f"ends at byte {size:,}, the copy is of byte {position:,}" in str(error)
+        assert f"ends at byte {size:,}, the copy begins at byte {position:,}" in str(error)
     for wrong in (0, 2):  # batches that are not the next one, said to be
         run = pair.master.read_position(wrong * size, 1)
         error = refused(pair, bytes(run.data), size)
-        assert f"at byte {size:,} the copy has offset {2 * wrong:,} of epoch 1, due is offset 2" in str(error)
+        assert f"at byte {size:,} the copy has offset {2 * wrong:,} of epoch 1; expected is offset 2" in str(error)
     gap = bytes(pair.master.read_position(size, 1).data) + bytes(pair.master.read_position(3 * size, 1).data)
-    assert "due is offset 4" in str(refused(pair, gap, size))
+    assert "expected is offset 4" in str(refused(pair, gap, size))
     pair.catch_up()
     pair.assert_equal()
 
@@ -200,7 +200,7 @@ def test_an_epoch_that_falls_is_refused(pair: Pair) -> None:
         stamp(batch, 0, epoch=epoch, base_offset=4, batch_id=9, append_time_us=0, unflushed_bytes=0)
         if epoch == 4:
             error = refused(pair, bytes(batch), pair.replica.end_position)
-            assert "has offset 4 of epoch 4, due is offset 4, after epoch 5" in str(error)
+            assert "has offset 4 of epoch 4; expected is offset 4 of epoch 5 or later" in str(error)
     pair.replica.append_replicated(batch, pair.replica.end_position)
     assert pair.replica.end_offset == 4 + header.count
 
@@ -549,6 +549,6 @@ def test_a_position_that_is_none_of_the_logs_is_refused(make_shelf: Any) -> None
         with pytest.raises(ConfigError, match=f"has the bytes {log.start_position:,} to {log.end_position:,}, not"):
             log.read_position(position, 100)
     for position in (log.start_position + 8, log.end_position - 8):
-        with pytest.raises(CorruptData, match="a batch is due here"):
+        with pytest.raises(CorruptData, match="a batch should begin here"):
             log.read_position(position, 100)
     log.close(clean=False)

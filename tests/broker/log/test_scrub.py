@@ -68,8 +68,8 @@ def test_a_missing_file_a_short_one_and_a_segment_in_the_place_of_another_are_fo
     third.write_bytes(shelf.paths("log")[3].read_bytes())
     found = dict(findings(log))
     assert "is missing" in found[0]
-    assert any("bytes were to be read" in problem for problem in found.values())
-    assert any(" is due" in problem for problem in found.values())
+    assert any("bytes expected, the file has" in problem for problem in found.values())
+    assert any(" instead of " in problem for problem in found.values())
     assert len(found) == 3
 
 

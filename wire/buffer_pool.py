@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import sys
 
-ROOM_STEP_BYTES = 256 * 1024
-"""Rooms are multiples of this, so that frames of about the same size fit into each other's."""
+BUFFER_STEP_BYTES = 256 * 1024
+"""BufferPool are multiples of this, so that frames of about the same size fit into each other's."""
 SMALL_BYTES = 128 * 1024
 """Up to this much, the allocator's own reuse is as good."""
 
 
-class Rooms:
+class BufferPool:
     """At most `kept_bytes` of memory that is kept, free or not. Views of it may go to any thread, take() is for one."""
 
     def __init__(self, kept_bytes: int) -> None:
         self.kept_bytes = 0
         self._kept_bytes_max = kept_bytes
-        self._rooms = [bytearray(1)]
+        self._buffers = [bytearray(1)]
         self._free_count = self._references(0)
-        self._rooms.clear()
+        self._buffers.clear()
 
     def _references(self, index: int) -> int:
-        return sys.getrefcount(self._rooms[index])
+        return sys.getrefcount(self._buffers[index])
 
     def take(self, size: int) -> bytearray:
         """Memory of `size` bytes or more, which nobody else has. What is in it is undefined.
@@ -39,15 +39,15 @@ class Rooms:
         """
         if size <= SMALL_BYTES:
             return bytearray(size)
-        room_bytes = -(-size // ROOM_STEP_BYTES) * ROOM_STEP_BYTES
-        free = [index for index in range(len(self._rooms)) if self._references(index) == self._free_count]
+        buffer_bytes = -(-size // BUFFER_STEP_BYTES) * BUFFER_STEP_BYTES
+        free = [index for index in range(len(self._buffers)) if self._references(index) == self._free_count]
         for index in free:  # from the first on, so that the same few stay in the processor's caches
-            if room_bytes <= len(self._rooms[index]) <= room_bytes + room_bytes // 2:
-                return self._rooms[index]
-        while free and self.kept_bytes + room_bytes > self._kept_bytes_max:
-            self.kept_bytes -= len(self._rooms.pop(free.pop()))
-        if self.kept_bytes + room_bytes > self._kept_bytes_max:
+            if buffer_bytes <= len(self._buffers[index]) <= buffer_bytes + buffer_bytes // 2:
+                return self._buffers[index]
+        while free and self.kept_bytes + buffer_bytes > self._kept_bytes_max:
+            self.kept_bytes -= len(self._buffers.pop(free.pop()))
+        if self.kept_bytes + buffer_bytes > self._kept_bytes_max:
             return bytearray(size)
-        self._rooms.append(bytearray(room_bytes))
-        self.kept_bytes += room_bytes
-        return self._rooms[-1]
+        self._buffers.append(bytearray(buffer_bytes))
+        self.kept_bytes += buffer_bytes
+        return self._buffers[-1]
