@@ -1,1 +1,1 @@
-"""A broker's data folder: topics, partitions, what flushes them and what reports and restores them."""
+"""A broker's data folder: topics and partitions, and the code that flushes, reports and restores them."""

@@ -1,25 +1,26 @@
-"""The data folder of one replica: whose it is, that only one process uses it, and which topics lie in it.
+"""The data folder of one replica: its owner, the lock that admits one process only, and the topics in it.
 
-    lock                                exclusive flock of the process that uses the folder; its pid, for people
+    lock                                exclusive flock of the process that uses the folder; has its pid, for operators.
     meta.json                           broker id, replica number, identity, format, boot id, incarnation, clean, the
-                                        highest epoch, and which files `lock` and it itself are
-    partitions                          which partitions were ever made here (metamq.broker.data.made_partitions)
-    topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log)
+                                        highest epoch, and the marks of `lock` and of meta.json itself.
+    partitions                          every partition that was made here (metamq.broker.data.made_partitions).
+    topics/<topic>@<topic id>/<index>/  one partition log each (metamq.broker.log).
     topics/.removed-…                   a topic that is being removed
 
-The *incarnation* tells whether this replica still has all that it ever acknowledged. A killed process keeps what it
-wrote, in the kernel's memory; a host that went down may have lost it. So a start after another boot of the host
-without a clean stop is a new incarnation, which counts as in sync only after it caught up; so is one that finds a log
-torn, or ending before what readers had seen of it. Where the host's boots cannot be told apart, every start without a
-clean stop counts as a new one. It is stored before anything of what was found is changed: a crash in between must not
-lose the news. Losses before anybody has been told the number are one.
+The *incarnation* says if this replica still has everything that it ever acknowledged. A killed process loses nothing
+that it wrote: the kernel's memory has it. A host that went down may have lost some of it. So a start after another boot
+of the host without a clean stop is a new incarnation, which counts as in sync only after it has caught up. A start that
+finds a torn log, or a log that ends before the messages that readers had seen, is a new incarnation, too. If the boots
+of the host cannot be distinguished, every start without a clean stop is a new incarnation. The new number is stored
+before any file is changed, so that a crash in between does not hide the loss. All losses before the number is
+published count as one.
 
-A folder may also take the place of another one that was the same replica: an empty one, or a copy, which may be older
-than what that one held last. It begins with an incarnation that is drawn, not counted: the other folder may come back,
-and count on from where it was. `lock` stays the same file for as long as the folder is in use; what was copied *over*
-a folder leaves it alone, but brings a meta.json that names another file than it is: each version of it is a new one.
-Such a folder is *replaced* while it may lack what the other one had: alone, its replica waits for a person. Only a copy
-that was made after a clean stop, with the last epoch there was, is known to lack nothing.
+A folder may also replace another folder of the same replica: an empty one, or a copy, which may be older than the last
+state of the original. Its incarnation is random, not counted: the original may come back and continue its own count.
+`lock` stays the same file as long as the folder is in use. Files that are copied *over* a folder leave `lock` alone,
+but bring a meta.json that names another file than itself, because each version of meta.json is a new file. Such a
+folder is *replaced* while it may lack data of the original: without other replicas, it waits for an operator. Only a
+copy from after a clean stop, with the last epoch, certainly lacks nothing.
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ log = logging.getLogger("metamq.broker")
 FORMAT = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 RIGHT_ZOOKEEPER = "Give the ZooKeeper, chroot and --root that the folder was used with."
-LOST_ZOOKEEPER = "If ZooKeeper was lost, `metamq cluster restore` makes what it held anew, from the data folders."
+LOST_ZOOKEEPER = "If ZooKeeper was lost, `metamq cluster restore` rebuilds its contents from the data folders."
 REMOVED = (
-    "The rest of the cluster is there: this broker was removed by `metamq cluster remove-broker`, or ZooKeeper was "
-    f"taken back to before its first start. {IF_REMOVED}. {LOST_ZOOKEEPER}"
+    "The rest of the cluster exists: this broker was removed by `metamq cluster remove-broker`, or ZooKeeper was "
+    f"restored to a state before its first start. {IF_REMOVED}. {LOST_ZOOKEEPER}"
 )
-GONE = "this replica had it, and its files are not there"
-REPLACED = "its files are not those that this replica used last, but a copy, which may lack what was acknowledged later"
+GONE = "this replica had it, but its files are missing"
+REPLACED = "its files are not those that this replica used last, but a copy, which may lack messages acknowledged later"
 _REMOVED = ".removed-"
 _COPIED = "of another folder"
-"""In the place of a lock's mark: meta.json came from elsewhere."""
+"""Stands for the mark of the lock if meta.json was copied from another folder."""
 _TOPIC_FOLDER = re.compile(r"([^/@][^/@]*)@([^/@]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """meta.json."""
+    """The content of meta.json."""
 
     broker_id: int
     replica: int
@@ -80,21 +81,21 @@ class _Meta:
     cluster_id: str = ""
     generation: int = 0
     lock: str = ""
-    """The mark of the lock's file, see metamq.broker.data.folder_lock."""
+    """The mark of the lock's file: see metamq.broker.data.folder_lock."""
     file: str = ""
     """The mark of meta.json itself."""
     epoch: int = 0
-    """The highest epoch that this replica has served or followed; 0: none, or an older release did not write it."""
+    """The highest epoch that this replica has served or followed; 0: none, or written by an older release."""
     state_version: int = -1
-    """The version of the state node that the master of that epoch saw last; -1 at a slave."""
+    """The version of the state node that the master of that epoch saw last; -1 on a slave."""
     reigned_as: int = 0
-    """The incarnation that began that epoch as its master; 0 at a slave, or if an older release did not write it."""
+    """The incarnation that began that epoch as its master; 0 on a slave, or if an older release wrote the file."""
     is_replaced: bool = False
-    """Whether the folder is in the place of one that had more, as far as anybody knows."""
+    """True if the folder replaces one that may have had more data."""
 
 
 class TopicFolder(NamedTuple):
-    """A topic's folder: its partitions' indexes are the folders in it."""
+    """A topic's folder. Its partitions are the folders in it, named by index."""
 
     topic: str
     topic_id: str
@@ -105,7 +106,7 @@ class TopicFolder(NamedTuple):
 class DataFolder:
     """An open data folder, locked by this process until close().
 
-    One thread only, save for free_bytes(), and for what concerns a topic's folder: whichever thread, one at a time.
+    Only one thread may use it. Exceptions: free_bytes(), and methods for a topic's folder, one thread at a time.
     """
 
     def __init__(self, path: Path, meta: _Meta, lock: FolderLock) -> None:
@@ -114,19 +115,19 @@ class DataFolder:
         self._meta = meta
         self._lock = lock
         self._is_known = True
-        """Whether others may have been told this incarnation."""
+        """True if other processes may have seen this incarnation."""
         self.asks_logs_for_epoch = False
-        """Whether meta.json may tell too low an epoch: it is older, or of an older release. The logs tell the rest."""
+        """True if meta.json may have too low an epoch, since it is old or of an older release. The logs know more."""
         self._synced: set[Path] = set()
-        """Topics' folders whose names are durable."""
+        """Folders of topics whose names are durable."""
         self._made: MadePartitions
 
     @classmethod
     def open(cls, path: Path, broker_id: int, replica: int = 0, *, boot_id: str | None = None) -> DataFolder:
-        """Opens or makes the folder for a replica of a broker id, and finishes removals that were broken off.
+        """Opens or makes the folder for a replica of a broker id, and completes interrupted removals.
 
-        The logs in it are opened apart. `boot_id` names the host's boot; None asks the kernel. Raises ConfigError when
-        another process uses the folder, or when it belongs to another replica or a newer release; StorageError.
+        It does not open the logs. `boot_id` names the host's boot; None asks the kernel. Raises ConfigError if another
+        process uses the folder, or if it belongs to another replica or a newer release; StorageError.
         """
         path = Path(path).absolute()
         boot = current_boot() if boot_id is None else boot_id
@@ -158,43 +159,43 @@ class DataFolder:
 
     @property
     def replica(self) -> int:
-        """The replica's number in its broker id: that of the folder's first start."""
+        """The replica's number in its broker id, as of the folder's first start."""
         return self._meta.replica
 
     @property
     def identity(self) -> str:
-        """Made at random with the folder; unchanged by restarts."""
+        """A random id made with the folder; restarts do not change it."""
         return self._meta.identity
 
     @property
     def lock(self) -> str:
-        """The lock that this process holds: who held it before, on this machine, is gone."""
+        """The lock that this process holds. An earlier holder of the same lock on this machine has ended."""
         return self._lock.place
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is not the folder that was in use last, but one like it; until begin_after()."""
+        """True until begin_after() if this folder is a copy of the one that was used last."""
         return self._meta.lock != self._lock.mark
 
     @property
     def incarnation(self) -> int:
-        """Raised when this replica may have lost what it acknowledged."""
+        """A number that rises when this replica may have lost messages that it acknowledged."""
         return self._meta.incarnation
 
     @property
     def cluster_id(self) -> str:
-        """The cluster that the topics in here belong to; empty in a folder that no broker has served from."""
+        """The cluster of the topics in this folder; empty if no broker has served from it yet."""
         return self._meta.cluster_id
 
     def join_cluster(self, cluster_id: str) -> None:
-        """Binds the folder to a cluster, durably. Raises ConfigError when it belongs to another one, StorageError."""
+        """Binds the folder to a cluster, durably. Raises ConfigError if it belongs to another one, StorageError."""
         if self.cluster_id:
             self.check_cluster(cluster_id)
         else:
             self._store(replace(self._meta, cluster_id=cluster_id))
 
     def check_cluster(self, cluster_id: str | None) -> None:
-        """Whether this ZooKeeper has the cluster that the folder belongs to; None: it has none. Raises ConfigError."""
+        """Raises ConfigError unless this ZooKeeper has the folder's cluster; None: it has no cluster."""
         if self.cluster_id != cluster_id:
             raise ConfigError(
                 f"the data folder {self.path} belongs to cluster {self.cluster_id}, this ZooKeeper to "
@@ -204,11 +205,11 @@ class DataFolder:
 
     @property
     def generation(self) -> int:
-        """The last generation of the broker id's state that this replica's logs have followed."""
+        """The last generation of the broker id's state that this replica's logs follow."""
         return self._meta.generation
 
     def follow_generation(self, generation: int) -> None:
-        """The logs are what the master of this generation has, durably. Raises StorageError."""
+        """Stores, durably, that the logs match those of this generation's master. Raises StorageError."""
         if generation != self._meta.generation:
             self._store(replace(self._meta, generation=generation))
 
@@ -219,12 +220,12 @@ class DataFolder:
 
     @property
     def state_version(self) -> int:
-        """The version of the state node that this replica saw last as the master of `epoch`; -1: it was not."""
+        """The last version of the state node that this replica saw as the master of `epoch`; -1: it was a slave."""
         return self._meta.state_version
 
-    def know_term(self, epoch: int, state_version: int = -1) -> None:
-        """Stores, durably, that this epoch has begun: before anything is done under it. `state_version` is for a
-        master, which also tells each later version. What is known stays as it is. Raises StorageError."""
+    def know_epoch(self, epoch: int, state_version: int = -1) -> None:
+        """Stores, durably, that this epoch has begun, before any action under it. A master passes `state_version`,
+        again for each later version. Older values change nothing. Raises StorageError."""
         if (epoch, state_version) > (self._meta.epoch, self._meta.state_version):
             reigned_as = self._meta.reigned_as
             if epoch != self._meta.epoch:
@@ -232,34 +233,34 @@ class DataFolder:
             self._store(replace(self._meta, epoch=epoch, state_version=state_version, reigned_as=reigned_as))
 
     def check_writable(self) -> None:
-        """Whether something can be stored at present: stores what is known once more. Raises StorageError."""
+        """Checks that the folder is writable: stores the current meta data again. Raises StorageError."""
         self._store(self._meta)
 
     def raise_incarnation(self, reason: str) -> None:
-        """A new incarnation, durably: this replica lacks something. Raises StorageError."""
+        """Begins a new incarnation, durably: this replica lacks something. Raises StorageError."""
         if self._is_known:
             self._store(replace(self._meta, incarnation=self._meta.incarnation + 1))
             self._raised(reason)
 
     def begin_after(self, incarnation: int, reason: str, *, is_older: bool) -> None:
-        """A new incarnation, durably, above that of a folder that this one is in the place of, and one that nobody
-        comes to by counting. `is_older`: what that one had is not known to be here. Raises StorageError."""
+        """Begins a new incarnation, durably, after replacing a folder with `incarnation`. The number is higher, and
+        random, so that counting does not reach it. `is_older`: this folder may lack data. Raises StorageError."""
         drawn = max(incarnation, self.incarnation) + 1 + secrets.randbelow(1 << 31)
         self._store(replace(self._meta, incarnation=drawn, lock=self._lock.mark, clean=False, is_replaced=is_older))
         self._raised(f"the data folder {self.path} {reason}")
 
     @property
     def was_clean(self) -> bool:
-        """Of a copy: whether it is one of a folder after a clean stop."""
+        """True if this is a copy of a folder after a clean stop."""
         return self._meta.clean
 
     @property
     def is_replaced(self) -> bool:
-        """Whether it is in the place of one that had more, as far as anybody knows; until has_caught_up()."""
+        """True until has_caught_up() if this folder replaces one that may have had more data."""
         return self._meta.is_replaced
 
     def has_caught_up(self) -> None:
-        """It has what the other one had, or somebody accepted that it has not. Raises StorageError."""
+        """Notes that no data is missing any more, or that an operator accepted the loss. Raises StorageError."""
         if self._meta.is_replaced:
             self._store(replace(self._meta, is_replaced=False))
 
@@ -270,11 +271,11 @@ class DataFolder:
         )
 
     def incarnation_known(self) -> None:
-        """Others are told the incarnation now; the next loss makes another one."""
+        """Notes that other processes may see the incarnation now; the next loss begins another one."""
         self._is_known = True
 
     def topics(self) -> list[TopicFolder]:
-        """The topics that have a folder here, by name. Raises StorageError."""
+        """The topics that have a folder here, ordered by name. Raises StorageError."""
         found = []
         try:
             for path in sorted((self.path / "topics").iterdir()):
@@ -287,13 +288,13 @@ class DataFolder:
         return found
 
     def partition_folder(self, topic: str, topic_id: str, index: int) -> Path:
-        """Where a partition's log belongs; the topic's folder is made. Raises ConfigError, StorageError."""
+        """The folder of a partition's log. Makes the topic's folder. Raises ConfigError, StorageError."""
         name = f"{topic}@{topic_id}"
         if _TOPIC_FOLDER.fullmatch(name) is None or name.startswith(".") or "\0" in name:
             raise ConfigError(f"topic {topic!r} with id {topic_id!r} cannot be the name of a folder")
         folder = self.path / "topics" / name
         try:
-            if folder not in self._synced:  # one that is there may come from a start that was killed before the sync
+            if folder not in self._synced:  # an existing folder may come from a start that was killed before the sync
                 make_folder(folder)
                 _sync(folder.parent)
                 self._synced.add(folder)
@@ -302,7 +303,7 @@ class DataFolder:
         return folder / str(index)
 
     def _look_for_partitions(self) -> None:
-        """Reads which partitions there were. A folder that lost all of them, and their record, counts as a new one.
+        """Reads the record of partitions. A folder that lost all partitions and the record counts as a new one.
 
         Raises StorageError.
         """
@@ -316,13 +317,13 @@ class DataFolder:
             self._made = MadePartitions(self.path, found, is_copy=self.is_copy)
             _sync(self.path)
         except OSError as error:
-            raise _failure(self.path, "reading which partitions there are", error) from error
+            raise _failure(self.path, "reading the partitions", error) from error
         if self._made.is_new and not self.topics() and self.cluster_id:
             self._store(replace(self._meta, cluster_id=""))
 
     def missing(self, topic: str, topic_id: str, indexes: Iterable[int]) -> dict[int, str]:
-        """Partitions that were made here, and whose files are gone or others: what to say of each. Any thread. Raises
-        StorageError."""
+        """Partitions that were made here and whose files are missing or replaced, each with a description. Any thread.
+        Raises StorageError."""
         found = {}
         for index in indexes:
             made = self._made.mark(f"{topic}@{topic_id}/{index}")
@@ -336,10 +337,10 @@ class DataFolder:
         return found
 
     def _mark(self, topic_folder: str, index: int) -> str | None:
-        """Which file a partition's `flushed` is; None without one. Raises StorageError."""
+        """The mark of a partition's file `flushed`; None if there is no such file. Raises StorageError."""
         path = f"{self.path}/topics/{topic_folder}/{index}/{flushed.FILE_NAME}"
         try:
-            fd = os.open(path, os.O_RDWR)  # overlayfs then makes its own copy of a file, which has another mark
+            fd = os.open(path, os.O_RDWR)  # makes overlayfs copy the file first, which changes its mark
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -350,7 +351,7 @@ class DataFolder:
             os.close(fd)
 
     def were_made(self, topic: str, topic_id: str, indexes: Iterable[int]) -> None:
-        """Makes it durable that there are these partitions. Their logs are. Any thread. Raises StorageError."""
+        """Records, durably, that these partitions exist. Their logs are durable. Any thread. Raises StorageError."""
         folder = f"{topic}@{topic_id}"
         try:
             self._made.add({f"{folder}/{index}": self._mark(folder, index) or "" for index in indexes})
@@ -358,11 +359,11 @@ class DataFolder:
             raise _failure(self.path / made_partitions.FILE_NAME, "writing it", error) from error
 
     def forget_partition(self, topic: str, topic_id: str, index: int, name: str) -> Path | None:
-        """Gives a partition's log up, for a person: the next start makes an empty one. `name` is for errors.
+        """Gives a partition's log up, for an operator: the next start makes an empty log. `name` is for errors.
 
-        The incarnation rises before the log is moved: from there on this replica lacks what it acknowledged. A crash in
-        between leaves a partition whose folder is missing, which is damaged as before. Returns where the log is now,
-        None where its folder was missing. Raises StorageError.
+        The incarnation rises before the log is moved, since this replica then lacks acknowledged messages. A crash in
+        between leaves a partition without a folder, which still counts as damaged. Returns the new path of the log;
+        None if its folder was missing. Raises StorageError.
         """
         folder, target = self.path / "topics" / f"{topic}@{topic_id}" / str(index), None
         self.raise_incarnation(f"{name} was given up")
@@ -375,23 +376,23 @@ class DataFolder:
         return target
 
     def accept_partition(self, topic: str, topic_id: str, index: int, name: str) -> None:
-        """Takes files of a partition that came from elsewhere for this replica's own, for a person.
+        """Accepts a partition's files that came from elsewhere as this replica's own, for an operator.
 
-        The incarnation rises before, since they may lack what this replica acknowledged. `name` is for the log. Raises
-        StorageError.
+        First raises the incarnation, since the files may lack messages that this replica acknowledged. `name` is for
+        the log. Raises StorageError.
         """
         self.raise_incarnation(f"{name} may be an older copy")
         self.were_made(topic, topic_id, [index])
 
     def remove_topic(self, topic: str, topic_id: str) -> None:
-        """Removes a topic's folder; its logs are closed. Once this returns, no start finds it again.
+        """Removes the folder of a topic whose logs are closed. Once this returns, no start finds the topic again.
 
-        The files may be many: what a crash leaves of them is removed at the next open. Raises StorageError.
+        The files may be many: if a crash interrupts the removal, the next open completes it. Raises StorageError.
         """
         folder = self.path / "topics" / f"{topic}@{topic_id}"
         self._synced.discard(folder)
         if not folder.exists():
-            self._finish_removals()  # of one that was broken off for want of descriptors
+            self._finish_removals()  # completes a removal that a lack of descriptors interrupted
             return
         doomed = folder.with_name(f"{_REMOVED}{secrets.token_hex(4)}-{folder.name}")
         try:
@@ -419,9 +420,9 @@ class DataFolder:
         return disk.f_bavail * disk.f_frsize
 
     def close(self, *, clean: bool) -> None:
-        """Gives the folder up. `clean`: every log was closed cleanly. A second call does nothing.
+        """Releases the folder. `clean`: every log was closed cleanly. A second call does nothing.
 
-        Raises StorageError; the lock is gone all the same.
+        Raises StorageError; the lock is released anyway.
         """
         if not self._lock.held:
             return
@@ -429,7 +430,7 @@ class DataFolder:
             if clean:
                 self._store(replace(self._meta, clean=True))
         except DiskFull as error:
-            log.warning("the stop is not noted, so that the next start takes it for a crash: %s", error)
+            log.warning("the clean stop could not be stored, so the next start assumes a crash: %s", error)
         finally:
             self._lock.close()
 
@@ -456,11 +457,11 @@ class DataFolder:
                 raise _failure(path, "removing a topic", error) from error
 
 
-_META_HINT = "Restore the file from a backup: whose replica this is cannot be guessed from the logs."
+_META_HINT = "Restore the file from a backup: the logs do not say which replica this is."
 
 
 def _load(path: Path) -> _Meta | None:
-    """meta.json, or None in a new folder. Raises ConfigError when it cannot be understood."""
+    """The content of meta.json, or None in a new folder. Raises ConfigError if it cannot be understood."""
     try:
         with open(path / "meta.json") as file:
             mark = mark_of(file.fileno())
@@ -472,21 +473,21 @@ def _load(path: Path) -> _Meta | None:
     found = document.get("format") if isinstance(document, dict) else None
     if not isinstance(found, int) or found > FORMAT:
         raise ConfigError(
-            f"the data folder {path} has format {found}, this release knows formats up to {FORMAT}",
+            f"the data folder {path} has format {found}, but this release knows formats up to {FORMAT}",
             hint="Start the metamq release that last used the folder, or a newer one.",
         )
     try:
         meta = _Meta(**document)
     except TypeError as error:
-        raise ConfigError(f"{path / 'meta.json'} is not complete: {error}", hint=_META_HINT) from error
+        raise ConfigError(f"{path / 'meta.json'} is incomplete: {error}", hint=_META_HINT) from error
     return meta if meta.file in ("", mark) else replace(meta, lock=_COPIED)
 
 
 def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_id: str, lock: str) -> _Meta:
-    """The folder's meta data from this start on. Raises ConfigError when the folder is another broker's."""
+    """The folder's meta data from this start on. Raises ConfigError if the folder belongs to another broker."""
     if meta is None:
         if any((path / "topics").iterdir()):
-            raise ConfigError(f"{path} holds topics, but its meta.json is missing", hint=_META_HINT)
+            raise ConfigError(f"{path} has topics, but its meta.json is missing", hint=_META_HINT)
         return _Meta(broker_id, replica, secrets.token_hex(16), FORMAT, boot_id, 1, clean=False, lock=lock)
     if meta.broker_id != broker_id:
         raise ConfigError(
@@ -503,14 +504,14 @@ def _started(path: Path, meta: _Meta | None, broker_id: int, replica: int, boot_
     return replace(
         meta,
         boot_id=boot_id,
-        clean=meta.clean and is_copy,  # nothing is done with a copy before begin_after()
+        clean=meta.clean and is_copy,  # a copy is not changed before begin_after()
         incarnation=meta.incarnation + lost,
         lock=meta.lock or lock,
     )
 
 
 def current_boot() -> str:
-    """The kernel's name for this boot; empty where there is none."""
+    """The kernel's name for this boot; empty if it has none."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()
     return ""

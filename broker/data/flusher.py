@@ -1,13 +1,13 @@
-"""Flushes partition logs: before the acknowledgement with group commit, and by count or by time.
+"""Flushes partition logs: before the acknowledgement with group commit, or by count or time.
 
-One fsync of a log serves all that wait on it: while it runs in a thread, further appends gather, and the next fsync
-takes all of them. So the slower the disk, the larger the groups, and nobody waits for more than two. A flush begins
-when the loop has gone through what has come by then, so that requests that came together share it; the next one begins
-before those that waited for the last are answered.
+One fsync of a log serves all requests that wait for it. While it runs in a thread, more appends arrive, and the next
+fsync covers all of them. So the slower the disk, the larger the groups, and no request waits for more than two fsyncs.
+A flush begins when the loop has handled all requests that have arrived, so that requests that arrived together share
+it. The next flush begins before the requests that waited for the last one get their answers.
 
-A flush holds descriptors while it runs, and a broker may have more dirty partitions than its process may open files. So
-a few flushes are out at a time, twice as many as threads, and the other partitions queue, without a descriptor. Where
-none is left all the same, the queue waits for one: that is no failure of the disk.
+A running flush holds descriptors, and a broker may have more dirty partitions than its process may open files. So only
+a few flushes run at a time, twice as many as threads. The other partitions queue without a descriptor. If no descriptor
+is free, the queue waits for one: this is not a failure of the disk.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ TICK_S = 0.1
 
 
 class Flusher:
-    """Runs fsyncs beside the loop. `failed` is called with the first error, after which the broker has to stop.
+    """Runs fsyncs concurrently with the loop. `failed` is called with the first error; the broker must then stop.
 
     Raises TooManyThreads.
 
-    A queue and threads of its own: an executor's future and a task cost each fsync as much as a transaction costs.
+    It has its own queue and threads: an executor's future and a task per fsync would cost as much as a transaction.
     """
 
     def __init__(self, failed: Callable[[MetamqError], None], *, threads: int = 4) -> None:
         self._failed = failed
         self._handed_over: SimpleQueue[tuple[asyncio.AbstractEventLoop, Partition, FlushTicket] | None] = SimpleQueue()
-        """What threads are to fsync, and whom to tell; None ends one."""
+        """(loop, partition, ticket) for the threads to fsync; None ends one thread."""
         self.flushes = 0
-        """Since the start: with group commit, fewer than the appends they acknowledged."""
+        """Number of flushes since the start: with group commit, fewer than the appends that they acknowledged."""
         self._dirty: dict[Partition, None] = {}
         self._due: dict[Partition, None] = {}
-        """Whose flush starts when the loop has gone through what has come."""
+        """Partitions whose flush starts when the loop has handled all requests that have arrived."""
         self._queue: dict[Partition, None] = {}
-        """Whose flush starts as soon as fewer are out."""
+        """Partitions whose flush starts as soon as fewer flushes run."""
         self._running: set[Partition] = set()
         self._at_once = 2 * threads
         self._retry: asyncio.TimerHandle | None = None
         self._trouble = Trouble()
         self._waiting: dict[Partition, list[asyncio.Future[bool]]] = {}
-        """Who waits for the end of the flush under way, or of the next one: whether it took all that there was."""
+        """Futures for the end of the running flush, or of the next one: True if it covered everything."""
         self._threads: list[Thread] = []
         try:
             for number in range(threads):
@@ -67,7 +67,7 @@ class Flusher:
             raise
 
     def appended(self, partition: Partition) -> None:
-        """Takes note of an append; a flush starts soon where the topic's policy asks for one now."""
+        """Notes an append; starts a flush soon if the topic's policy asks for one now."""
         self._dirty[partition] = None
         if not partition.flushing and partition not in self._due and partition.flush_due(0):
             if not self._due:
@@ -80,19 +80,19 @@ class Flusher:
             self.start(partition)
 
     def replicated(self, partition: Partition, *, must_flush: bool) -> None:
-        """As `appended`, on a slave. `must_flush`: the master waits for the flush, whatever the policy here."""
+        """Notes an append on a slave. `must_flush`: the master waits for the flush, whatever the policy here."""
         if must_flush:
             partition.flush_wanted_position = partition.log.end_position
         self.appended(partition)
 
     def start(self, partition: Partition) -> None:
-        """Starts a flush, at once or in its turn, unless one runs, which then starts the next by itself."""
+        """Starts a flush, now or when its turn comes. A running flush starts the next one by itself."""
         if partition not in self._running:
             self._queue[partition] = None
             self._fill()
 
     def _fill(self) -> None:
-        """Starts as many of the flushes that queue as may be out."""
+        """Starts queued flushes, up to the limit of running ones."""
         while self._queue and len(self._running) < self._at_once:
             partition = next(iter(self._queue))
             try:
@@ -100,7 +100,7 @@ class Flusher:
             except TooManyOpenFiles as error:
                 self._try_again(error)
                 return
-            except DiskFull:  # a log that waits for room to be emptied
+            except DiskFull:  # an emptied log that waits for disk space
                 ticket = None
             except MetamqError as error:
                 self._failed(error)
@@ -124,7 +124,7 @@ class Flusher:
         self._fill()
 
     def _sync(self) -> None:
-        """One of the threads."""
+        """Runs in each of the threads."""
         while (flush := self._handed_over.get()) is not None:
             loop, partition, ticket = flush
             error: Exception | None = None
@@ -132,7 +132,7 @@ class Flusher:
                 ticket.sync()
             except Exception as raised:
                 error = raised
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed: no task waits
                 loop.call_soon_threadsafe(self._ended, partition, ticket, error)
 
     def _ended(self, partition: Partition, ticket: FlushTicket, error: Exception | None) -> None:
@@ -143,20 +143,20 @@ class Flusher:
             if error is not None:
                 raise error
             partition.finish_flush(ticket, self._flushed)
-        except TooManyOpenFiles as later:  # to note the end of the flush takes one, too
+        except TooManyOpenFiles as later:  # storing the flushed point needs a descriptor, too
             settled = False
             self._queue[partition] = None
             self._try_again(later)
         except MetamqError as failure:
             self._failed(failure)
-        except Exception as failure:  # nobody else learns of it: those who wait for the flush would wait for ever
+        except Exception as failure:  # else the tasks that wait for the flush would wait without end
             log.critical("%s: a flush ended by an error", partition.name, exc_info=failure)
             self._failed(MetamqError(f"internal error: {failure!r}"))
         self._fill()
         _answer(waiting, settled)
 
     def _flushed(self, partition: Partition) -> None:
-        """What was appended meanwhile need not wait until those are answered whom this flush has served."""
+        """Starts the next flush before the requests that this flush served get their answers."""
         if partition.flush_due(0):
             self.start(partition)
 
@@ -166,7 +166,7 @@ class Flusher:
         return await future
 
     async def run(self) -> None:
-        """Flushes by time, for ever."""
+        """Starts the flushes that are due by time, without end."""
         while True:
             await asyncio.sleep(TICK_S)
             self.flush_due(time.monotonic_ns() // 1_000_000)
@@ -180,8 +180,8 @@ class Flusher:
                 self.start(partition)
 
     async def settle(self, partition: Partition) -> None:
-        """Until all that is unflushed now has been flushed; or the flush has failed, which the log remembers."""
-        if partition in self._running:  # it need not cover all of it
+        """Waits until everything that is unflushed now is flushed, or the flush fails. The log keeps the error."""
+        if partition in self._running:  # the running flush may not cover everything
             await self._end_of_flush(partition)
         self.start(partition)
         while partition in self._running or partition in self._queue:
@@ -190,14 +190,14 @@ class Flusher:
             self.start(partition)
 
     async def drain(self) -> None:
-        """Flushes all that is dirty, once, and waits for it."""
+        """Flushes all dirty partitions once, and waits for it."""
         for partition in list(self._dirty):
             self.start(partition)
         while busy := self._running or self._queue:
             await self._end_of_flush(next(iter(busy)))
 
     def close(self) -> None:
-        """Waits for fsyncs under way."""
+        """Waits for running fsyncs and ends the threads."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._handed_over.put(None)

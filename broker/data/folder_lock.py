@@ -1,19 +1,19 @@
-"""The lock of a data folder: one process at a time, whether a former one is gone; and what tells a file from its copy.
+"""The lock of a data folder: it admits one process at a time, proves that an earlier one has ended, and detects copies.
 
-Theory of operation. `flock` is held on the file `lock`, and the kernel gives it up with the process. So who holds it
-knows that nobody else does who ever held it *on this file*. A copy of the folder says of itself all that the original
-does; but its `lock` is another file, which may be locked while the original's is. Two names tell such files apart:
+Theory of operation. A process holds `flock` on the file `lock`, and the kernel releases it when the process ends. So
+the holder knows that no other process holds the lock *of this file*. A copy of the folder has the same content as the
+original, but its `lock` is another file, and both can be locked at the same time. Two names tell such files apart:
 
-    mark     the file, in its file system: the same after a restart, another boot, a rename of the folder, and wherever
-             the volume is mounted. In a copy, in what was restored from a backup, and in what was moved across file
-             systems, it is another one. An inode's number alone is not enough: a file system soon gives it out again,
-             and in a fresh one the numbers are the same as in another fresh one. So the time of the file's birth goes
-             with it, which no program can set; some file systems do not know it (NFS before version 4).
-    place    the file, on this machine, at this boot: who holds the lock of the same place as another process did knows
-             that the other one is dead. Never the same by accident; where it differs without need (a container's own
-             layer, mounted anew) that process's session is waited for.
+    mark     identifies the file within its file system. It survives a restart, another boot, a rename of the folder,
+             and a mount at another place. A copy, a file restored from a backup, and a file moved across file systems
+             get another mark. The inode's number is not enough: a file system soon reuses it, and fresh file systems
+             have the same numbers. So the mark includes the file's time of birth, which no program can set. Some file
+             systems do not have it (NFS before version 4).
+    place    identifies the file on this machine, at this boot. If the lock of another process had the same place, the
+             holder knows that this process has ended. Two files never have the same place by accident. If one file gets
+             another place (a container's own layer, mounted again), the broker waits for the old session to expire.
 
-A snapshot that the file system or the virtual machine is taken back to has the mark of before, and cannot be told.
+If the file system or the virtual machine returns to a snapshot, the mark is the same as before: this is not detected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class FolderLock:
-    """A lock that this process holds, until close()."""
+    """A lock that this process holds until close()."""
 
     def __init__(self, fd: int, machine: str) -> None:
         """Use take()."""
@@ -45,31 +45,31 @@ class FolderLock:
 
     @classmethod
     def take(cls, folder: Path, machine: str) -> FolderLock:
-        """Takes the folder's lock. `machine` names the host, and its boot. Raises ConfigError, OSError."""
+        """Takes the folder's lock. `machine` names the host and its boot. Raises ConfigError, OSError."""
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, FILE_MODE)
         try:
             _lock(fd, folder)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
             return cls(fd, machine)
-        except BaseException:  # without room for the pid, say: the next attempt of this process must get the lock
+        except BaseException:  # the disk may be full, for example: the next attempt must get the lock
             os.close(fd)
             raise
 
     @property
     def held(self) -> bool:
-        """Whether it was not given up."""
+        """True until close()."""
         return self._fd >= 0
 
     def close(self) -> None:
-        """Gives it up. May be repeated."""
+        """Releases the lock. May be repeated."""
         if self.held:
             os.close(self._fd)
             self._fd = -1
 
 
 def _lock(fd: int, folder: Path) -> None:
-    """Locks the open file `lock` of a folder. Raises ConfigError when another process has it locked, OSError."""
+    """Locks a folder's open file `lock`. Raises ConfigError if another process has locked it, OSError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -81,12 +81,12 @@ def _lock(fd: int, folder: Path) -> None:
 
 
 def mark_of(fd: int) -> str:
-    """What tells an open file from any other in its file system, see above. Raises OSError."""
+    """The mark of an open file, unique in its file system, see above. Raises OSError."""
     return f"{os.fstat(fd).st_ino}.{_born_ns(fd)}"
 
 
 def _born_ns(fd: int) -> int:
-    """When the file was made; 0 where that is not known. Python's own stat has it from 3.15 on."""
+    """The file's time of birth in nanoseconds; 0 if unknown. Python's own stat has it from 3.15 on."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         status = _LIBC.statx(fd, b"", _EMPTY_PATH, _BIRTH_TIME, found)

@@ -1,7 +1,7 @@
-"""What a data folder knows of its cluster, read without changing anything: for a restore of ZooKeeper.
+"""The contents of a data folder, read without changing it: for a restore of ZooKeeper.
 
-The folder's lock is held meanwhile, shared, so that no broker uses it. A report is a plain value that travels as JSON:
-folders lie on different machines, and one command decides about all of them.
+Meanwhile the folder's lock is held, shared, so that no broker uses it. A report is a plain value that can be sent as
+JSON: the folders are on different machines, and one command decides about all of them.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _PLAIN: dict[str, Any] = {
 }  # fmt: skip
 _TOPIC_FOLDER = re.compile(r"([^/@.][^/@]*)@([^/@]+)")
 _NO_META_HINT = (
-    "Whose replica this is cannot be guessed from the logs. Restore the file from a backup, or leave the folder out if "
+    "The logs do not say which replica this is. Restore the file from a backup, or leave the folder out if "
     "another replica of the same broker has its own."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LogReport:
-    """One partition's log. `epochs` has (epoch, offset, position) of each epoch's first batch, oldest first.
+    """The log of one partition. `epochs` has (epoch, offset, position) of each epoch's first batch, oldest first.
 
-    `problem` says why the log cannot be opened; nothing else is known of it then.
+    `problem` says why the log cannot be opened; the other fields are then unknown.
     """
 
     topic: str
@@ -65,21 +65,21 @@ class LogReport:
 
     @property
     def place(self) -> Place:
-        """Which partition it is."""
+        """The partition: topic, topic id, index."""
         return self.topic, self.topic_id, self.index
 
     @property
     def reach(self) -> tuple[int, int]:
-        """(last epoch, end). Logs of a partition with the same reach are equal: see metamq.broker.log.disk.epochs."""
+        """(last epoch, end). Logs of a partition with equal reach are equal: see metamq.broker.log.disk.epochs."""
         return (self.epochs[-1].epoch if self.epochs else -1, self.end_position)
 
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """One replica's data folder. `epoch` is the highest that it knows of; `reign` is that epoch if this replica was its
-    master, and has lost nothing since; else 0.
+    """The data folder of one replica. `epoch` is the highest epoch that it knows. `reign` is the same epoch if this
+    replica was its master and has lost nothing since; else 0.
 
-    `becomes_new` says why its broker will be a new incarnation at its next start; empty when it will not.
+    `becomes_new` says why its broker will be a new incarnation at its next start; empty if it will not.
     """
 
     path: str
@@ -93,14 +93,14 @@ class FolderReport:
     reign: int
     becomes_new: str
     settings: Mapping[str, tuple[TopicConfig, int]]
-    """By topic folder, "topic@id": the settings, and since when they are known, in milliseconds since 1970."""
+    """The settings by topic folder, "topic@id", and the time from which they are known, in milliseconds since 1970."""
     logs: Mapping[Place, LogReport]
 
     def __str__(self) -> str:
         return f"{self.path} on {self.machine}"
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
+        """Returns the document that `from_json` reads."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         settings = {name: [to_json(config).decode(), ms] for name, (config, ms) in self.settings.items()}
         logs = [asdict(log) for log in self.logs.values()]
@@ -124,12 +124,12 @@ class FolderReport:
             plain = {name: kind(document[name]) for name, kind in _PLAIN.items()}
             return cls(**plain, settings=settings, logs={log.place: log for log in logs})
         except (ValueError, TypeError, KeyError, AttributeError, MetamqError) as error:
-            hint = "Make it with `metamq cluster inspect DIR`, of the same release."
+            hint = "Make it with `metamq cluster inspect DIR` of the same release."
             raise ConfigError(f"{what} does not describe a data folder: {error}", hint=hint) from error
 
 
 def inspect_folder(path: Path) -> FolderReport:
-    """Reads a data folder, which no broker may be using. Raises ConfigError, OSError."""
+    """Reads a data folder that no broker uses. Raises ConfigError, OSError."""
     path = data_folder(path)
     with locked(path) as lock_mark:
         meta, mark = read_meta(path)
@@ -160,7 +160,7 @@ def inspect_folder(path: Path) -> FolderReport:
 
 
 def data_folder(path: Path) -> Path:
-    """The broker's data folder that a person means: that of `metamq up` has it inside. Absolute."""
+    """The absolute path of the data folder for a user's path: the folder of `metamq up` has the data folder inside."""
     path = Path(path).absolute()
     if not (path / "meta.json").is_file() and (path / "broker" / "meta.json").is_file():
         return path / "broker"
@@ -169,7 +169,7 @@ def data_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Keeps brokers out of the folder; gives the mark of its lock, empty without one. Raises ConfigError, OSError."""
+    """Keeps brokers out of the folder; yields the mark of its lock, or "" if none. Raises ConfigError, OSError."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY)
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def locked(path: Path) -> Iterator[str]:
         os.close(fd)
         raise ConfigError(
             f"the data folder {path} is in use by process {pid or 'unknown'}",
-            hint="Stop the broker first: what its folder holds changes while it runs.",
+            hint="Stop the broker first: a running broker changes its folder.",
         ) from None
     try:
         yield mark_of(fd)
@@ -191,14 +191,14 @@ def locked(path: Path) -> Iterator[str]:
 
 
 def lock_mark_of(path: Path) -> str:
-    """The mark of a data folder's lock, which may be held; empty without one. Raises OSError."""
+    """The mark of a data folder's lock, held or not; "" if it has none. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), open(path / "lock", "rb") as file:
         return mark_of(file.fileno())
     return ""
 
 
 def is_replaced(partition: Path, mark: str | None) -> bool:
-    """Whether a partition's files are others than those of the recorded mark, which may be unknown. Raises OSError."""
+    """True if a partition's files do not have the recorded mark. False if the mark is unknown. Raises OSError."""
     path = partition / FILE_NAME
     if not mark or not path.exists():
         return False
@@ -207,14 +207,15 @@ def is_replaced(partition: Path, mark: str | None) -> bool:
 
 
 def read_meta(path: Path) -> tuple[dict[str, Any], str]:
-    """The fields of meta.json that count here, and the mark of that file. Raises ConfigError."""
+    """The fields of meta.json that a report uses, and the mark of that file. Raises ConfigError."""
     try:
         with open(path / "meta.json") as file:
             mark = mark_of(file.fileno())
             document = json.load(file)
         if document["format"] > FORMAT:
             raise ConfigError(
-                f"the data folder {path} has format {document['format']}, this release knows formats up to {FORMAT}",
+                f"the data folder {path} has format {document['format']}, but this release knows formats up to "
+                f"{FORMAT}",
                 hint="Use the metamq release that last used the folder, or a newer one.",
             )
         meta: dict[str, Any] = {name: int(document[name]) for name in ("broker_id", "replica", "incarnation")}
@@ -226,23 +227,21 @@ def read_meta(path: Path) -> tuple[dict[str, Any], str]:
         meta |= {name: str(document.get(name, "")) for name in ("cluster_id", "boot_id", "lock", "file")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         if not path.is_dir() or not (path / "topics").is_dir():
-            hint = "Give the folder that the broker has as its --data."
+            hint = "Give the folder that the broker uses as --data."
             raise ConfigError(f"{path} is not a broker's data folder", hint=hint) from error
         raise ConfigError(f"{path / 'meta.json'} cannot be read: {error!r}", hint=_NO_META_HINT) from error
     if not meta["cluster_id"]:
-        raise ConfigError(
-            f"the data folder {path} was never part of a cluster", hint="There is nothing in it: leave it out."
-        )
+        raise ConfigError(f"the data folder {path} was never part of a cluster", hint="It has no data: leave it out.")
     return meta, mark
 
 
 def is_copy(meta: Mapping[str, Any], lock_mark: str, mark: str) -> bool:
-    """Whether the whole folder is a copy, from what read_meta() gave and the mark of its lock."""
+    """True if the whole folder is a copy, by the results of read_meta() and the mark of its lock."""
     return meta["lock"] not in ("", lock_mark) or meta["file"] not in ("", mark)
 
 
 def _becomes_new(meta: Mapping[str, Any], lock_mark: str, mark: str) -> str:
-    """As DataFolder decides at the next start."""
+    """The reason for a new incarnation at the next start, by the rules of DataFolder; "" if there is none."""
     if is_copy(meta, lock_mark, mark):
         return "it is a copy, or was moved to another disk"
     boot_id = current_boot()
@@ -252,7 +251,7 @@ def _becomes_new(meta: Mapping[str, Any], lock_mark: str, mark: str) -> str:
 
 
 def _is_whole(meta: Mapping[str, Any], becomes_new: str) -> bool:
-    """Whether it was the master of its epoch, and is the same incarnation still."""
+    """True if it was the master of its epoch and is still the same incarnation."""
     return not becomes_new and meta["state_version"] >= 0 and meta["reigned_as"] == meta["incarnation"]
 
 
@@ -271,7 +270,7 @@ def _settings(path: Path) -> Iterator[tuple[str, tuple[TopicConfig, int]]]:
 
 
 def _logs(path: Path, broker_id: int, files: ReadOnlyFiles, marks: Mapping[str, str]) -> Iterator[LogReport]:
-    """`marks`: those that the files of partitions are to have, by "<topic>@<topic id>/<index>"."""
+    """Reports all logs. `marks`: the expected marks of partitions' files, by "<topic>@<topic id>/<index>"."""
     for topic, topic_id, folder in _topic_folders(path):
         for index in sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal()):
             name = f"{topic}/{partition_name(broker_id, index)}"
@@ -284,7 +283,7 @@ def _logs(path: Path, broker_id: int, files: ReadOnlyFiles, marks: Mapping[str, 
 
 
 def _missing(path: Path, made: Iterable[str]) -> Iterator[LogReport]:
-    """The partitions that the replica had, and whose folders are not there. One that is there is reported as it is."""
+    """Reports each recorded partition as missing. The reports of existing ones replace these."""
     for name in made:
         topic_folder, _slash, index = name.rpartition("/")
         topic, _at, topic_id = topic_folder.rpartition("@")
@@ -292,13 +291,13 @@ def _missing(path: Path, made: Iterable[str]) -> Iterator[LogReport]:
 
 
 def _log(topic: str, topic_id: str, index: int, folder: str, name: str, files: ReadOnlyFiles) -> LogReport:
-    """What recovery would find. Raises CorruptData, OSError."""
+    """The result that recovery would have. Raises CorruptData, OSError."""
     point = FlushFile(folder, files).load(name)
     inventory = take_inventory(folder)
     if point is None:
         if any(segment.size_bytes for segment in inventory.segments):
             raise CorruptData(f"{name}: {folder}/flushed", "the file is missing")
-        return LogReport(topic, topic_id, index)  # its making was broken off
+        return LogReport(topic, topic_id, index)  # its creation was interrupted
     if point.emptying:
         return LogReport(topic, topic_id, index, point.start_offset, point.start_position, point.start_offset)
     segments, end_offset, end_position = _intact(name, folder, inventory.segments, point, files)
@@ -312,7 +311,7 @@ def _log(topic: str, topic_id: str, index: int, folder: str, name: str, files: R
 def _intact(
     name: str, folder: str, found: list[Segment], point: FlushPoint, files: ReadOnlyFiles
 ) -> tuple[list[Segment], int, int]:
-    """The segments up to the last intact batch, and where that ends. Raises CorruptData when flushed bytes are gone."""
+    """The segments up to the last intact batch, and its end. Raises CorruptData if flushed bytes are missing."""
     start = point.start_position
     segments = [one for one in found if not (one.size_bytes and one.end_position <= start)]
     if not segments or segments[0].base_position != start:

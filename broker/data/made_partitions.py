@@ -1,21 +1,21 @@
-"""Which partitions a data folder has had, so that one whose files are missing is not taken for a new one, nor an older
-copy of them for what was there.
+"""The record of all partitions that a data folder has had. Without it, a partition without files would look new, and an
+older copy of its files would look like the original.
 
-    partitions      a line for each change: "+ <topic>@<topic id>/<index> <mark>" was made here, "- …" is not missed any
-                    more. The mark is that of the partition's file `flushed` (metamq.broker.data.folder_lock)
+    partitions      a line for each change: "+ <topic>@<topic id>/<index> <mark>": made here; "- …": not expected.
+                    The mark is that of the partition's file `flushed` (metamq.broker.data.folder_lock)
 
-Theory of operation. ZooKeeper lists a topic's partitions. One that this folder never had is new, and its log begins
-empty. One that it had, and whose files are gone, is damaged: what was acknowledged in it is not here. The file tells
-them apart. `flushed` is the same file for as long as the log is here. Another one in its place came from a copy, which
-may lack what was acknowledged later: such a partition is damaged, too. In a data folder that is a copy as a whole, all
-marks are new, and what it lacks is another question (metamq.broker.data.data_folder). A line is written after the
-partition's log is durable, and is durable itself before anybody can store anything in that. So a crash in between
-leaves a log without a line, which gets one at the next open.
+Theory of operation. ZooKeeper lists a topic's partitions. A partition that this folder never had is new, and its log
+begins empty. A partition that it had, and whose files are missing, is damaged: its acknowledged messages are gone. This
+record tells them apart. `flushed` is the same file as long as the log is here. Another file in its place comes from a
+copy, which may lack messages that were acknowledged later: such a partition is damaged, too. In a data folder that is a
+copy as a whole, all marks are new; metamq.broker.data.data_folder decides what such a folder lacks. A line is written
+after the partition's log is durable, and is durable before a client can store a message in the log. So a crash in
+between leaves a log without a line, and the next open adds the line.
 
-The file is a second witness, beside the folders. Where it is missing, or lacks lines (it is of an older release,
-somebody removed it or put an older one back), the logs that are there are added, with their marks. Half a line was
-never durable. After a write that failed, "?" ends what it may have left, which then is no line. Who gives a log up
-takes its line away, with `forget()`: `metamq log forget`, and the removal of a topic.
+The record is a second witness, in addition to the folders. If it is missing or lacks lines (an older release made it,
+or an operator removed it or restored an old one), the existing logs are added with their marks. An incomplete line was
+never durable. After a failed write, "?" ends the partial line, which is then ignored. Giving a log up removes its line
+by `forget()`: `metamq log forget` does this, and the removal of a topic.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _LINE = re.compile(r"([+-]) ([^/@\n]+@[^/@\n]+/\d+)(?: ([\d.]+))?\n")
 
 
 class MadePartitions:
-    """The record of one data folder; a partition's name is "<topic>@<topic id>/<index>".
+    """The record of one data folder. A partition's name is "<topic>@<topic id>/<index>".
 
     All methods raise OSError. Any thread.
     """
 
     def __init__(self, folder: Path, found: Mapping[str, str], *, is_copy: bool) -> None:
-        """Reads it, and adds, durably, the partitions whose logs were `found` in the folder: name -> mark. Where the
-        whole folder `is_copy`, the marks are those of the copy."""
+        """Reads the record. Adds, durably, the partitions whose logs were `found` in the folder: name -> mark. If
+        `is_copy`, the whole folder is a copy, and the found marks replace the recorded ones."""
         self._path = folder / FILE_NAME
         self._may_be_torn = False
         self._lock = threading.Lock()
         self.is_new = not self._path.exists()
-        """Whether there was no record."""
+        """True if there was no record."""
         text = "" if self.is_new else self._path.read_text(errors="replace")
         self._marks = _marks_in(text)
         self._marks |= {name: mark for name, mark in found.items() if is_copy or not self._marks.get(name)}
         whole = "".join(f"{_line(name, mark)}\n" for name, mark in self._marks.items())
-        if self.is_new or text != whole:  # so it stays short, too
+        if self.is_new or text != whole:  # the rewrite also keeps the file short
             temporary = self._path.with_name(f"{FILE_NAME}.tmp")
             with open(temporary, "w", opener=opener) as file:
                 file.write(whole)
@@ -59,18 +59,18 @@ class MadePartitions:
             temporary.rename(self._path)
 
     def mark(self, name: str) -> str | None:
-        """Of the partition that was made; None when none was."""
+        """The mark of a partition; None if it was never made."""
         return self._marks.get(name)
 
     def add(self, made: Mapping[str, str]) -> None:
-        """These partitions were made: name -> mark. Durable, with one fsync at most."""
+        """Records new partitions: name -> mark. Durable, with at most one fsync."""
         with self._lock:
             new = {name: mark for name, mark in made.items() if self._marks.get(name) != mark}
             self._append([_line(name, mark) for name, mark in new.items()])
             self._marks |= new
 
     def forget(self, names: Iterable[str]) -> None:
-        """These are not missed: their topic was deleted, or somebody gave them up. Durable."""
+        """Removes partitions from the record: their topic was deleted, or an operator gave them up. Durable."""
         with self._lock:
             known = [name for name in names if name in self._marks]
             self._append([f"- {name}" for name in known])
@@ -78,7 +78,7 @@ class MadePartitions:
                 del self._marks[name]
 
     def of(self, topic_folder: str) -> list[str]:
-        """The partitions of a topic's folder."""
+        """The names of the partitions of a topic's folder."""
         with self._lock:
             return [name for name in self._marks if name.rpartition("/")[0] == topic_folder]
 
@@ -93,7 +93,7 @@ class MadePartitions:
 
 
 def recorded(folder: Path) -> dict[str, str]:
-    """The partitions that a data folder's record names, with their marks; changes nothing. Raises OSError."""
+    """The partitions in a data folder's record, with their marks; changes nothing. Raises OSError."""
     try:
         return _marks_in((folder / FILE_NAME).read_text(errors="replace"))
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def _line(name: str, mark: str) -> str:
 
 
 def _marks_in(text: str) -> dict[str, str]:
-    """Name -> mark; "" in a line of an older release."""
+    """Name -> mark; "" for a line of an older release."""
     marks: dict[str, str] = {}
     for match in map(_LINE.fullmatch, text.splitlines(keepends=True)):
         if match is not None and match[1] == "+":

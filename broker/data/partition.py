@@ -1,4 +1,4 @@
-"""One partition as the broker serves it: its log, who waits for its data, who waits for its flush."""
+"""One partition that the broker serves: its log, the readers that wait for data, the appends that wait for a flush."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Done = Callable[[MetamqError | None], None]
 
 
 class Reader(Protocol):
-    """Somebody who waits for data: a fetch session's place in this partition."""
+    """A waiting reader: the place of a fetch session in this partition."""
 
     def data_ready(self, added_bytes: int) -> None:
-        """Called once after the stable offset has moved, or the partition has closed; the wait is over then."""
+        """Called once when the stable offset has moved or the partition has closed. The wait then ends."""
 
 
 class Appended(NamedTuple):
-    """Where a batch is stored; `repeated` when it was before."""
+    """The place of a stored batch. `repeated`: it was already stored."""
 
     base_offset: int
     time_us: int
@@ -32,31 +32,31 @@ class Appended(NamedTuple):
 
 
 class BatchIds:
-    """Hands out batch ids under one epoch: unique in the broker id for ever."""
+    """Allocates batch ids of one epoch. They are unique in the broker id for all time."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self._counter = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """A new term as master."""
+        """Begins a new epoch of this master."""
         assert epoch > self.epoch
         self.epoch = epoch
         self._counter = 0
 
     def next(self) -> int:
-        """The next id."""
+        """Returns the next id."""
         return self.reserve(1)
 
     def reserve(self, count: int) -> int:
-        """The first of so many ids in a row."""
+        """Returns the first of `count` consecutive ids."""
         first = self._counter + 1
         self._counter += count
         return make_batch_id(self.epoch, first)
 
 
 class Partition:
-    """A log that is open for clients. Used by the broker's loop only."""
+    """A log that is open for clients. Only the broker's loop uses it."""
 
     __slots__ = (
         "_damage",
@@ -88,33 +88,33 @@ class Partition:
         self.log = log
         self.readers: set[Reader] = set()
         self.waiting: list[tuple[int, Done]] = []
-        """(end offset, callback) of appends that are answered once the stable offset has reached them."""
+        """(end offset, callback) of appends that are answered when the stable offset has reached the end offset."""
         self.waiting_here: list[tuple[int, Done]] = []
-        """(end offset, callback) of appends that are answered once this replica has stored them as the topic asks."""
+        """(end offset, callback) of appends that are answered when this replica has stored them as the topic asks."""
         self.published_position = log.stable_position
-        """Up to here readers and waiting appends have been told."""
+        """The position of which readers and waiting appends were notified last."""
         self.flushing = False
         self.flush_wanted_position = 0
-        """Up to here it is to be flushed whatever the policy: the master waits for it."""
+        """The log must be flushed up to this position, whatever the policy: the master waits for it."""
         self.flushed_listener: Callable[[Partition], None] | None = None
         """Called after each flush."""
         self.stable_listener: Callable[[Partition], None] | None = None
-        """Called whenever the stable mark has moved, whatever moved it."""
+        """Called whenever the stable mark has moved, for any reason."""
         self.flush_began_ms = 0
         self.dirty_since_ms: int | None = None
-        """Since when there is something to flush; None when there is nothing."""
+        """Time of the first unflushed append; None if everything is flushed."""
         self.closed_by: MetamqError | None = None
         self._damage: CorruptData | None = None
         self.cuts = 0
-        """How often something was given up here."""
+        """Number of cuts and resets of this log."""
         self.needed_offset = UNBOUND
-        """At a master: a slave's copy begins there at the latest, since what follows does not stand by itself."""
+        """The highest offset where a master lets a slave's copy begin: later messages depend on it."""
 
     def append(self, batch: memoryview, header: BatchHeader, ids: BatchIds, batch_id: int | None = None) -> Appended:
-        """Stores a batch, or finds the one it repeats. It gets the next id, unless it was given one before.
+        """Stores a batch, or finds the stored one that it repeats. Takes the next id, unless `batch_id` is given.
 
-        Raises SequenceGap, ProtocolError, StorageError, CorruptData, and what closed the partition. The caller has
-        checked the batch, and answers `when_stable(end_offset)`.
+        Raises SequenceGap, ProtocolError, StorageError, CorruptData, and the error that closed the partition. The
+        caller has checked the batch, and answers `when_stable(end_offset)`.
         """
         if self.closed_by is not None:
             raise self.closed_by.with_traceback(None)
@@ -131,7 +131,7 @@ class Partition:
         return Appended(base_offset, now_us, base_offset + header.count, False)
 
     def offset_at_time(self, timestamp_us: int) -> Search:
-        """As PartitionLog.offset_at_time(). Also raises Fenced when the log is cut meanwhile, and what closed it."""
+        """Searches like PartitionLog.offset_at_time(). Also raises Fenced if the log is cut, and the closing error."""
         cuts, search = self.cuts, self.log.offset_at_time(timestamp_us)
         while True:
             if self.closed_by is not None:
@@ -147,7 +147,7 @@ class Partition:
 
     @property
     def damage(self) -> CorruptData | None:
-        """How the log is damaged, as far as that is known; the rest may be served. None once retention removed it."""
+        """The known damage of the log, which is still served; None when retention has removed the damaged part."""
         error = self._damage
         if error is not None and error.position is not None and error.position < self.log.start_position:
             return None
@@ -158,14 +158,14 @@ class Partition:
         self._damage = error
 
     def reconfigure(self, config: LogConfig) -> None:
-        """Takes new settings. What waits for a flush that is not asked for any more, waits no longer."""
+        """Takes new settings. Appends that wait for a flush which is no longer required get their answer."""
         self.log.reconfigure(config)
         self.publish()
 
     def append_replicated(self, batches: memoryview, position: int) -> None:
-        """On a slave: stores what the master sends, which begins at this byte of the log.
+        """Stores batches of the master, which begin at this position, on a slave.
 
-        Raises CorruptData when it does not fit or is damaged, StorageError, and what closed the partition.
+        Raises CorruptData if they do not fit or are damaged, StorageError, and the error that closed the partition.
         """
         if self.closed_by is not None:
             raise self.closed_by.with_traceback(None)
@@ -178,13 +178,13 @@ class Partition:
             self.dirty_since_ms = time.monotonic_ns() // 1_000_000
 
     def cut(self, position: int) -> None:
-        """On a slave: gives up what lies behind this byte of the log. Raises StorageError, CorruptData."""
+        """Cuts a slave's log at this position. Raises StorageError, CorruptData."""
         self.log.truncate(position)
         self.published_position = min(self.published_position, self.log.stable_position)
         self._was_cut()
 
     def reset_to(self, offset: int, position: int) -> list[str]:
-        """On a slave: gives up all of the log, which begins anew there; returns files to be removed, in any thread.
+        """Empties a slave's log, which begins again there. Returns obsolete files, which any thread may remove.
 
         Raises StorageError.
         """
@@ -200,31 +200,31 @@ class Partition:
             reader.data_ready(0)
 
     def bound(self, offset: int, position: int) -> None:
-        """Lets readers see up to there, as far as it is stored here; never less than they saw."""
+        """Lets readers see the log up to there, as far as it is stored here; never less than they saw."""
         self.log.set_bound(offset, position)
         self.publish()
 
     def freeze(self) -> None:
-        """Lets readers see no more than they do: who may say so is to be found out."""
+        """Stops the advance of the stable mark until it is known which process sets the bound."""
         self.log.set_bound(self.log.stable_offset, self.log.stable_position)
 
     def unbound(self) -> None:
-        """Lets readers see all that is stored here as the topic asks: no other replica counts."""
+        """Lets readers see everything that is stored here as the topic asks: no other replica counts."""
         self.log.clear_bound()
         self.publish()
 
     @property
     def flushes_before_ack(self) -> bool:
-        """Whether only what is flushed counts."""
+        """True if only flushed batches count."""
         return self.log.config.flush.before_ack
 
     @property
     def stored_offset(self) -> int:
-        """Up to here this replica has stored the log as the topic asks."""
+        """The offset up to which this replica has stored the log as the topic asks."""
         return self.log.flushed_offset if self.flushes_before_ack else self.log.end_offset
 
     def publish(self) -> None:
-        """Wakes those whose data or acknowledgement the marks have reached."""
+        """Wakes the readers and answers the appends that the marks have reached."""
         if self.waiting_here:
             reached, self.waiting_here = _split(self.waiting_here, self.stored_offset)
             for done in reached:
@@ -245,34 +245,34 @@ class Partition:
                 done(None)
 
     def when_stable(self, end_offset: int, done: Done) -> bool:
-        """True when `end_offset`, which is in the log, is stable already; else calls `done` later."""
-        assert end_offset <= self.log.end_offset, "nobody waits for what is not stored"
+        """Returns True if `end_offset`, which is in the log, is already stable; else calls `done` later."""
+        assert end_offset <= self.log.end_offset, "only stored messages can be waited for"
         if end_offset <= self.log.stable_offset:
             return True
         self.waiting.append((end_offset, done))
         return False
 
     def when_stored(self, end_offset: int, done: Done) -> bool:
-        """True when this replica has stored up to `end_offset` as the topic asks; else calls `done` later."""
-        assert end_offset <= self.log.end_offset, "nobody waits for what is not stored"
+        """Returns True if this replica has stored up to `end_offset` as the topic asks; else calls `done` later."""
+        assert end_offset <= self.log.end_offset, "only stored messages can be waited for"
         if end_offset <= self.stored_offset:
             return True
         self.waiting_here.append((end_offset, done))
         return False
 
     def fail_waiting(self, error: MetamqError) -> None:
-        """Answers every append that waits with an error."""
+        """Answers every waiting append with an error."""
         waiting = self.waiting + self.waiting_here
         self.waiting, self.waiting_here = [], []
         for _end, done in waiting:
             done(error)
 
     def flush_due(self, since_ms: int) -> bool:
-        """Whether a flush is wanted, `since_ms` after the first append that is not flushed."""
+        """True if a flush is due, `since_ms` after the first unflushed append."""
         return self.flush_wanted_position > self.log.flushed_position or self.log.flush_due(since_ms)
 
     def start_flush(self, now_ms: int) -> FlushTicket | None:
-        """A ticket whose sync() a thread is to call; None when there is nothing to flush, or a flush runs.
+        """A ticket whose sync() a thread must call; None if nothing is unflushed, or if a flush runs.
 
         Raises StorageError.
         """
@@ -285,13 +285,13 @@ class Partition:
         return ticket
 
     def finish_flush(self, ticket: FlushTicket, before_telling: Callable[[Partition], None] | None = None) -> None:
-        """The ticket is synced: takes note, and tells who waited for it. Raises StorageError."""
+        """Notes the end of the ticket's sync, and notifies waiting appends and readers. Raises StorageError."""
         self.flushing = False
         if self.closed_by:
             return
         log = self.log
         log.finish_flush(ticket)
-        # What was appended meanwhile waits since then, at most.
+        # Appends during the flush wait since its begin at most.
         self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
         if before_telling is not None:
             before_telling(self)
@@ -300,7 +300,7 @@ class Partition:
             self.flushed_listener(self)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> None:
-        """Ends every wait and closes the log, with `error`. What waits is in the log: whether it stays is unknown."""
+        """Ends every wait with `error` and closes the log. It has the waiting appends, but their outcome is unknown."""
         self.closed_by = error
         self.fail_waiting(error.with_unknown_outcome())
         readers, self.readers = self.readers, set()
@@ -310,5 +310,5 @@ class Partition:
 
 
 def _split(waiting: list[tuple[int, Done]], mark: int) -> tuple[list[Done], list[tuple[int, Done]]]:
-    """Those that a mark has reached, and the others; both in their order."""
+    """The callbacks that a mark has reached, and the remaining entries; both in order."""
     return [done for end, done in waiting if end <= mark], [(end, done) for end, done in waiting if end > mark]

@@ -1,36 +1,36 @@
-"""What a lost ZooKeeper held, worked out from data folders and from an export. Pure: no I/O.
+"""Reconstructs the contents of a lost ZooKeeper from data folders and from an export. Pure: no I/O.
 
 Theory of operation
 -------------------
-*The master* is a replica that has everything that was acknowledged, in *every* partition, the journal of transactions
-among them. Of two logs of a partition, one has all that was acknowledged in the other if any of these holds:
+*The master* is a replica that has every acknowledged message, in *every* partition, including the journal of
+transactions. Of two logs of a partition, one has everything that was acknowledged in the other if any of these holds:
 
-1. Its replica was a master, the other's replica knows no later epoch, and it is the same incarnation still. A master
-   begins with everything that was acknowledged before, and from then on acknowledges only what it has. After its host
-   went down it may have lost some of that.
+1. Its replica was a master, the other's replica knows no later epoch, and its replica is still the same incarnation. A
+   master begins with everything that was acknowledged before, and from then on acknowledges only messages that it has.
+   After its host went down, it may have lost some of them.
 2. It has all of the other log.
-3. Its last batch is of an epoch as late as any that the other's replica knows, and it reaches further. Such a log has
-   what the master of that epoch began with (metamq.broker.log.disk.epochs).
+3. Its last batch is of an epoch at least as late as any that the other's replica knows, and it reaches further. Such a
+   log has everything with which the master of that epoch began (metamq.broker.log.disk.epochs).
 
-The later last batch alone proves nothing. Replicas 0 and 2 are in sync, and 2 becomes the master. It appends under
-epoch 9, but acknowledges nothing, since 0 does not follow it. Then 0 becomes the master of epoch 10, and everything
-that it has counts as acknowledged; the batches of epoch 9 never were. So it matters which epochs a replica knows, too.
+A later last batch alone proves nothing. Example: replicas 0 and 2 are in sync, and 2 becomes the master. It appends
+under epoch 9, but acknowledges nothing, since 0 does not follow it. Then 0 becomes the master of epoch 10. Now all
+messages of 0 count as acknowledged; the batches of epoch 9 never were. So the epochs that a replica knows matter, too.
 
-Where no replica is such in every partition, each lacks something of another, and a person chooses. Replicas that follow
-an older generation than others are no choice: a loss was accepted since, and they are on the side that was given up.
+If no replica meets this in every partition, each lacks messages of another, and the operator chooses. Replicas that
+follow an older generation than others are no candidates: a loss was accepted since, and their messages were given up.
 
-*The in-sync set* is the master and those whose logs are all equal to its own. The others copy what they lack. A folder
-that will come back as a new incarnation is in no set but its own: nobody knows its number yet.
+*The in-sync set* is the master and the replicas whose logs are all equal to its logs. The others copy the messages that
+they lack. A folder that will come back as a new incarnation is only in its own set: its new number is unknown.
 
-*The epoch.* No later master may use an epoch again, and a replica whose folder is not here may have been the master
-after those that are. So the state's epoch is EPOCHS_AHEAD above the highest that any folder, or the export, knows.
+*The epoch.* No later master may reuse an epoch, and a replica without a folder here may have been a later master. So
+the state's epoch is EPOCHS_AHEAD above the highest one that any folder, or the export, knows.
 
-*The generation* is raised when the chosen master lacks something: only then may slaves cut what readers have seen.
+*The generation* rises if the chosen master lacks messages: only then may slaves cut messages that readers have seen.
 
-*Topics.* What lies in the folders is there, and an export tells what it was like on its day. The newer word wins:
-settings that a folder has seen first after the day of the export, else the export's. A topic that the export has, and
-none of the folders of its brokers, was deleted later. One that only a folder has was made later, or is left from a
-deletion that its broker was not there for: it is kept, and told.
+*Topics.* The folders show the existing data, and an export shows the settings at its time. The newer source wins: the
+settings in a folder if it saw them first after the export, else those of the export. If a topic is in the export, but
+in no folder of its brokers, it was deleted later. If a topic is only in a folder, it was made later, or its broker
+missed the deletion: it is kept, and a note says so.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _DAMAGED = (-2, 0)
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a person has decided: broker id -> its master, topic -> its id, broker ids that are gone for good."""
+    """The operator's decisions: broker id -> its master, topic -> its id, broker ids that are gone for good."""
 
     masters: Mapping[int, int]
     topics: Mapping[str, str]
@@ -68,7 +68,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica in the plan. `lacks`: topic -> messages that another folder has and this one does not."""
+    """One replica in the plan. `lacks`: topic -> messages that another folder has and this one does not have."""
 
     report: FolderReport
     is_master: bool
@@ -78,7 +78,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class BrokerView:
-    """One broker id in the plan. `state` is None where a person has to choose the master."""
+    """One broker id in the plan. `state` is None if the operator must choose the master."""
 
     broker_id: int
     state: BrokerState | None
@@ -88,20 +88,20 @@ class BrokerView:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What is to be written. `questions` have to be answered before; `notes` say what else is to be known."""
+    """The nodes to write. The operator must first answer the `questions`; `notes` are for the operator to read."""
 
     cluster_id: str
     brokers: tuple[BrokerView, ...]
     topics: Mapping[str, TopicConfig]
     settings_from: Mapping[str, str]
-    """By topic: "folder", "export", or "" where they are not known and are the default ones."""
+    """The source of each topic's settings: "folder", "export", or "" if they are unknown and the defaults are used."""
     nodes: Mapping[str, bytes]
     notes: tuple[str, ...]
     questions: tuple[str, ...]
 
 
 def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, choices: Choices) -> Restore:
-    """The restore. Raises ConfigError when the folders and the export are not of one cluster, or one twice."""
+    """Plans the restore. Raises ConfigError if the inputs are not of one cluster, or if a replica has two folders."""
     cluster_id = _cluster_id(reports, export)
     by_broker = _by_broker(reports)
     _check_choices(choices, by_broker)
@@ -114,8 +114,8 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     missing = named - by_broker.keys()
     for unknown in sorted(choices.without - missing):
         raise ConfigError(
-            f"broker {unknown} is to be given up, and neither folders nor the export name it",
-            hint=f"Brokers that are named and have no folder here: {', '.join(map(str, sorted(missing))) or 'none'}.",
+            f"broker {unknown} is given up with --without-broker, but neither the folders nor the export name it",
+            hint=f"Brokers that they name, without a folder here: {', '.join(map(str, sorted(missing))) or 'none'}.",
         )
     topics = _without(topics, choices.without, notes)
     questions += [_which_broker(number) for number in sorted(missing - choices.without)]
@@ -137,7 +137,10 @@ def _cluster_id(reports: Sequence[FolderReport], export: ClusterExport | None) -
         said[export.cluster_id].append("the export")
     if len(said) != 1:
         parts = "; ".join(f"{cluster_id}: {', '.join(who)}" for cluster_id, who in sorted(said.items()))
-        raise ConfigError(f"these are of {len(said)} clusters: {parts}", hint="Restore each cluster by itself.")
+        raise ConfigError(
+            f"the folders and the export are of {len(said)} clusters: {parts}",
+            hint="Restore each cluster separately.",
+        )
     return next(iter(said))
 
 
@@ -153,17 +156,17 @@ def _by_broker(reports: Sequence[FolderReport]) -> dict[int, list[FolderReport]]
             )
             raise ConfigError(
                 f"two folders are replica {report.replica} of broker {report.broker_id}: {shown}",
-                hint="One is a copy of the other, or took its place. Give only the one that its broker will use.",
+                hint="One is a copy of the other, or replaces it. Give only the one that its broker will use.",
             )
     return {broker_id: [one for _number, one in sorted(these.items())] for broker_id, these in found.items()}
 
 
 def _check_choices(choices: Choices, by_broker: Mapping[int, Sequence[FolderReport]]) -> None:
     for broker_id in sorted(choices.masters.keys() - by_broker.keys()):
-        raise ConfigError(f"a master is chosen for broker {broker_id}, of which no folder is given")
+        raise ConfigError(f"a master is chosen for broker {broker_id}, but none of its folders is given")
     for broker_id in sorted(choices.without & by_broker.keys()):
         raise ConfigError(
-            f"broker {broker_id} is to be given up, and has a folder here", hint="Leave out one of the two."
+            f"broker {broker_id} is given up, but has a folder here", hint="Leave out the folder or --without-broker."
         )
 
 
@@ -200,7 +203,7 @@ def _broker(
 
 
 def _who_has_all(able: Sequence[FolderReport], known: BrokerState | None) -> FolderReport | None:
-    """Of those that lack nothing of the others, one that comes back as it was, the last known master first."""
+    """Chooses among the replicas that lack nothing. Prefers those that keep their incarnation, then the last master."""
     complete = [one for one in able if not any(_is_behind(one, other) for other in able)]
     former = known.master if known is not None else -1
     return min(complete, key=lambda one: (bool(one.becomes_new), one.replica != former, one.replica), default=None)
@@ -218,7 +221,7 @@ def _is_behind(one: FolderReport, other: FolderReport) -> bool:
 
 
 def _lags(one: FolderReport, other: FolderReport, place: Place) -> bool:
-    """Whether the other's log of a partition may have something acknowledged that this one's lacks: see above."""
+    """True if the other's log of a partition may have acknowledged messages that this one lacks: see above."""
     mine, theirs = one.logs.get(place), other.logs[place]
     reach = _reach(one, place)
     if mine is None or mine.problem or theirs.problem:
@@ -235,7 +238,7 @@ def _reach(report: FolderReport, place: Place) -> tuple[int, int]:
 
 
 def _lacks(one: FolderReport, others: Sequence[FolderReport]) -> dict[str, int]:
-    """By topic, the messages that one of the others has and this one does not, in partitions where it is behind."""
+    """Messages by topic that another folder has and this one lacks, in partitions where this one is behind."""
     most: dict[Place, int] = {}
     for other in others:
         for place, log in other.logs.items():
@@ -248,7 +251,7 @@ def _lacks(one: FolderReport, others: Sequence[FolderReport]) -> dict[str, int]:
 
 
 def _beyond(log: LogReport, behind: LogReport | None) -> int:
-    """How many messages of a log lie beyond what it has in common with one that is behind it."""
+    """The number of messages of a log beyond its common part with a log that is behind it."""
     start = log.epochs[0].offset if log.epochs else log.end_offset
     agreed = start
     if behind is not None and not behind.problem:
@@ -258,7 +261,7 @@ def _beyond(log: LogReport, behind: LogReport | None) -> int:
 
 
 def _ends(log: LogReport) -> dict[int, int]:
-    """Epoch -> the offset where it ends in the log."""
+    """Epoch -> its end offset in the log."""
     ends = [epoch.offset for epoch in log.epochs[1:]] + [log.end_offset]
     return {epoch.epoch: end for epoch, end in zip(log.epochs, ends, strict=False)}
 
@@ -270,14 +273,14 @@ def _which_master(broker: BrokerView) -> str:
         parts.append(f"replica {view.report.replica} lacks {lacking or 'nothing of the same generation'}")
     return (
         f"broker {broker.broker_id}: no replica has everything ({'; '.join(parts)}). Choose with "
-        f"--master {broker.broker_id}=REPLICA; what that one lacks is lost"
+        f"--master {broker.broker_id}=REPLICA; the messages that it lacks are lost"
     )
 
 
 def _which_broker(broker_id: int) -> str:
     return (
-        f"broker {broker_id} has partitions, and no folder of it is given. Give it with --data or --folder, or give "
-        f"broker {broker_id} up, and its partitions, with --without-broker {broker_id}"
+        f"broker {broker_id} has partitions, but none of its folders is given. Give one with --data or --folder, or "
+        f"give up broker {broker_id} and its partitions with --without-broker {broker_id}"
     )
 
 
@@ -295,7 +298,7 @@ def _states(export: ClusterExport | None) -> dict[int, BrokerState]:
                     int(document["epoch"]), int(document["master"]), insync, int(document["generation"])
                 )
             except (ValueError, TypeError, KeyError) as error:
-                raise ConfigError(f"the export's {path} makes no sense: {error!r}") from error
+                raise ConfigError(f"the export's {path} cannot be read: {error!r}") from error
     return found
 
 
@@ -320,7 +323,7 @@ def _exported_topics(export: ClusterExport | None, notes: list[str]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """Settings, and when they were known to hold."""
+    """Settings of a topic, and the time at which they were valid."""
 
     config: TopicConfig
     at_ms: int
@@ -346,7 +349,7 @@ def _topics(
         of_export = exported.get(topic)
         if topic not in ids and of_export is not None:
             if of_export.partitions.keys() & by_broker.keys():
-                notes.append(f"Topic {topic} of the export has no folder: it was deleted later, and is left out.")
+                notes.append(f"Topic {topic} of the export has no folder: it was deleted later, so it is left out.")
                 continue
             configs[topic], sources[topic] = of_export, "export"
             continue
@@ -364,14 +367,14 @@ def _topics(
         sources[topic] = word.source if word is not None else ""
         if export is not None and of_export is None:
             notes.append(
-                f"Topic {topic} is in folders and not in the export: it was made later, or deleted while a broker was "
-                f"away. `metamq topic delete {topic}` removes it."
+                f"Topic {topic} is in folders, but not in the export: it was made later, or deleted while a broker was "
+                f"down. `metamq topic delete {topic}` removes it."
             )
     return configs, sources
 
 
 def _counts(by_broker: Mapping[int, Sequence[FolderReport]]) -> dict[tuple[str, str], dict[int, int]]:
-    """(topic, id) -> broker id -> partitions that have a folder there."""
+    """(topic, id) -> broker id -> number of partitions with a folder."""
     found: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for broker_id, reports in by_broker.items():
         for report in reports:
@@ -403,7 +406,7 @@ def _which_id(
     choices: Choices,
     questions: list[str],
 ) -> str | None:
-    """Of a topic that was deleted and made anew, the later one."""
+    """The id of a topic. If a topic was deleted and made again, the later id."""
     chosen = choices.topics.get(topic)
     if chosen is not None:
         if chosen not in ids:
@@ -417,8 +420,8 @@ def _which_id(
     if len(known) == len(ids):
         return max(known, key=lambda topic_id: known[topic_id])
     questions.append(
-        f"topic {topic} was deleted and made anew, and nobody knows which of {', '.join(sorted(ids))} is the later. "
-        f"Choose with --topic {topic}@ID; the data of the others is removed when brokers start"
+        f"topic {topic} was deleted and made again, and it is unknown which of {', '.join(sorted(ids))} is later. "
+        f"Choose with --topic {topic}@ID. Brokers remove the data of the other ids when they start"
     )
     return None
 
@@ -430,20 +433,21 @@ def _tell_of_other_ids(
         logs = (log for reports in by_broker.values() for report in reports for log in report.logs.values())
         messages = sum(log.end_offset for log in logs if (log.topic, log.topic_id) == (topic, other))
         notes.append(
-            f"Topic {topic} was made anew as {topic_id}. The data of {other}, up to {count(messages, 'message')}, is "
-            "REMOVED when brokers start; copy the folders first if you want it."
+            f"Topic {topic} was made again as {topic_id}. The data of {other}, up to {count(messages, 'message')}, is "
+            "REMOVED when brokers start; copy the folders first if you want to keep it."
         )
 
 
 def _without(configs: Mapping[str, TopicConfig], gone: frozenset[int], notes: list[str]) -> dict[str, TopicConfig]:
-    """Without the partitions of brokers that are given up."""
+    """Removes the partitions of brokers that are given up."""
     kept = {}
     for topic, config in configs.items():
         lost = {broker_id: number for broker_id, number in config.partitions.items() if broker_id in gone}
         left = {broker_id: number for broker_id, number in config.partitions.items() if broker_id not in gone}
         if lost:
             who = ", ".join(f"{number} of broker {broker_id}" for broker_id, number in lost.items())
-            notes.append(f"Topic {topic} loses partitions: {who}." + ("" if left else " It has none left, and goes."))
+            removal = "" if left else " It has no partitions left, so it is removed."
+            notes.append(f"Topic {topic} loses partitions: {who}.{removal}")
         if left:
             kept[topic] = replace(config, partitions=left)
     return kept
@@ -455,7 +459,7 @@ def _without(configs: Mapping[str, TopicConfig], gone: frozenset[int], notes: li
 def _of_clients(
     export: ClusterExport | None, topics: Mapping[str, TopicConfig], choices: Choices, notes: list[str]
 ) -> dict[str, bytes]:
-    """What groups and Spark's sinks had, as far as its topics are there."""
+    """The nodes of groups and of Spark's sinks, for topics that are restored."""
     nodes = {}
     dropped = 0
     for path, data in export.nodes.items() if export is not None else ():
@@ -485,29 +489,29 @@ def _told(
     settings_from: Mapping[str, str],
     export: ClusterExport | None,
 ) -> Iterator[str]:
-    """What cannot be known, and what follows from the folders."""
+    """Notes about unknown facts, and about consequences of the folders."""
     if export is None:
         yield (
-            "Committed offsets are not known without an export: each group begins where its consumers' `start` says, "
+            "Committed offsets are unknown without an export: each group begins where its consumers' `start` says, "
             "unless it keeps its offsets in a database or a file."
         )
-        yield "Decisions of Spark's exactly-once sinks are not known: a query that was in a batch may write it again."
+        yield "Decisions of Spark's exactly-once sinks are unknown: a query that was in a batch may write it again."
     else:
         yield (
-            "Groups go on from the offsets of the export; what they committed later they read again. A query of Spark "
+            "Groups continue from the offsets of the export; messages committed later are read again. A Spark query "
             "that has decided a batch since may write it again."
         )
     unknown = [topic for topic in topics if not settings_from.get(topic)]
     if unknown:
         yield (
-            f"Settings are not known of: {', '.join(unknown)}. They get the default ones (retention 7 days, flush once "
+            f"Settings are unknown of: {', '.join(unknown)}. They get the defaults (retention 7 days, flush once "
             "a second, replication async). Set them with `metamq topic alter` before the brokers start."
         )
     for broker in brokers:
         former = _states(export).get(broker.broker_id)
         if former is not None and former.master not in [view.report.replica for view in broker.replicas]:
             yield (
-                f"Replica {former.master} of broker {broker.broker_id} was the master when the export was made, and "
+                f"Replica {former.master} of broker {broker.broker_id} was the master at the time of the export, but "
                 "its folder is not given. Messages that only it had are LOST; their number is unknown."
             )
         for view in broker.replicas:

@@ -1,16 +1,16 @@
-"""Looks for damage before a reader meets it: verifies all logs in the background, and what readers report.
+"""Looks for damage before a reader meets it: verifies all logs in the background, and the batches that readers report.
 
-A *pass* goes over what is flushed of every log, the journal of transactions included, and begins `scrub_every_s` after
-the one before began. It verifies no more than `scrub_bytes_per_s`, and takes no more than a fiftieth of a processor,
-which is what bounds it where batches are small. The broker's own logs come first and the others in random order: a
-broker that is often restarted, and begins anew each time, comes to all of them by and by.
+A *pass* verifies the flushed part of every log, including the journal of transactions. It begins `scrub_every_s` after
+the previous one began. It verifies at most `scrub_bytes_per_s`, and takes at most a fiftieth of a processor, which is
+the effective limit for small batches. The broker's own logs come first, then the others in random order: so a broker
+that often restarts, and begins each pass from scratch, still reaches all logs over time.
 
-A *report* is a reader's word that a batch came damaged. It is no proof, since the damage may have come on the way, and
-the reader may lie: so the broker verifies its own bytes. One batch is read for each report, REPORTS_PER_S at most; no
-more than REPORTS_MAX reports wait, and no more than OF_ONE_MAX of one partition.
+A *report* comes from a reader that received a damaged batch. It is no proof, since the damage may have happened on the
+way, and the reader may be wrong or hostile. So the broker verifies its own bytes. It reads one batch per report, at
+most REPORTS_PER_S. At most REPORTS_MAX reports wait, and at most REPORTS_OF_PARTITION_MAX of one partition.
 
-Files are read in a thread of its own. What is found there counts only if the log still has those bytes afterwards;
-metamq.broker.log.scrub says why.
+A separate thread reads the files. A problem counts only if the log still has those bytes afterwards:
+metamq.broker.log.scrub explains why.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from metamq.threads import start_pool
 log = logging.getLogger("metamq.broker")
 
 IDLE_SHARE = 50
-"""For so many times as long as a step has kept a processor busy, the scrub pauses."""
+"""The scrub pauses this many times as long as a step has kept a processor busy."""
 REPORTS_MAX = 100
-OF_ONE_MAX = 10
+REPORTS_OF_PARTITION_MAX = 10
 REPORTS_PER_S = 10.0
 RETRY_S = 1.0
-"""So long the scrub waits for descriptors, before it looks again."""
+"""Seconds that the scrub waits for a free descriptor before it tries again."""
 
 
 class Scrubber:
-    """Used by the broker's loop only, but for statistics(). `found` is called with damage that is certain."""
+    """Only the broker's loop uses it, except for statistics(). `found` is called with certain damage."""
 
     def __init__(self, topics: Topics, config: BrokerConfig, found: Callable[[Partition, CorruptData], None]) -> None:
         self._topics = topics
@@ -53,23 +53,23 @@ class Scrubber:
         self._found = found
         self._executor = start_pool(1, "metamq-scrub")
         self._reports: dict[tuple[Partition, int], None] = {}
-        """The offsets that came damaged, in the order in which they were told."""
+        """(partition, offset) of damaged batches, in the order of the reports."""
         self._reported = asyncio.Event()
         self._trouble = Trouble()
         self._verified_bytes = self._pass_bytes = 0
         self._pass_ended_s = time.time()
         self._is_complete = False
-        """Whether a pass has ended since the start."""
+        """True if a pass has ended since the start."""
 
     def report(self, partition: Partition, offset: int) -> None:
-        """A reader says that the batch with this offset came damaged."""
+        """Notes that a reader received a damaged batch with this offset."""
         of_one = sum(place is partition for place, _offset in self._reports)
-        if of_one < OF_ONE_MAX and len(self._reports) < REPORTS_MAX:
+        if of_one < REPORTS_OF_PARTITION_MAX and len(self._reports) < REPORTS_MAX:
             self._reports[partition, offset] = None
             self._reported.set()
 
     async def run(self) -> None:
-        """Verifies all that there is, pass by pass, for ever."""
+        """Verifies all logs, pass after pass, without end."""
         if not self._config.scrub_bytes_per_s:
             return
         while True:
@@ -82,7 +82,7 @@ class Scrubber:
             await asyncio.sleep(max(began_s + self._config.scrub_every_s - time.monotonic(), 0.0))
 
     async def run_reports(self) -> None:
-        """Looks at what readers report, for ever."""
+        """Verifies the batches that readers report, without end."""
         while True:
             await self._reported.wait()
             while self._reports:
@@ -93,7 +93,7 @@ class Scrubber:
             self._reported.clear()
 
     async def _verify(self, partition: Partition) -> None:
-        await asyncio.sleep(0)  # there may be thousands, and nothing in them
+        await asyncio.sleep(0)  # there may be thousands of empty partitions
         cuts = partition.cuts
         pieces = partition.log.pieces() if partition.closed_by is None else []
         for piece in pieces:
@@ -108,7 +108,7 @@ class Scrubber:
                 await asyncio.sleep(max(count / self._config.scrub_bytes_per_s, IDLE_SHARE * walk.busy_s))
 
     async def _step(self, partition: Partition, cuts: int, walk: Walk) -> bool:
-        """One step of a walk, in the thread; False: this log is not to be looked at any more."""
+        """Runs one step of a walk in the thread. Returns False if this log must not be verified further."""
         while True:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._executor, walk.step)
@@ -118,8 +118,8 @@ class Scrubber:
                 if lack is None:
                     log.warning("%s: %s was not verified: %s", partition.name, walk.piece.path, error)
                     return False
-                self._trouble.lasts("logs are not verified at present", lack)
-            await asyncio.sleep(RETRY_S)  # a pass that went on would end without having verified anything
+                self._trouble.lasts("logs are not verified at the moment", lack)
+            await asyncio.sleep(RETRY_S)  # else the pass would end without having verified anything
             if not _is_same(partition, cuts, walk.piece):
                 return False
         self._trouble.is_over("logs are verified again")
@@ -138,7 +138,7 @@ class Scrubber:
             self._found(partition, error)
             return
         except MetamqError as error:
-            log.warning("%s: what a reader reports at offset %d was not verified: %s", partition.name, offset, error)
+            log.warning("%s: a reader's report of offset %d was not verified: %s", partition.name, offset, error)
             return
         if place is None:
             return
@@ -146,12 +146,12 @@ class Scrubber:
         walk = Walk(piece, begin, step_batches=1)
         if await self._step(partition, cuts, walk) and walk.problem is None:
             log.warning(
-                "%s: a reader got damaged bytes at offset %d, which are sound here: look at the reader's machine and "
+                "%s: a reader got damaged bytes at offset %d, but they are intact here: check the reader's machine and "
                 "the network between", partition.name, offset,
             )  # fmt: skip
 
     def statistics(self) -> dict[str, Any]:
-        """For STATS and metrics. Any thread."""
+        """Values for STATS and metrics. Any thread."""
         return {
             "bytes_per_s": self._config.scrub_bytes_per_s,
             "verified_bytes": self._verified_bytes,
@@ -161,10 +161,10 @@ class Scrubber:
         }
 
     def close(self) -> None:
-        """Waits for the step under way."""
+        """Waits for the running step."""
         self._executor.shutdown(wait=True)
 
 
 def _is_same(partition: Partition, cuts: int, piece: Segment) -> bool:
-    """Whether the log still has these bytes, so that damage of them is damage of the log."""
+    """True if the log still has these bytes. Then their damage is damage of the log."""
     return partition.closed_by is None and partition.cuts == cuts and partition.log.has_piece(piece)

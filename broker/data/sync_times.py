@@ -1,4 +1,4 @@
-"""How long fsyncs take, for the metrics: the disk is what a broker waits for, and nothing else shows it."""
+"""Durations of fsyncs, for the metrics: a broker waits mostly for the disk, and no other metric shows it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class Histogram(NamedTuple):
-    """Totals since the start. `counts`: how many took at most each of BOUNDS_S and longer than the one before."""
+    """Totals since the start. `counts`: number of fsyncs between each of BOUNDS_S and the bound before it."""
 
     counts: tuple[int, ...]
-    """One more than there are bounds: the last for what took longer than all of them."""
+    """One more than the bounds: the last counts the fsyncs longer than all of them."""
     sum_s: float
 
 
 class SyncTimes:
-    """Measures every fsync of a broker; they run in several threads."""
+    """Measures every fsync of a broker. They run in several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class SyncTimes:
         self._sum_s = 0.0
 
     def timed(self, sync: Sync) -> Sync:
-        """`sync`, measured; a failed one counts too."""
+        """Wraps `sync` so that it is measured; a failed call counts too."""
 
         def measured(fd: int) -> None:
             begun = time.perf_counter()
@@ -46,6 +46,6 @@ class SyncTimes:
             self._sum_s += took_s
 
     def snapshot(self) -> Histogram:
-        """What was measured up to now."""
+        """The measurements up to now."""
         with self._lock:
             return Histogram(tuple(self._counts), self._sum_s)

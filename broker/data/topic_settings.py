@@ -1,10 +1,10 @@
-"""A topic's settings, kept in its folder: with the data, so that they outlast ZooKeeper.
+"""A topic's settings in its folder: stored with the data, so that they survive the loss of ZooKeeper.
 
-    topics/<topic>@<id>/settings.json     what the topic's node in ZooKeeper holds, and since when this replica knows it
+    topics/<topic>@<id>/settings.json     the content of the topic's node in ZooKeeper, and the time since when this
+                                          replica knows it
 
-ZooKeeper is the only source while it is there, and nothing here is read by a broker. `metamq cluster restore` reads it
-where ZooKeeper is lost. So a file that is missing, old or damaged harms nothing, and one that cannot be written does
-not end the broker.
+ZooKeeper is the only source while it exists, and brokers never read this file. `metamq cluster restore` reads it when
+ZooKeeper is lost. So a missing, old or damaged file does no harm, and the broker continues if it cannot write the file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FILE_NAME = "settings.json"
 
 
 class KnownSettings(NamedTuple):
-    """A topic's settings, and since when the replica has known them, in milliseconds since 1970 by its own clock."""
+    """A topic's settings, and when the replica first knew them, in milliseconds since 1970 by its own clock."""
 
     config: TopicConfig
     since_ms: int
 
 
 def load(folder: Path, topic: str) -> KnownSettings | None:
-    """The settings in a topic's folder; None where there are none of use."""
+    """The settings in a topic's folder; None if there are no usable ones."""
     try:
         document = json.loads((folder / FILE_NAME).read_bytes())
         return KnownSettings(from_json(topic, document["topic"].encode()), int(document["since_ms"]))
@@ -44,7 +44,7 @@ def load(folder: Path, topic: str) -> KnownSettings | None:
 
 
 def save(folder: Path, config: TopicConfig) -> None:
-    """Writes the settings, durably, unless they stand there already. Any thread, one at a time for a topic."""
+    """Writes the settings, durably, if they have changed. Any thread, but one at a time per topic."""
     known = load(folder, config.topic)
     if known is not None and known.config == config:
         return
@@ -56,4 +56,4 @@ def save(folder: Path, config: TopicConfig) -> None:
             os.fsync(file.fileno())
         temporary.rename(folder / FILE_NAME)
     except OSError as error:
-        log.warning("%s was not written, which only a restore of ZooKeeper would need: %s", folder / FILE_NAME, error)
+        log.warning("%s was not written; only a restore of ZooKeeper would need it: %s", folder / FILE_NAME, error)

@@ -1,10 +1,10 @@
-"""The topics a broker carries: configuration in, open logs out.
+"""The topics of a broker: opens logs by their configuration.
 
-The configuration in ZooKeeper is the only source. A folder on disk whose topic id is not there any more belongs to
-a topic that was deleted, or deleted and made anew while this broker was away: it is removed, never offered again.
+The configuration in ZooKeeper is the only source. If ZooKeeper does not have the topic id of a folder, the topic was
+deleted, or deleted and made again while this broker was down. The folder is removed and never served again.
 
-To make folders, to move and to remove them waits for the disk, so threads do it: one for removals, which may take long.
-Neither knows anything but the folder; a log is opened, and was closed, in the loop.
+Making, moving and removing folders waits for the disk, so threads do it; one thread is for removals, which may take
+long. The threads only know the folder. The loop opens a log afterwards, and closes it before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("metamq.broker")
 
 
 def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
-    """A topic's settings as its logs take them."""
+    """The settings of a topic's logs."""
     if isinstance(config.flush, FlushEvery):
         flush = FlushPolicy(every_messages=config.flush.messages, every_ms=config.flush.ms)
     else:
@@ -60,20 +60,20 @@ def log_config(config: TopicConfig, archive_folder: Path) -> LogConfig:
 
 
 THREADS = 3
-"""One may be long at removing a topic, and one at what is left of an emptied log."""
+"""Number of threads: one may remove a topic for long, and one the files of an emptied log."""
 RETRY_S = 1.0
 MISSING_HINT = (
-    "Put its folder back. Or promote a replica that is in sync, and this one copies the partition. Without one: stop "
+    "Put its folder back. Or promote a replica that is in sync: then this one copies the partition. Without one: stop "
     "the broker; `metamq log accept` takes a copy that you put there"
 )
 FORGET_HINT = ", and `metamq log forget` begins an empty log"
-"""What follows `MISSING_HINT` for a topic of users."""
+"""The text after `MISSING_HINT` for a topic of users."""
 OWN = "~"
-"""What the names of a broker's own logs begin with: no topic's name can."""
+"""The first character in the names of a broker's own logs: no topic's name can begin with it."""
 
 
 class Topics:
-    """The open topics. Used by the broker's loop only; run_removals() is to run beside it."""
+    """The open topics. Only the broker's loop uses it; run_removals() must run in a task."""
 
     def __init__(self, broker_id: int, folder: DataFolder, files: FileCache) -> None:
         self._broker_id = broker_id
@@ -81,29 +81,29 @@ class Topics:
         self._files = files
         self._configs: dict[str, TopicConfig] = {}
         self.open: dict[str, dict[int, Partition]] = {}
-        """The open partitions, by topic and index. To be read, not changed."""
+        """The open partitions, by topic and index. Callers may read it, but not change it."""
         self._broken: dict[tuple[str, int], CorruptData] = {}
-        """Partitions whose logs are damaged: they are not served, the others are."""
+        """Partitions whose logs are damaged: they are not served, but all others are."""
         self._set_aside: set[Path] = set()
-        """Folders of damaged logs that were moved away, and in whose place no new log is open yet."""
+        """Folders of damaged logs that were moved away, and are not replaced by an open new log yet."""
         self._doomed: asyncio.Queue[TopicFolder] = asyncio.Queue()
         self._removed: set[tuple[str, str]] = set()
-        """(topic, id) of the deleted ones whose removal the log has announced."""
+        """(topic, id) of deleted topics whose removal was logged."""
         self._executor = start_pool(THREADS, "metamq-topics")
         self.opened: Callable[[Partition], None] = lambda partition: None
         """Called with each partition that was opened."""
         self.closing: Callable[[Partition], None] = lambda partition: None
         """Called with each partition of a deleted topic, before it is closed."""
         self.flush_changed: Callable[[Partition], None] = lambda partition: None
-        """Called with each partition whose topic begins, or ceases, to flush before it acknowledges."""
+        """Called with each partition whose topic starts or stops flushing before it acknowledges."""
         self.damaged: Callable[[], None] = lambda: None
         """Called when a log was found to be damaged."""
         self._changing = asyncio.Lock()
         self._unreadable: dict[str, MetamqError] = {}
-        """Topics whose configuration in ZooKeeper cannot be read or used, or has no room on the disk."""
+        """Topics whose configuration in ZooKeeper cannot be read or used, or needs more space than the disk has."""
 
     def find(self, topic: str, topic_id: str, index: int) -> Partition:
-        """The partition. Raises TopicNotFound (also when the topic was made anew), PartitionNotFound."""
+        """The partition. Raises TopicNotFound (also if the topic was made again), PartitionNotFound."""
         config = self._configs.get(topic)
         if config is None:
             raise TopicNotFound(topic)
@@ -119,16 +119,16 @@ class Topics:
         return partition
 
     def is_gone(self, topic: str, topic_id: str) -> bool:
-        """Whether a topic was deleted for good, or made anew under another id."""
+        """True if a topic was deleted permanently, or made again under another id."""
         config = self._configs.get(topic)
         return config.id != topic_id if config is not None else topic not in self._unreadable
 
     def get(self, topic: str, index: int) -> Partition | None:
-        """The partition, if it is open, of whatever id its topic is."""
+        """The partition if it is open, whatever the id of its topic."""
         return self.open.get(topic, {}).get(index)
 
     def config(self, topic: str) -> TopicConfig:
-        """The configuration of a topic that is open."""
+        """The configuration of an open topic."""
         return self._configs[topic]
 
     def partitions(self) -> Iterator[Partition]:
@@ -137,7 +137,7 @@ class Topics:
             yield from list(indexed.values())
 
     def counts(self) -> dict[str, int]:
-        """Partitions a topic, as registered in ZooKeeper: of what users have made."""
+        """Number of partitions of each user topic, as registered in ZooKeeper."""
         return {
             topic: config.partitions[self._broker_id]
             for topic, config in self._configs.items()
@@ -145,37 +145,36 @@ class Topics:
         }
 
     def without_room(self) -> DiskFull | None:
-        """Why a topic is not what its configuration says: apply() is to be called again."""
+        """The shortage that keeps a topic from its configuration, or None. The caller must then call apply() again."""
         return next((error for error in self._unreadable.values() if isinstance(error, DiskFull)), None)
 
     def broken(self) -> list[MetamqError]:
-        """Why partitions or topics are not served as they should be, or not from sound logs."""
+        """The reasons why partitions or topics are not served as configured, or are served from damaged logs."""
         return [*self._unreadable.values(), *self.damage().values()]
 
     def damage(self) -> dict[tuple[str, int], CorruptData]:
-        """The partitions whose logs are damaged, and how."""
+        """The partitions whose logs are damaged, with their damage."""
         found = {(p.topic, p.index): p.closed_by or p.damage for p in self.partitions()}
         return self._broken | {place: error for place, error in found.items() if isinstance(error, CorruptData)}
 
     def is_damaged(self, partition: Partition, error: CorruptData) -> None:
-        """A partition that is open was found to be damaged: it is not served any more."""
+        """Closes an open partition that was found to be damaged."""
         if partition.closed_by is None:
             log.critical("%s is not served any more: %s", partition.name, error)
             partition.close(error, clean=False)
             self.damaged()
 
     def has_damage(self, partition: Partition, error: CorruptData) -> None:
-        """A partition that is open was found to be damaged, and is served all the same: the rest of it is sound."""
+        """Notes the damage of an open partition, which is still served: the rest of it is intact."""
         if partition.closed_by is None and partition.damage is None:
-            log.critical("%s is served, and damaged: %s", partition.name, error)
+            log.critical("%s is damaged, but still served: %s", partition.name, error)
             partition.damage = error
             self.damaged()
 
     async def set_damaged_aside(self) -> None:
-        """On a slave: moves damaged logs away and begins new ones in their place, which its master is to fill.
+        """Moves damaged logs of a slave away and makes new ones in their place, which the master then fills.
 
-        From before the first of them is moved this replica is another one than that which acknowledged what is gone.
-        Raises StorageError.
+        First raises the incarnation: this replica lacks messages that it acknowledged. Raises StorageError.
         """
         async with self._changing:
             damage = self.damage()
@@ -183,13 +182,13 @@ class Topics:
                 self._folder.raise_incarnation(f"{', '.join(self._name(*place) for place in damage)}: damaged")
             for (topic, index), error in damage.items():
                 config, name = self._configs[topic], self._name(topic, index)
-                log.warning("%s is copied anew from the master: %s", name, error)
+                log.warning("%s is copied again from the master: %s", name, error)
                 closed = self.open[topic].pop(index, None)
                 if closed is not None:
                     self.closing(closed)
                     if closed.closed_by is None:
                         closed.close(error, clean=False)
-                self._broken[topic, index] = error  # until it is moved
+                self._broken[topic, index] = error  # until it has been moved
                 folder = self._folder.partition_folder(topic, config.id, index)
                 if folder not in self._set_aside:
                     moving = partial(self._move_aside, folder, name)
@@ -205,11 +204,11 @@ class Topics:
             set_aside(folder, name, self._files, now_us=time.time_ns() // 1000)
 
     async def apply(self, configs: Mapping[str, TopicConfig], unreadable: Mapping[str, MetamqError]) -> None:
-        """Makes the open logs what the configuration says: opens, enlarges, reconfigures; removes, a little later.
+        """Makes the open logs match the configuration: opens, enlarges, reconfigures; removes, a little later.
 
-        A topic whose configuration is `unreadable` stays as it is, on disk too. A damaged log stops its partition,
-        loudly, and no other; so does a configuration that cannot be used, or has no room on the disk, its topic. Raises
-        StorageError when the disk fails.
+        A topic whose configuration is `unreadable` stays unchanged, on the disk too. A damaged log stops only its own
+        partition, and is logged. A configuration that is unusable, or needs more space than the disk has, affects only
+        its own topic. Raises StorageError if the disk fails.
         """
         async with self._changing:
             await self._apply(configs, dict(unreadable))
@@ -222,18 +221,18 @@ class Topics:
             if self._configs.get(topic) != config:
                 try:
                     await self._apply_one(topic, config)
-                except (ConfigError, DiskFull) as error:  # others may get a retention that makes room
+                except (ConfigError, DiskFull) as error:  # the retention of other topics may free space
                     unreadable[topic] = error
         for topic, problem in unreadable.items():
             if str(self._unreadable.get(topic)) != str(problem):
-                log.error("topic %s is left as it is: %s", topic, problem)
+                log.error("topic %s stays unchanged: %s", topic, problem)
         self._unreadable = unreadable
         wanted = {(config.topic, config.id) for config in self._configs.values()}
         wanted |= {(folder.topic, folder.topic_id) for folder in self._folder.topics() if folder.topic in unreadable}
         for folder in self._folder.topics():
             if (folder.topic, folder.topic_id) not in wanted:
                 if folder[:2] not in self._removed:
-                    log.warning("ZooKeeper has no topic %s with id %s: %s is removed", *folder[:3])
+                    log.warning("ZooKeeper has no topic %s with id %s: %s will be removed", *folder[:3])
                 self._removed.add(folder[:2])
                 self._doomed.put_nowait(folder)
 
@@ -251,7 +250,7 @@ class Topics:
         self._configs[topic] = config
 
     async def _open(self, topic: str, config: TopicConfig, indexes: list[int], *, makes_missing: bool = False) -> None:
-        """Opens logs, and makes those that this folder never had; or, with `makes_missing`, has no more."""
+        """Opens logs, and makes those that this folder never had; with `makes_missing`, also those that it lost."""
         indexed, settings = self.open[topic], log_config(config, self._folder.path / "archive")
         missing = await self._made(config, indexes, makes_missing)
         hint = MISSING_HINT + ("" if config.topic.startswith(OWN) else FORGET_HINT) + "."
@@ -263,14 +262,14 @@ class Topics:
                     raise CorruptData(name, f"{missing[index]}: {folder}", hint=hint)
                 opened = await self._open_log(str(folder), name, settings)
                 if self._folder.asks_logs_for_epoch:
-                    self._folder.know_term(opened.epochs().last)
+                    self._folder.know_epoch(opened.epochs().last)
             except CorruptData as error:
                 log.critical("%s is not served: %s", name, error)
                 self._broken[topic, index] = error
                 continue
             indexed[index] = Partition(topic, config.id, index, opened)
             self.opened(indexed[index])
-            await asyncio.sleep(0)  # recovery reads, and there may be a thousand in a row
+            await asyncio.sleep(0)  # recovery reads files, and there may be a thousand logs
 
     async def _made(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
         trouble = Trouble()
@@ -298,9 +297,10 @@ class Topics:
         return f"{topic}/{partition_name(self._broker_id, index)}"
 
     def _make(self, config: TopicConfig, indexes: list[int], makes_missing: bool) -> dict[int, str]:
-        """Makes the logs that are not there, and notes the topic's settings beside them. In a thread.
+        """Makes the missing logs, and stores the topic's settings next to them. Runs in a thread.
 
-        Returns the partitions that are missing, and how: they were there, and without `makes_missing` are not made.
+        Returns the partitions that existed and are now missing, with a description. Empty with `makes_missing`, which
+        makes them again.
         """
         missing = {} if makes_missing else self._folder.missing(config.topic, config.id, indexes)
         indexes = [index for index in indexes if index not in missing]
@@ -315,24 +315,24 @@ class Topics:
         return missing
 
     async def run_removals(self) -> None:
-        """Removes the folders of deleted topics, for ever. Raises StorageError."""
+        """Removes the folders of deleted topics, without end. Raises StorageError."""
         while True:
             folder = await self._doomed.get()
             try:
                 await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._folder.remove_topic, folder.topic, folder.topic_id
                 )
-            except SHORTAGES:  # on a full disk even another name may need room
+            except SHORTAGES:  # on a full disk even a rename may need space
                 await asyncio.sleep(RETRY_S)
                 self._doomed.put_nowait(folder)
 
     def remove_orphans(self, paths: list[str]) -> None:
-        """Removes what is left of a log that was emptied, in a thread."""
+        """Removes the files of an emptied log, in a thread."""
         asyncio.get_running_loop().run_in_executor(self._executor, remove_orphans, paths)
 
     def _remove(self, topic: str) -> None:
         topic_id = self._configs[topic].id
-        log.info("topic %s (id %s) was deleted: its data is removed", topic, topic_id)
+        log.info("topic %s (id %s) was deleted: its data will be removed", topic, topic_id)
         self._removed.add((topic, topic_id))
         del self._configs[topic]
         self._broken = {place: error for place, error in self._broken.items() if place[0] != topic}
@@ -341,9 +341,9 @@ class Topics:
             partition.close(TopicNotFound(topic), clean=False)
 
     def close(self, error: MetamqError, *, clean: bool = True) -> bool:
-        """Closes every log; after a clean close nothing is scanned at the next start. Waits for a removal under way.
+        """Closes every log and waits for a running removal. After a clean close the next start scans nothing.
 
-        Returns whether all of them were closed cleanly, and no damaged one before.
+        Returns True if all logs were closed cleanly, and none was closed earlier because of damage.
         """
         all_clean = clean
         for partition in self.partitions():
@@ -352,8 +352,8 @@ class Topics:
                 continue
             try:
                 partition.close(error, clean=clean)
-            except SHORTAGES as failure:  # the next start looks through it
-                log.warning("%s is not closed cleanly: %s", partition.name, failure)
+            except SHORTAGES as failure:  # the next start recovers it
+                log.warning("%s was not closed cleanly: %s", partition.name, failure)
                 all_clean = False
         self._executor.shutdown(wait=True)
         return all_clean

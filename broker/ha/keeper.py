@@ -228,7 +228,7 @@ class RoleKeeper:
         self._registered = -1, -1  # until all of it is done
         self._taken = registered, mastership.epoch
         await self._stop_following()
-        self._folder.know_term(mastership.epoch, mastership.version)  # before anything is written under it
+        self._folder.know_epoch(mastership.epoch, mastership.version)  # before anything is written under it
         self._folder.has_caught_up()  # whatever it lacks was accepted
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
         await self._lease.begin_anew()  # that of this term: it may have taken long to get here
@@ -295,7 +295,7 @@ class RoleKeeper:
                 learner=self._config.learner,
                 generation=lambda: self._folder.generation,
                 known_epoch=lambda: self._folder.epoch,
-                begun=self._folder.know_term,
+                begun=self._folder.know_epoch,
                 followed=self._folder.follow_generation,
                 full=lambda: self._processors.disk_full,
                 readable_changed=self.look_again,
@@ -476,7 +476,7 @@ class RoleKeeper:
     def _know(self, held: Mastership) -> None:
         """The term as it stands is durable here before anything relies on it, see metamq.zk.cluster.epochs."""
         try:
-            self._folder.know_term(held.epoch, held.version)
+            self._folder.know_epoch(held.epoch, held.version)
         except StorageError as error:
             if not isinstance(error, SHORTAGES):  # else it is asked for again, and not held until it is known here
                 self._failed(error)

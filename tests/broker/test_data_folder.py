@@ -269,9 +269,9 @@ def test_another_brokers_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format": FORMAT + 1}, f"format {FORMAT + 1}, this release knows formats up to {FORMAT}"),
+        ({"format": FORMAT + 1}, f"format {FORMAT + 1}, but this release knows formats up to {FORMAT}"),
         ({"format": "x"}, "format x"),
-        ({"surprise": 1}, "is not complete"),
+        ({"surprise": 1}, "is incomplete"),
         (None, "cannot be read"),
     ],
 )
@@ -369,14 +369,14 @@ def test_free_bytes(tmp_path: Path) -> None:
 def test_the_highest_epoch_is_kept_and_never_falls(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, 0)
     assert (folder.epoch, folder.state_version) == (0, -1)
-    folder.know_term(3, 7)
-    folder.know_term(2, 9)
-    folder.know_term(3)
+    folder.know_epoch(3, 7)
+    folder.know_epoch(2, 9)
+    folder.know_epoch(3)
     folder.close(clean=False)
     folder = DataFolder.open(tmp_path, 0)
     assert (folder.epoch, folder.state_version) == (3, 7)
-    folder.know_term(3, 8)
-    folder.know_term(4)
+    folder.know_epoch(3, 8)
+    folder.know_epoch(4)
     assert (folder.epoch, folder.state_version) == (4, -1)
     folder.close(clean=True)
 

@@ -212,11 +212,11 @@ def test_a_damaged_log_is_less_than_an_empty_one() -> None:
 def test_a_master_whose_host_went_down_may_lack_what_its_slave_has(tmp_path: Path, is_started_again: bool) -> None:
     former = DataFolder.open(tmp_path, 0, boot_id="the boot before")
     former.join_cluster("cluster")
-    former.know_term(2, 5)
+    former.know_epoch(2, 5)
     former.close(clean=False)
     if is_started_again:
         again = DataFolder.open(tmp_path, 0)
-        again.know_term(2, 6)
+        again.know_epoch(2, 6)
         again.close(clean=False)
     logs = log_report([(1, 0)] * 5), log_report([(1, 0)] * 9, 1)
     master = replace(inspect_folder(tmp_path), generation=1, logs={log.place: log for log in logs})
@@ -231,8 +231,8 @@ def test_a_master_whose_host_went_down_may_lack_what_its_slave_has(tmp_path: Pat
 def test_a_master_that_was_killed_has_everything(tmp_path: Path) -> None:
     former = DataFolder.open(tmp_path, 0)
     former.join_cluster("cluster")
-    former.know_term(2, 5)
-    former.know_term(2, 6)
+    former.know_epoch(2, 5)
+    former.know_epoch(2, 6)
     former.close(clean=False)
     report = inspect_folder(tmp_path)
     assert report.reign == (2 if current_boot() else 0)
@@ -309,11 +309,11 @@ def test_what_is_not_of_one_cluster_or_twice_the_same_replica_is_refused() -> No
         plan(folder(0), folder(0, path="copy"))
     with pytest.raises(ConfigError, match="replica 2 of broker 0 has no folder here"):
         plan(folder(0), masters={0: 2})
-    with pytest.raises(ConfigError, match="broker 9, of which no folder is given"):
+    with pytest.raises(ConfigError, match="broker 9, but none of its folders is given"):
         plan(folder(0), masters={9: 0})
-    with pytest.raises(ConfigError, match="broker 0 is to be given up, and has a folder here"):
+    with pytest.raises(ConfigError, match="broker 0 is given up, but has a folder here"):
         plan(folder(0), without=frozenset({0}))
-    with pytest.raises(ConfigError, match="broker 9 is to be given up, and neither folders nor the export name it"):
+    with pytest.raises(ConfigError, match="broker 9 is given up with --without-broker, but neither the folders nor"):
         plan(folder(0), export=exported(1), without=frozenset({9}))
 
 

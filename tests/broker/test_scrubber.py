@@ -17,7 +17,7 @@ from metamq.broker.config import BrokerConfig
 from metamq.broker.data import scrubber as scrubber_module
 from metamq.broker.data.data_folder import DataFolder
 from metamq.broker.data.partition import BatchIds
-from metamq.broker.data.scrubber import OF_ONE_MAX, REPORTS_MAX, Scrubber
+from metamq.broker.data.scrubber import REPORTS_MAX, REPORTS_OF_PARTITION_MAX, Scrubber
 from metamq.broker.data.topics import Topics
 from metamq.broker.log import FileCache
 from metamq.broker.log.disk.segments import take_inventory
@@ -98,7 +98,7 @@ def test_the_scrub_finds_damage_of_a_running_broker_which_says_so_and_serves_the
     wait_until(lambda: metric(broker, "metamq_log_damaged_partitions") == 1, what="the damage found")
     code, text = http_get(broker.http_port, "/readyz")
     assert (code, "is damaged at byte" in text) == (503, True)
-    assert broker.log_path.read_text().count("is served, and damaged: ") == 1, "not with each pass"
+    assert broker.log_path.read_text().count("is damaged, but still served: ") == 1, "not with each pass"
     with parts.admin() as admin:
         (master,) = admin.replicas()[1].replicas
         assert master.damaged_count == 1
@@ -115,7 +115,7 @@ def test_a_scrub_begins_soon_after_a_start_and_tells_its_age(parts: Cluster, tmp
     assert broker.stop() == 0
     damage(broker, topic, 7)
     broker.start()
-    wait_until(lambda: "is served, and damaged: " in broker.log_path.read_text(), what="the damage found")
+    wait_until(lambda: "is damaged, but still served: " in broker.log_path.read_text(), what="the damage found")
     wait_until(lambda: statistics(broker)["scrub"]["is_complete"], what="a full pass")
     assert metric(broker, "metamq_scrub_age_seconds") < SLOW_S
 
@@ -143,7 +143,7 @@ def test_a_report_of_what_is_sound_is_not_believed(parts: Cluster, tmp_path: Pat
     damage(broker, topic, 9)
     for offset in (8, 1 << 40):
         asyncio.run(report(offset))
-    wait_until(lambda: "which are sound here" in broker.log_path.read_text(), what="the report looked at")
+    wait_until(lambda: "but they are intact here" in broker.log_path.read_text(), what="the report looked at")
     assert statistics(broker)["damaged_count"] == 0
     asyncio.run(report(9))
     wait_until(lambda: statistics(broker)["damaged_count"] == 1, what="the true report believed")
@@ -157,9 +157,9 @@ def test_reports_that_wait_are_bounded() -> None:
     async def report() -> int:
         scrubber = Scrubber(None, BrokerConfig(), lambda partition, error: None)  # type: ignore[arg-type]
         one = Place()
-        for offset in range(3 * OF_ONE_MAX):
+        for offset in range(3 * REPORTS_OF_PARTITION_MAX):
             scrubber.report(one, offset)  # type: ignore[arg-type]
-        assert len(scrubber._reports) == OF_ONE_MAX
+        assert len(scrubber._reports) == REPORTS_OF_PARTITION_MAX
         for _ in range(3 * REPORTS_MAX):
             scrubber.report(Place(), 0)  # type: ignore[arg-type]
         scrubber.close()

@@ -126,7 +126,7 @@ def test_from_folders_alone_brokers_come_into_sync_and_nothing_is_missing(scene:
     dry = scene.restore()
     assert dry.status == 1
     assert "Nothing was done. Give --yes to do it." in dry.talk
-    assert "Committed offsets are not known without an export" in dry.talk
+    assert "Committed offsets are unknown without an export" in dry.talk
     assert scene.metamq("export").status == 1, "the dry run wrote nothing"
 
     done = scene.restore("--yes")
@@ -297,7 +297,7 @@ def test_clients_that_run_meanwhile_wait_for_the_restore_and_go_on(tmp_path: Pat
             said = broker.log_path.read_text()
             assert "was replaced, or restored from a copy" in said
             assert "does not know broker 0. Give the ZooKeeper, chroot and --root" in said
-            assert "If ZooKeeper was lost, `metamq cluster restore` makes what it held anew" in said
+            assert "If ZooKeeper was lost, `metamq cluster restore` rebuilds its contents" in said
             sent = producer.send("orders", b"meanwhile")
             with Producer[bytes](servers) as new, pytest.raises(TopicNotFound, match="`metamq cluster restore`"):
                 new.send("orders", b"to nobody").result(60)
@@ -376,7 +376,7 @@ def test_what_cannot_be_one_cluster_is_refused(scene: Scene, zookeeper: Embedded
     damaged = scene.restore("--yes")
     assert (damaged.status, f"{meta} cannot be read" in damaged.talk) == (1, True)
     meta.write_text(json.dumps({**json.loads(whole), "cluster_id": "another"}))
-    assert "these are of 2 clusters" in scene.restore("--yes").talk
+    assert "the folders and the export are of 2 clusters" in scene.restore("--yes").talk
     meta.write_text(whole)
 
     async def another_cluster() -> str:
@@ -402,7 +402,7 @@ def test_a_broker_without_a_folder_has_to_be_given_up_by_name(scene: Scene) -> N
     only = ["restore", "--data", scene.data(0), "--yes"]
     asked = scene.metamq(*only)
     assert asked.status == 1
-    assert "broker 1 has partitions, and no folder of it is given" in asked.talk
+    assert "broker 1 has partitions, but none of its folders is given" in asked.talk
     done = scene.metamq(*only, "--without-broker", 1)
     assert done.status == 0, done.talk
     assert "Topic orders loses partitions: 2 of broker 1." in done.talk
@@ -482,4 +482,4 @@ def test_a_master_whose_folder_is_not_given_is_named(scene: Scene, tmp_path: Pat
     shutil.rmtree(scene.data(0))
     scene.lose_zookeeper()
     done = scene.restore("--export", export)
-    assert "Replica 0 of broker 0 was the master when the export was made, and its folder is not given" in done.talk
+    assert "Replica 0 of broker 0 was the master at the time of the export, but its folder is not given" in done.talk

@@ -273,7 +273,7 @@ def test_a_repeat_with_another_count_is_answered_at_once(front: Any) -> None:
         else:
             error = status.decode_error(result.status, result.error)
             assert isinstance(error, ProtocolError)
-            assert f"with 1 message, its repeat has {count:,}" in str(error)
+            assert f"with 1 message, but its repeat has {count:,}" in str(error)
             assert not error.retriable
     assert front.offset("repeats") == 1
 

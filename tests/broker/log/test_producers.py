@@ -65,7 +65,7 @@ def test_a_repeat_with_another_count_is_refused(shelf: Any) -> None:
     put(shelf, log, 5, 0)
     for values in ([b"x"], [b"x"] * 3):
         _batch, header = shelf.batch(values, producer_id=5, sequence=0)
-        with pytest.raises(ProtocolError, match=f"2 messages, its repeat has {len(values)}"):
+        with pytest.raises(ProtocolError, match=f"2 messages, but its repeat has {len(values)}"):
             log.check_producer(header)
     assert check(shelf, log, 5, 0) == Duplicate(0, 0)
     log.close()

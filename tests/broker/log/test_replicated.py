@@ -211,7 +211,7 @@ def test_a_former_master_that_copied_since_appends_no_more(pair: Pair) -> None:
     pair.swap()
     pair.append(1, epoch=5)
     pair.catch_up()
-    with pytest.raises(Fenced, match="epoch 3 of flights/0-0 is not the master: the log has batches of epoch 5"):
+    with pytest.raises(Fenced, match="epoch 3 of flights/0-0 is not the master: the log already has batches of"):
         pair.shelf.append(pair.replica, [b"own"], epoch=3)
     pair.assert_equal()
 
