@@ -123,7 +123,7 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     nodes |= {f"/brokers/ids/{one.broker_id}/{HAD_SLAVES}": b"" for one in brokers if one.had_slaves}
     nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
     nodes |= _of_clients(export, topics, choices, notes)
-    notes += _told(brokers, topics, settings_from, export)
+    notes += _notes_of(brokers, topics, settings_from, export)
     return Restore(
         cluster_id, tuple(brokers), topics, settings_from, nodes, tuple(notes), tuple(dict.fromkeys(questions))
     )
@@ -357,7 +357,7 @@ def _topics(
         topic_id = _which_id(topic, candidates, words, choices, questions)
         if topic_id is None:
             continue
-        _tell_of_other_ids(topic, topic_id, ids[topic], by_broker, notes)
+        _note_other_ids(topic, topic_id, ids[topic], by_broker, notes)
         word = max(words.get((topic, topic_id), []), key=lambda one: one.at_ms, default=None)
         config = word.config if word is not None else TopicConfig(topic, {}, topic_id)
         partitions = dict(config.partitions)
@@ -426,7 +426,7 @@ def _which_id(
     return None
 
 
-def _tell_of_other_ids(
+def _note_other_ids(
     topic: str, topic_id: str, ids: set[str], by_broker: Mapping[int, Sequence[FolderReport]], notes: list[str]
 ) -> None:
     for other in sorted(ids - {topic_id}):
@@ -483,7 +483,7 @@ def _is_of_nothing(path: str, topics: Mapping[str, TopicConfig], choices: Choice
         return False
 
 
-def _told(
+def _notes_of(
     brokers: Sequence[BrokerView],
     topics: Mapping[str, TopicConfig],
     settings_from: Mapping[str, str],

@@ -118,7 +118,7 @@ class Scrubber:
                 if lack is None:
                     log.warning("%s: %s was not verified: %s", partition.name, walk.piece.path, error)
                     return False
-                self._trouble.lasts("logs are not verified at the moment", lack)
+                self._trouble.lasts("logs are not verified at present", lack)
             await asyncio.sleep(RETRY_S)  # else the pass would end without having verified anything
             if not _is_same(partition, cuts, walk.piece):
                 return False

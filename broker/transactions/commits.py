@@ -1,15 +1,16 @@
-"""From the journal into the partitions: each batch of a committed branch once, whatever happens in between.
+"""Applies committed branches from the journal to the partitions: each batch once, whatever happens in between.
 
-Invariant: the COMMIT record is durable before the first of its batches is appended, and names their ids. So whoever
-becomes master finds in the journal what may be missing in the partitions, and by the ids what is not. Commits are
-brought as they become durable, all of one in one turn of the loop, but for what is stuck: that is brought later.
+Invariant: the COMMIT record has the ids of its batches, and is durable before the first of them is appended. So a new
+master finds in the journal which batches may be missing in the partitions, and the ids show which are there. A commit
+is applied when it is durable, completely in one turn of the loop. Only its stuck batches are applied later.
 
-It looks for ids from where the last MARK says that each partition ended, and not from anything in the COMMIT: a tail
-that was never flushed may be gone after a crash, and what takes its place may lie below where the batch lay before.
-Retention leaves alone what lies behind the mark, on every replica.
+The search for ids starts where each partition ended by the last MARK, not at a place from the COMMIT: after a crash an
+unflushed tail may be gone, and a batch that replaces it may be below the place of the old one. Retention keeps
+everything behind the mark, on every replica.
 
-A partition that is damaged, or whose topic's configuration cannot be read, holds up no other: what it lacks stays in
-the journal, for a later try here, or for the slave that is promoted because of it. MARKs leave that partition out.
+If a partition is damaged, or its topic's configuration cannot be read, the other partitions continue. Its batches stay
+in the journal, for a later attempt here or for the slave that is promoted because of it. MARKs leave that partition
+out.
 """
 
 from __future__ import annotations
@@ -34,44 +35,44 @@ from metamq.words import count
 log = logging.getLogger("metamq.broker")
 
 SCAN_BYTES = 256 * 1024
-"""Of a partition, in one turn of the loop."""
+"""Bytes of a partition that are scanned in one turn of the loop."""
 
 
 def key_of(partition: Partition) -> Key:
-    """What the journal calls a partition."""
+    """The key of a partition in the journal."""
     return partition.topic, partition.topic_id, partition.index
 
 
 class Stuck(NamedTuple):
-    """What of a commit waits for partitions that are not served."""
+    """The part of a commit that waits for partitions that are not served."""
 
     numbers: frozenset[int]
-    """Of the bodies that wait. The others are in their partitions: nobody looks for them again in this term."""
+    """Numbers of the waiting bodies. The other bodies are in their partitions and are not searched again this epoch."""
     keys: frozenset[Key]
 
 
 class CommitApplier:
-    """Brings commits into partitions. Used by the broker's loop only, in one term."""
+    """Applies commits to partitions. Only the broker's loop uses it, during one epoch."""
 
     def __init__(self, journal: JournalStore, topics: Topics, appender: Appender) -> None:
         self._journal = journal
         self._topics = topics
         self._appender = appender
         self.stuck: dict[int, Stuck] = {}
-        """By LSN, those that lack a partition which is not served, but may be again. No MARK covers that partition."""
+        """The commits, by LSN, with a partition that is not served at the moment. No MARK covers that partition."""
 
     def lacking(self) -> set[Key]:
-        """The partitions that something waits for."""
+        """The partitions for which commits wait."""
         return {key for stuck in self.stuck.values() for key in stuck.keys}
 
-    def bring(self, committed: CommittedBranch, present: Mapping[Partition, set[int]] | None = None) -> int:
-        """Appends what is not there yet; returns how many batches that was. Raises StorageError, CorruptData, and what
-        ended the term: what it has not brought, the next one does.
+    def apply(self, committed: CommittedBranch, present: Mapping[Partition, set[int]] | None = None) -> int:
+        """Appends the missing batches; returns their number. Raises StorageError, CorruptData, and the error that
+        ended the epoch; the next epoch then applies the rest.
 
-        `present`: the ids that partitions have already; None when the commit is new.
+        `present`: the ids that partitions already have; None if the commit is new.
         """
         self._journal.check_term()
-        brought = 0
+        applied = 0
         waiting: dict[int, object] = {}
         gone: Counter[str] = Counter()
         blocked = self._blocked_before(committed)
@@ -83,12 +84,12 @@ class CommitApplier:
             elif isinstance(partition, MetamqError):
                 waiting[number] = partition
             elif body.place.key in blocked:
-                waiting[number] = f"{partition.name} lacks what was committed before"
+                waiting[number] = f"{partition.name} lacks batches of an earlier commit"
             elif present is not None and partition not in present:
-                waiting[number] = f"{partition.name} came back only now"
+                waiting[number] = f"{partition.name} has just become available again"
             elif present is None or batch_id not in present[partition]:
                 problem = self._append(partition, body, batch_id)
-                brought += problem is None
+                applied += problem is None
                 if problem is not None:
                     waiting[number] = problem
                     blocked.add(body.place.key)
@@ -96,10 +97,10 @@ class CommitApplier:
             what = count(messages, "message")
             log.warning("%s of %s dropped: topic %r is gone", what, committed.branch.xid, topic)
         self._note(committed, waiting)
-        return brought
+        return applied
 
     def _append(self, partition: Partition, body: Body, batch_id: int) -> MetamqError | None:
-        """Appends a batch, or tells why it has to wait. Raises StorageError, and CorruptData of the journal."""
+        """Appends a batch, or returns why it must wait. Raises StorageError, and CorruptData of the journal."""
         try:
             batch = memoryview(self._journal.body(body))
         except SHORTAGES as error:
@@ -114,16 +115,16 @@ class CommitApplier:
         return None
 
     def _blocked_before(self, committed: CommittedBranch) -> set[Key]:
-        """Partitions that lack what was committed before: nothing of a later commit is to overtake that."""
+        """The partitions that lack batches of an earlier commit: no later commit may overtake those."""
         return {key for lsn, stuck in self.stuck.items() if lsn < committed.lsn for key in stuck.keys}
 
     def redo(self, state: JournalState) -> Iterator[int]:
-        """Brings what a former master had committed and did not bring; yields how many batches that was, after each
-        commit, and 0 in between, where it may pause."""
+        """Applies the commits that a former master did not apply completely. Yields the number of batches after each
+        commit, and 0 in between as a point to pause."""
         yield from self._redo(state, sorted(state.unmarked))
 
     def retry(self, state: JournalState) -> Iterator[int]:
-        """Brings what was stuck, as far as its partitions are served again; yields as redo()."""
+        """Applies stuck commits whose partitions are served again; yields like redo()."""
         yield from self._redo(state, sorted(self.stuck))
 
     def _redo(self, state: JournalState, lsns: list[int]) -> Iterator[int]:
@@ -139,22 +140,22 @@ class CommitApplier:
                     for ids in _ids_from(partition.log, ends.get(key_of(partition), 0)):
                         found.update(ids)
                         yield 0
-                        self._journal.check_term()  # the log of a slave may be cut meanwhile
+                        self._journal.check_term()  # a slave's log may have been cut meanwhile
                         if partition.closed_by is not None:
                             break
-                    else:  # in this turn of the loop it was read to its end; what comes later has other ids
+                    else:  # this turn read it to its end; later batches have other ids
                         present[partition] = found
                 except CorruptData as error:
                     self._topics.is_damaged(partition, error)
-            yield self.bring(committed, present)
+            yield self.apply(committed, present)
 
     def _wanted(self, committed: CommittedBranch) -> Iterable[int]:
-        """Which of its bodies are not known to be in their partitions."""
+        """The numbers of the bodies that may be missing in their partitions."""
         stuck = self.stuck.get(committed.lsn)
         return sorted(stuck.numbers) if stuck is not None else committed.bodies
 
     def find(self, key: Key) -> Partition | MetamqError | None:
-        """A partition, or why it is not served at present; None when the topic was deleted."""
+        """A partition, or the reason why it is not served; None if the topic was deleted."""
         topic, topic_id, _index = key
         try:
             partition = self._topics.find(*key)
@@ -170,13 +171,13 @@ class CommitApplier:
             return
         if committed.lsn not in self.stuck:
             reason = next(iter(waiting.values()))
-            log.error("what %s has committed waits in the journal: %s", committed.branch.xid, reason)
+            log.error("the commit of %s waits in the journal: %s", committed.branch.xid, reason)
         keys = frozenset(committed.bodies[number].place.key for number in waiting)
         self.stuck[committed.lsn] = Stuck(frozenset(waiting), keys)
 
 
 def _ids_from(partition_log: PartitionLog, position: int) -> Iterator[list[int]]:
-    """The ids of the batches from a byte of the log on, some at a time. Raises CorruptData, StorageError."""
+    """The ids of the batches from a position on, one chunk at a time. Raises CorruptData, StorageError."""
     while (position := max(position, partition_log.start_position)) < partition_log.end_position:
         run = partition_log.read_position(position, SCAN_BYTES)
         yield [header.batch_id for _at, header in walk(run.data)]

@@ -1,21 +1,21 @@
-"""Followers: ends transactions over several brokers whose client died before all of them knew the outcome.
+"""Followers: ends transactions over several brokers whose client died before all of the brokers knew the outcome.
 
-Such a transaction has no coordinator: a branch at one broker, the *decider*, decides with DECIDE for those at the
-others, which were prepared before and know whose decision they follow (metamq.tx.app.work tells the client's side).
+Such a transaction has no coordinator. A branch at one broker, the *decider*, decides with DECIDE for the branches at
+the other brokers. These were prepared before, and know their decider (metamq.tx.app.work has the client's side).
 
-    here, and left for its grace    what is done                                 then
-    a prepared branch that follows  the decider is asked with RESOLVE            COMMIT, or ROLLBACK of it
-    a decided branch                COMMIT at each of its followers              FORGET, once each has answered OK
+    branch here after the grace     action                                       then.
+    a prepared branch that follows  ask the decider with RESOLVE                 COMMIT or ROLLBACK the branch.
+    a decided branch                COMMIT at each of its followers              FORGET, when all have answered OK
 
-RESOLVE makes the decider decide: what was not decided by then never will be. It answers for sure, since whoever answers
-either is the master whose epoch the branch was begun in, or has the journal of that one; an earlier master refuses. A
-decider whose generation has changed may have lost its decision: then a person has to decide.
+RESOLVE makes the decider decide: a branch that is undecided by then is never decided later. Its answer is reliable. The
+broker that answers is the master in whose epoch the branch began, or has that master's journal; an earlier master
+refuses. If the decider's generation has changed, it may have lost its decision: then an operator must decide.
 
-A decision is forgotten on the word of each follower that it has committed, which is durable there; not because a broker
-says that it knows nothing of it, as a former master might. So who has said it is not asked again: it remembers only so
-many outcomes, and another follower may be down for long.
+A decision is forgotten only when each follower has answered that its commit is durable. An answer that a broker does
+not know the branch is not enough, since a former master could give it. A follower that has answered is not asked again:
+it remembers only a limited number of outcomes, and another follower may be down for long.
 
-Branches are ended one after the other. A broker that does not answer is asked once in a round.
+Branches are ended one after the other. A broker that does not answer is asked only once per round.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ ASK_S = 5.0
 
 
 class Followers:
-    """Used by the broker's loop only."""
+    """Only the broker's loop uses it."""
 
     def __init__(
         self, broker_id: int, session: Session, transactions: TransactionalCommandProcessor, grace_s: float
     ) -> None:
-        """`grace_s`: so long a branch is left to the client that is most likely about to end it."""
+        """`grace_s`: seconds that a branch is left to its client, which most likely ends it."""
         self._grace_s = grace_s
         self._every_s = min(EVERY_S, grace_s / 4)
         self._broker_id = broker_id
         self._session = session
         self._transactions = transactions
         self._seen: dict[BranchKey, float] = {}
-        """Since when each waits."""
-        self._told: dict[BranchKey, str] = {}
-        """Why each waits, as the log has it."""
+        """Time since which each branch waits."""
+        self._logged: dict[BranchKey, str] = {}
+        """The last logged reason why each branch waits."""
         self._committed: dict[BranchKey, set[int]] = {}
-        """Of each that is decided: the brokers where it is committed."""
+        """The brokers where each decided branch is committed."""
 
     async def run(self) -> None:
-        """For ever."""
+        """Ends branches, round after round, without end."""
         cluster = ClusterClient(self._session)
         try:
             while True:
@@ -70,33 +70,33 @@ class Followers:
             await cluster.close()
 
     async def round(self, client: TxClient) -> None:
-        """Ends what can be ended now."""
+        """Ends the branches that can be ended now."""
         silent: set[int] = set()
         for branch in self._left():
             await self._end(_Patient(client, silent), branch)
 
     def _left(self) -> list[BranchState]:
-        """What nobody has ended for so long."""
+        """The branches that have waited for the grace period."""
         now_s = time.monotonic()
         waiting = {branch.key: branch for branch in self._transactions.waiting()}
         self._seen = {key: self._seen.get(key, now_s) for key in waiting}
-        self._told = {key: reason for key, reason in self._told.items() if key in waiting}
+        self._logged = {key: reason for key, reason in self._logged.items() if key in waiting}
         self._committed = {key: where for key, where in self._committed.items() if key in waiting}
         return [waiting[key] for key, since_s in self._seen.items() if now_s - since_s >= self._grace_s]
 
     async def _end(self, client: _Patient, branch: BranchState) -> None:
         try:
             if branch.state is BranchPhase.DECIDED:
-                await self._tell(client, branch)
+                await self._commit_followers(client, branch)
             else:
-                await self._ask(client, branch)
+                await self._resolve(client, branch)
         except MetamqError as error:
-            if self._told.get(branch.key) != error.problem:
-                self._told[branch.key] = error.problem
+            if self._logged.get(branch.key) != error.problem:
+                self._logged[branch.key] = error.problem
                 log.info("branch %s waits: %s", branch.xid, error)
 
-    async def _ask(self, client: _Patient, branch: BranchState) -> None:
-        """Asks whom a prepared branch follows."""
+    async def _resolve(self, client: _Patient, branch: BranchState) -> None:
+        """Asks the decider of a prepared branch, and ends the branch by its answer."""
         broker_id, generation, epoch = branch.follows
         decider = self._branch(branch.xid, broker_id, epoch)
         try:
@@ -105,22 +105,22 @@ class Followers:
         except BranchNotKnown as error:
             if decider.history != f"{broker_id}:{generation}":
                 raise MetamqError(
-                    f"broker {broker_id}, which was to decide about it, has lost acknowledged data since",
+                    f"broker {broker_id}, which should decide it, has lost acknowledged data since",
                     hint="Decide with `metamq tx commit` or `metamq tx rollback`.",
                 ) from error
             verb = Verb.ROLLBACK
         await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), verb)
-        log.info("branch %s, which nobody had ended: %s, as broker %d says", branch.xid, verb.name, broker_id)
+        log.info("branch %s, which its client did not end: %s, as broker %d says", branch.xid, verb.name, broker_id)
 
-    async def _tell(self, client: _Patient, branch: BranchState) -> None:
-        """Tells those that follow a decided branch, whatever becomes of the others. Raises the first error."""
+    async def _commit_followers(self, client: _Patient, branch: BranchState) -> None:
+        """Commits at all followers of a decided branch, even if some fail. Raises the first error."""
         committed = self._committed.setdefault(branch.key, set())
         failure: MetamqError | None = None
         for broker_id, epoch in zip(branch.followers[::2], branch.followers[1::2], strict=True):
             if broker_id in committed:
                 continue
             try:
-                await self._tell_one(client, self._branch(branch.xid, broker_id, epoch))
+                await self._commit_follower(client, self._branch(branch.xid, broker_id, epoch))
                 committed.add(broker_id)
             except MetamqError as error:
                 failure = failure or error
@@ -128,7 +128,7 @@ class Followers:
             raise failure
         await client.ask(self._branch(branch.xid, self._broker_id, branch.epoch), Verb.FORGET)
 
-    async def _tell_one(self, client: _Patient, follower: Branch) -> None:
+    async def _commit_follower(self, client: _Patient, follower: Branch) -> None:
         try:
             await client.ask(follower, Verb.COMMIT)
         except HeuristicOutcome as error:
@@ -143,14 +143,14 @@ class Followers:
 
 
 class _Patient:
-    """Asks brokers, and none that has not answered in this round."""
+    """Asks brokers, except those that did not answer in this round."""
 
     def __init__(self, client: TxClient, silent: set[int]) -> None:
         self._client = client
         self._silent = silent
 
     async def ask(self, branch: Branch, verb: Verb) -> None:
-        """Raises as TxClient.ask()."""
+        """Asks the broker. Raises like TxClient.ask()."""
         broker_id = branch.broker_id
         if broker_id in self._silent:
             raise MetamqError(f"broker {broker_id} does not answer")

@@ -1,8 +1,8 @@
-"""JournalStore: the transaction journal on disk. A partition log like any other, under a name no topic can have.
+"""JournalStore: the transaction journal on disk. It is a partition log, under a name that no topic can have.
 
-So that what logs have is not made twice: torn tails and damage, group commit, replication to every slave, the stable
-mark, epochs. The journal is always `sync` and flushed before it is acknowledged, whatever the topics are. An LSN is an
-offset of that log: an entry has as many as it has values, one for its records and one for each body.
+So the journal reuses the features of logs: torn tails and damage, group commit, replication to every slave, the stable
+mark, epochs. The journal is always `sync` and flushed before it is acknowledged, whatever the settings of topics. An
+LSN is an offset of that log. An entry has one offset per value: one for its records and one for each body.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECENT_BYTES, RECENT_ENTRIES = 32 * 1024, 128
 
 
 def journal_config(broker_id: int, min_insync: int = 1) -> TopicConfig:
-    """How the journal is kept. It is cut by its owner alone."""
+    """The settings of the journal. Retention never cuts it; only its owner does."""
     return TopicConfig(
         TOPIC, {broker_id: 1}, TOPIC_ID, flush="ack", retention_ms=None, segment_bytes=SEGMENT_BYTES,
         replication="sync", min_insync=min_insync,
@@ -38,30 +38,30 @@ def journal_config(broker_id: int, min_insync: int = 1) -> TopicConfig:
 
 
 class Appender(Protocol):
-    """Brings batches into partitions, here and at the slaves."""
+    """Appends batches to partitions, here and on the slaves."""
 
     def admit(self, partition: Partition, promised_bytes: int) -> None:
-        """Before an append that is to be durable, and that promises so many bytes more to partitions.
+        """Checks that a durable append is possible now. It promises `promised_bytes` more to partitions.
 
-        Raises NotEnoughReplicas, DiskFull, Fenced: nothing is to be stored then.
+        Raises NotEnoughReplicas, DiskFull, Fenced: then the caller must not store anything.
         """
 
     def append(self, partition: Partition, batch: memoryview, header: BatchHeader, batch_id: int | None) -> int:
-        """Appends a batch; returns where it ends. Raises StorageError, CorruptData, and what closed the partition."""
+        """Appends a batch; returns its end. Raises StorageError, CorruptData, and the partition's closing error."""
 
     def when_durable(self, partition: Partition, end_offset: int, done: Done) -> None:
-        """Calls `done` once every in-sync replica has flushed it, or with why nobody knows."""
+        """Calls `done` when every in-sync replica has flushed it, or with the error why this is unknown."""
 
 
 class Written(NamedTuple):
-    """An entry that was appended, and where it ends."""
+    """An appended entry, and its end."""
 
     entry: Entry
     end_offset: int
 
 
 class JournalStore:
-    """The journal of a master, for one term. Used by the broker's loop only."""
+    """The journal of a master, during one epoch. Only the broker's loop uses it."""
 
     def __init__(self, partition: Partition, ids: BatchIds, appender: Appender) -> None:
         self.partition = partition
@@ -69,38 +69,38 @@ class JournalStore:
         self._appender = appender
         self._last_read: tuple[int, list[memoryview]] = -1, []
         self._recent: dict[int, list[bytes]] = {}
-        """Bodies of small entries by position, oldest first: most are committed at once, and need not be read."""
+        """Bodies of small entries by position, oldest first: most are committed soon, and not read from disk."""
         self._held: tuple[list[Record], list[memoryview]] = [], []
-        """What the next entry begins with."""
+        """The records and bodies at the begin of the next entry."""
         self.ended: MetamqError | None = None
-        """Why its term is over."""
+        """The error that ended the epoch."""
 
     def check_term(self) -> None:
-        """Raises what ended its term: a task that was begun in it may go on only now, beside the next one's."""
+        """Raises the error that ended the epoch: a task that began in it may still run in the next one."""
         if self.ended is not None:
             raise self.ended.with_traceback(None)
 
     @property
     def end_lsn(self) -> int:
-        """The LSN that the next entry begins with."""
+        """The LSN of the next entry."""
         return self.partition.log.end_offset
 
     @property
     def size_bytes(self) -> int:
-        """Of all that is kept."""
+        """Size of the journal."""
         return self.partition.log.size_bytes
 
     def admit(self, promised_bytes: int) -> None:
-        """Whether an entry can be made durable at present. Raises NotEnoughReplicas, DiskFull, Fenced."""
+        """Checks that an entry can be made durable now. Raises NotEnoughReplicas, DiskFull, Fenced."""
         self._appender.admit(self.partition, promised_bytes)
 
     def is_durable(self, written: Written) -> bool:
-        """Whether an entry is on the disk of every in-sync replica."""
+        """True if an entry is on the disk of every in-sync replica."""
         return self.partition.closed_by is None and self.partition.log.stable_offset >= written.end_offset
 
     def hold(self, records: list[Record], bodies: list[memoryview]) -> Entry:
-        """Records, and their bodies, that the next entry is to begin with; it follows in this turn of the loop, since
-        nothing is written yet."""
+        """Holds records and their bodies for the begin of the next entry. The caller must append that entry in the same
+        turn of the loop, since nothing is written yet."""
         self.append_held()
         self._held = records, bodies
         log = self.partition.log
@@ -108,20 +108,21 @@ class JournalStore:
 
     @property
     def holds(self) -> bool:
-        """Whether something is held."""
+        """True if records are held."""
         return bool(self._held[0])
 
     def append_held(self) -> None:
-        """Where nothing follows it after all. Raises as append()."""
+        """Appends the held records as an entry of their own. Raises like append()."""
         if self._held[0]:
             self.append([], [])
 
     def append(self, records: list[Record], bodies: list[memoryview]) -> Written:
-        """Appends an entry; it is not durable yet. What was held stands in it, too, but is not told once more.
+        """Appends an entry, with the held records first; the result has only the new ones. It is not durable yet.
 
-        Raises StorageError, CorruptData, MessageTooLarge, and what ended the term; what was held is gone then."""
+        Raises StorageError, CorruptData, MessageTooLarge, and the error that ended the epoch; held records are then
+        dropped."""
         self.check_term()
-        if bodies:  # each entry numbers its own
+        if bodies:  # bodies are numbered within their entry
             self.append_held()
         log = self.partition.log
         held, self._held = self._held, ([], [])
@@ -137,11 +138,11 @@ class JournalStore:
         return Written(Entry(lsn, position, records, [len(body) for body in bodies]), end_offset)
 
     def when_durable(self, written: Written, done: Done) -> None:
-        """Calls `done` once the entry cannot be lost, or with why nobody knows; perhaps at once."""
+        """Calls `done` when the entry is durable, or with the error why this is unknown; possibly at once."""
         self._appender.when_durable(self.partition, written.end_offset, done)
 
     def body(self, body: Body) -> bytearray:
-        """A copy of a batch that was sent. Raises CorruptData, StorageError."""
+        """A copy of a stored body. Raises CorruptData, StorageError."""
         if (recent := self._recent.get(body.position)) is not None:
             return bytearray(recent[body.number - 1])  # an entry begins with its records
         position, values = self._last_read
@@ -171,7 +172,7 @@ def _entry(batch: memoryview, header: BatchHeader, position: int) -> Entry:
 
 
 class Follower:
-    """Keeps up with a journal, at any replica, as far as nothing of it is taken back. Used by the loop only."""
+    """Reads a journal as it grows, at any replica, up to the stable mark. Only the loop uses it."""
 
     def __init__(self) -> None:
         self.retained = Retained()
@@ -180,11 +181,11 @@ class Follower:
         self._position = 0
 
     async def catch_up(self, partition: Partition) -> Retained:
-        """What retention has to leave alone. It reads what came since the last call. Raises CorruptData, StorageError,
-        and what closed the partition."""
+        """The records that retention must keep. Reads the entries since the last call. Raises CorruptData,
+        StorageError, and the error that closed the partition."""
         log = partition.log
         while True:
-            if (partition, partition.cuts) != (self._partition, self._cuts):  # what was read may not be there any more
+            if (partition, partition.cuts) != (self._partition, self._cuts):  # the entries that were read may be gone
                 self.retained, self._position = Retained(), log.start_position
                 self._partition, self._cuts = partition, partition.cuts
             self._position = max(self._position, log.start_position)

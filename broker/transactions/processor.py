@@ -1,12 +1,12 @@
-"""TransactionalCommandProcessor: carries out what clients ask of branches, while this replica is the master.
+"""TransactionalCommandProcessor: carries out clients' requests for branches, while this replica is the master.
 
-    request ─▶ one at a time of a branch ─▶ ask the store ─▶ write to the journal ─▶ wait, if it is to be durable
+    request ─▶ one at a time per branch ─▶ ask the store ─▶ write to the journal ─▶ wait, if it must be durable
                                                                                         │
-    answer ◀── next verb ◀── bring a commit into its partitions ◀── the state changes ◀─┘
+    answer ◀── next verb ◀── apply a commit to its partitions ◀── the state changes ◀───┘
 
-A term begins with the journal: it is read, what was not prepared is dropped, and what a former master committed is
-brought into the partitions, all before anybody is let in. What the journal was told and a term's end overtook is
-answered as unknown: the next master finds it there, or not.
+An epoch begins with the journal: the processor reads it, drops branches that were not prepared, and applies the commits
+of former masters to the partitions, before it admits any client. If the epoch ends while a request waits for the
+journal, the answer is that the outcome is unknown: the next master may or may not find the record.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ log = logging.getLogger("metamq.broker")
 
 SESSION_CHARS_MAX = 64
 WAITING_MAX = 100
-"""Requests of one branch, with the one under way: who is behind a branch asks one thing at a time, or a few."""
+"""Requests of one branch, including the running one. A client sends one or a few requests for a branch at a time."""
 GRACE_S = 5.0
-"""So long a session whose connection is lost may come back, before what it works in is given up."""
+"""Seconds for a session to return after its connection is lost; then its unprepared branches are rolled back."""
 PAGE = 1000
-"""Branches in one answer."""
+"""Branches per answer."""
 READ_SLICE_S = 0.02
 FIGURES_S = 1.0
 ENTRY_BYTES = 8 * 1024 * 1024
-"""Of bodies, in one entry of the journal; a single one may be larger."""
+"""Bytes of bodies in one entry of the journal; a single body may be larger."""
 BODY_BYTES_MAX = BATCH_BYTES_MAX - 64 * 1024
-"""An entry of one body is a batch itself."""
+"""Maximum bytes of a body: an entry with one body must fit into a batch."""
 BEGINNING = [Verb.START, Verb.SEND, Verb.END]
 PROMISES = (Verb.PREPARE, Verb.COMMIT_ONE_PHASE, Verb.DECIDE)
 DECIDES_AGAINST = (Verb.HEURISTIC_ROLLBACK,)
@@ -84,12 +84,12 @@ Check = Callable[[PutEntry, memoryview], BodyPlace]
 
 
 def _promise_follows(work: TxRequest) -> bool:
-    """Whether a request goes on from SEND with END and a promise, so that nothing comes in between."""
+    """True if the request continues after SEND with END and a promise, so that no other request comes between."""
     return len(work.verbs) == 3 and work.verbs[1] is Verb.END and work.verbs[2] in PROMISES
 
 
 def _drop_idle_sessions(term: TransactionTerm) -> None:
-    """Keeps in mind no session that works in nothing. Now and then: another one may have ended what it began."""
+    """Forgets sessions without an open branch. Runs from time to time: other sessions may end its branches."""
     working = {work.header.session for queue in term.queues.values() for work in queue}
     for branch in term.store.branches.values():
         if branch.state in (BranchPhase.ACTIVE, BranchPhase.IDLE):
@@ -98,25 +98,25 @@ def _drop_idle_sessions(term: TransactionTerm) -> None:
 
 
 def check_ids(header: Tx) -> None:
-    """Whose decision a branch follows, or who follows its own: numbers, in their order. Raises ProtocolError."""
+    """Checks the numbers of a branch's decider or followers. Raises ProtocolError."""
     numbers = [*header.follows, *header.followers]
     if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
-        raise ProtocolError("a branch follows, and is followed by, what numbers tell")
+        raise ProtocolError("the decider and the followers of a branch must be numbers from 0 to 2^63 - 1")
     if len(header.follows) not in (0, 3) or len(header.followers) % 2 or len(numbers) > FOLLOWERS_MAX:
         raise ProtocolError(
-            f"{len(header.follows)} numbers for whose decision it follows, {len(header.followers)} for who follows it"
+            f"a branch with {len(header.follows)} numbers for its decider and {len(header.followers)} for its followers"
         )
     if not (0 <= header.timeout_ms < 1 << 53 and header.first >= 0 and header.messages >= -1):
-        raise ProtocolError("a TX with a number below zero, or a time-out of ages")
+        raise ProtocolError("a TX with a negative number, or too large a time-out")
 
 
 def _is_of_the_disk(error: MetamqError) -> bool:
-    """Whether the broker has to end with it: the disk failed, and was not only full, or without a descriptor left."""
+    """True if the disk failed, so that the broker must end. A full disk or a lack of descriptors is not a failure."""
     return isinstance(error, StorageError) and not error.retriable
 
 
 class TransactionalCommandProcessor:
-    """Used by the broker's loop only."""
+    """Only the broker's loop uses it."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class TransactionalCommandProcessor:
         check: Check,
         failed: Callable[[MetamqError], None],
     ) -> None:
-        """`check` looks at a batch that came, and says where it is to go. `failed`: the broker has to end."""
+        """`check` verifies a received batch and returns its place. `failed` is called when the broker must end."""
         self.limits = TransactionLimits()
         self.upkeep = Upkeep(topics, flusher)
         self.grace_s = GRACE_S
@@ -142,24 +142,24 @@ class TransactionalCommandProcessor:
         self._follower = Follower()
         self._guards = Guards()
         self.figures = Figures()
-        """As of a moment ago. Any thread."""
+        """The last figures, at most FIGURES_S old. Any thread."""
         self._figures_due_s = 0.0
         self._not_ready: MetamqError = Fenced(f"broker {broker_id}", "it is starting")
 
-    # -- terms --------------------------------------------------------------------------------------------------------
+    # -- epochs -------------------------------------------------------------------------------------------------------
 
     def _journal_partition(self) -> Partition:
         return self._topics.find(TOPIC, TOPIC_ID, 0)
 
     async def begin_term(self, epoch: int, generation: int) -> None:
-        """Takes over from the former master. Nobody reads or writes meanwhile. Raises StorageError."""
+        """Takes over from the former master. Meanwhile no client reads or writes. Raises StorageError."""
         try:
             self._term = await self._begun(self._journal_partition(), epoch, generation)
         except StorageError:
             raise
         except MetamqError as error:
             self._not_ready = error
-            log.critical("there are no transactions at broker %d: %s", self._broker_id, error)
+            log.critical("transactions are not available at broker %d: %s", self._broker_id, error)
             if isinstance(error, CorruptData) and (damaged := self._topics.get(TOPIC, 0)) is not None:
                 self._topics.is_damaged(damaged, error)
 
@@ -171,19 +171,19 @@ class TransactionalCommandProcessor:
         dropped = state.drop_unprepared()
         partition.needed_offset = state.mark.needed_lsn
         commits = CommitApplier(journal, self._topics, self._appender)
-        if state.mark.generation != generation:  # positions may mean something else now
+        if state.mark.generation != generation:  # positions may now mean other batches
             state.mark = state.mark._replace(ends=[])
-        brought: list[int] = []
-        await self._in_slices(commits.redo(state), brought.append)
-        if dropped or sum(brought):
+        applied: list[int] = []
+        await self._in_slices(commits.redo(state), applied.append)
+        if dropped or sum(applied):
             log.info(
-                "transactions: %s of a former master brought to an end, %s not prepared and dropped",
-                count(sum(1 for number in brought if number), "commit"), count(len(dropped), "branch"),
+                "transactions: %s of a former master completed, %s not prepared and dropped",
+                count(sum(1 for number in applied if number), "commit"), count(len(dropped), "branch"),
             )  # fmt: skip
         return TransactionTerm(store, journal, commits, generation)
 
     async def _in_slices(self, steps: Any, take: Callable[[Any], object]) -> None:
-        """Goes through an iterator without holding up the loop."""
+        """Consumes an iterator without blocking the loop for long."""
         until = time.monotonic() + READ_SLICE_S
         for step in steps:
             take(step)
@@ -192,13 +192,13 @@ class TransactionalCommandProcessor:
                 until = time.monotonic() + READ_SLICE_S
 
     def end_term(self, reason: MetamqError) -> None:
-        """This replica is not the master any more: answers all that wait."""
+        """Ends this replica's epoch as master: answers all waiting requests."""
         term, self._term, self._not_ready = self._term, None, reason
         if term is not None:
             term.journal.ended = reason
             for queue in term.queues.values():
                 for number, work in enumerate(queue):
-                    # The first is under way, and may be in the journal.
+                    # The first one is running, and its record may be in the journal.
                     if not work.is_answered:
                         error = reason if number else reason.with_unknown_outcome()
                         work.connection.answer_error(work.request, error)
@@ -206,22 +206,24 @@ class TransactionalCommandProcessor:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def tx(self, request: Request, connection: SessionConnection) -> None:
-        """Takes a TX. Raises ProtocolError, Fenced, and what is wrong with a batch: nothing is done then."""
+        """Takes a TX. Raises ProtocolError, Fenced, and the error of a bad batch: then nothing has been done."""
         term = self._ready()
         header = unpack(Tx, request.header)
         if not 0 < len(header.verbs) <= VERBS_MAX or len(header.session) > SESSION_CHARS_MAX:
-            raise ProtocolError(f"a TX has 1 to {VERBS_MAX} verbs, and a session of {SESSION_CHARS_MAX} characters")
+            raise ProtocolError(
+                f"a TX has 1 to {VERBS_MAX} verbs, and a session of at most {SESSION_CHARS_MAX} characters"
+            )
         if header.verbs.count(Verb.SEND) > 1 or bool(header.entries) != (Verb.SEND in header.verbs):
-            raise ProtocolError("a TX has one SEND with batches, or neither")
+            raise ProtocolError("a TX has one SEND with batches, or no SEND and no batches")
         check_ids(header)
         try:
             work = TxRequest(request, connection, header, Xid.unpack(header.xid))
         except KeyError as error:
-            raise ProtocolError(f"a TX with a verb that is not known to this broker: {error}") from None
+            raise ProtocolError(f"a TX with a verb that this broker does not know: {error}") from None
         self._take_bodies(work)
         queue = term.queues.setdefault(work.xid, deque())
         if len(queue) >= WAITING_MAX:
-            raise TryLater(work.xid, XACode.RETRY, f"{len(queue)} requests of it wait already, the most allowed")
+            raise TryLater(work.xid, XACode.RETRY, f"{len(queue)} of its requests already wait, the most allowed")
         term.sessions[header.session] = connection
         queue.append(work)
         if len(queue) == 1:
@@ -241,7 +243,7 @@ class TransactionalCommandProcessor:
                 raise MessageTooLarge("a batch of a transaction", entry.size, BODY_BYTES_MAX)
             places.append(self._check(entry, batch))
             work.bodies.append(batch)
-        work.asked.places = tuple(places)
+        work.verb_request.places = tuple(places)
 
     def _history(self, term: TransactionTerm) -> str:
         return f"{self._broker_id}:{term.generation}"
@@ -252,13 +254,13 @@ class TransactionalCommandProcessor:
         return self._term
 
     def _run(self, term: TransactionTerm, work: TxRequest) -> None:
-        """Carries out a request, and those that wait behind it, up to the first verb that has to wait."""
+        """Carries out a request, and the ones that wait behind it, up to the first verb that must wait."""
         following: TxRequest | None = work
         while following is not None and self._carried_out(term, following):
             following = self._finish(term, following)
 
     def _carried_out(self, term: TransactionTerm, work: TxRequest) -> bool:
-        """Carries out a request's verbs; False when one has to wait, or the term has ended."""
+        """Carries out a request's verbs. Returns False if a verb must wait, or if the epoch has ended."""
         while work.verbs and term is self._term:
             verb = work.verbs[0]
             try:
@@ -272,7 +274,7 @@ class TransactionalCommandProcessor:
                     self._failed(error)
                 self._refused(work, error)
                 break
-            except Exception as error:  # a fault of ours: those that wait behind it are to get their answers
+            except Exception as error:  # a bug: the requests behind it must still get their answers
                 log.exception("%s of %s failed", verb.name, work.xid)
                 self._fault(term, work, error)
                 break
@@ -282,16 +284,16 @@ class TransactionalCommandProcessor:
         return term is self._term
 
     def _one(self, term: TransactionTerm, work: TxRequest, verb: Verb) -> bool:
-        """Carries out a verb; True when its record is on its way, and _durable() follows. Raises its error."""
-        asked = work.asked
-        asked.verb = verb
+        """Carries out a verb. Returns True if its record is being written, and _durable() follows. Raises its error."""
+        verb_request = work.verb_request
+        verb_request.verb = verb
         if verb in (Verb.START, Verb.SEND) and term.journal.size_bytes > self.limits.journal_bytes:
             raise TryLater(
                 work.xid, XACode.RMERR, f"the journal has {term.journal.size_bytes:,} bytes, the most allowed"
             )
         if verb is Verb.START and self._begin_at_once(term, work):
             return False
-        step = term.store.ask(asked, time.monotonic(), time.time_ns() // 1000)
+        step = term.store.ask(verb_request, time.monotonic(), time.time_ns() // 1000)
         if step.error is not None:
             raise step.error
         if isinstance(step.record, Add):
@@ -310,9 +312,12 @@ class TransactionalCommandProcessor:
         return True
 
     def _begin_at_once(self, term: TransactionTerm, work: TxRequest) -> bool:
-        """START, SEND and END at once where they come together; END is left to be taken off. False, and nothing is
-        done, when one of them would be refused."""
-        if work.header.verbs[:3] != BEGINNING or (step := term.store.begin(work.asked, time.monotonic())) is None:
+        """Carries out START, SEND and END together if they come together; END stays in the queue of verbs. Returns
+        False, with nothing done, if the store would refuse one of them."""
+        if (
+            work.header.verbs[:3] != BEGINNING
+            or (step := term.store.begin(work.verb_request, time.monotonic())) is None
+        ):
             return False
         assert isinstance(step.record, Add)
         self._done(work, step)
@@ -324,7 +329,7 @@ class TransactionalCommandProcessor:
         return True
 
     def _write_bodies(self, term: TransactionTerm, work: TxRequest, record: Add) -> None:
-        """As many entries as it takes. Raises StorageError, CorruptData; the branch is given up then."""
+        """Writes the bodies, in several entries if necessary. Raises StorageError, CorruptData and ends the branch."""
         places, bodies = list(record.places), work.bodies
         first, size = 0, 0
         try:
@@ -349,7 +354,7 @@ class TransactionalCommandProcessor:
         *,
         hold: bool = False,
     ) -> None:
-        """With `hold` they stand in one entry with the promise that follows."""
+        """Writes some bodies as an entry. With `hold`, they go into one entry with the promise that follows."""
         some = record
         if end - start < len(places):
             some = record._replace(first=record.first + start, places=places[start:end])
@@ -357,19 +362,19 @@ class TransactionalCommandProcessor:
         term.store.written(term.journal.hold([some], sent) if hold else term.journal.append([some], sent).entry)
 
     def _write_promise(self, term: TransactionTerm, work: TxRequest, record: Record) -> Written:
-        """And what was sent just before, where that is held."""
+        """Writes a promise, and the held bodies of the same request."""
         held = term.journal.holds
         try:
             return term.journal.append([record], [])
         except MetamqError as error:
-            if held and not _is_of_the_disk(error):  # after that one nobody knows what the disk has
+            if held and not _is_of_the_disk(error):  # after a disk failure the content of the disk is unknown
                 self._not_stored(term, work)
             elif isinstance(error, SHORTAGES):
                 raise TryLater(work.xid, XACode.RETRY, str(error)) from error
             raise
 
     def _write_held(self, term: TransactionTerm, work: TxRequest) -> None:
-        """Of a request whose promise was refused: what was sent stays in the branch."""
+        """Writes the held bodies of a request whose promise was refused: they stay in the branch."""
         try:
             term.journal.append_held()
         except MetamqError as error:
@@ -378,7 +383,7 @@ class TransactionalCommandProcessor:
                 self._failed(error)
 
     def _fault(self, term: TransactionTerm, work: TxRequest, error: Exception) -> None:
-        """Nobody knows how far it came: what is promised stays so, anything else is given up."""
+        """Ends a request after an internal error. A promise remains; any other branch is rolled back."""
         branch = term.store.branches.get(work.xid)
         if branch is not None and not branch.busy and branch.state not in LASTING:
             self._not_stored(term, work)
@@ -387,10 +392,10 @@ class TransactionalCommandProcessor:
     def _not_stored(self, term: TransactionTerm, work: TxRequest) -> None:
         branch = term.store.branches.get(work.xid)
         if branch is not None:
-            branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store what was sent in it")
+            branch.becomes_rollback_only(XACode.RBOTHER, "the broker could not store its messages")
 
     def _check_durable(self, term: TransactionTerm, branch: BranchState, verb: Verb) -> None:
-        """Whether a promise or a decision can be kept at present. Raises TryLater, Fenced: nothing has changed then."""
+        """Checks that a promise or a decision can be kept now. Raises TryLater, Fenced: then nothing has changed."""
         promises = verb in PROMISES
         try:
             if verb not in DECIDES_AGAINST:
@@ -399,11 +404,11 @@ class TransactionalCommandProcessor:
             term.journal.admit(branch.bytes if promises else 0)
         except (NotEnoughReplicas, CorruptData, DiskFull) as error:
             raise TryLater(branch.xid, XACode.RETRY, str(error)) from error
-        if verb is Verb.PREPARE:  # counted at once: what is prepared before the next tick is to fit beside it
+        if verb is Verb.PREPARE:  # counted at once, so that branches prepared before the next tick fit, too
             self.figures = self.figures._replace(promised_bytes=self.figures.promised_bytes + branch.bytes)
 
     def _check_served(self, topic: str, topic_id: str, index: int) -> None:
-        """Raises CorruptData when a partition is damaged: a commit is to wait for who has it whole."""
+        """Raises CorruptData if a partition is damaged: a commit must wait for a replica that has it intact."""
         try:
             damage = self._topics.find(topic, topic_id, index).closed_by
         except TopicNotFound:
@@ -420,12 +425,12 @@ class TransactionalCommandProcessor:
     def _durable(
         self, term: TransactionTerm, work: TxRequest, step: VerbStep, written: Written, error: MetamqError | None
     ) -> None:
-        """The record cannot be lost any more; or nobody knows, by an error."""
+        """Handles a durable record, or the error by which this is unknown."""
         term.in_flight.discard(written.entry.lsn)
-        if term is not self._term:  # its end has answered
+        if term is not self._term:  # end_term() has answered
             return
         if error is not None and not term.journal.is_durable(written):
-            # The branch stays busy: what becomes of it, the next term finds in the journal.
+            # The branch stays busy: the next master finds its outcome in the journal.
             self._refused(work, OutcomeUnknown(work.xid, XACode.RMFAIL, error.problem))
             self._answer(term, work)  # it stays at the head of its queue
             return
@@ -436,7 +441,7 @@ class TransactionalCommandProcessor:
         committed = term.store.journal.unmarked.get(written.entry.lsn)
         if committed is not None:
             try:
-                term.commits.bring(committed)
+                term.commits.apply(committed)
             except MetamqError as failure:
                 self._failed(failure)
                 return
@@ -450,7 +455,7 @@ class TransactionalCommandProcessor:
 
     def _done(self, work: TxRequest, step: VerbStep) -> None:
         assert step.answer is not None
-        work.asked.epoch = step.answer.epoch
+        work.verb_request.epoch = step.answer.epoch
         work.results.append(TxResult(status.OK, step.answer.code, step.answer.epoch, None))
 
     def _refused(self, work: TxRequest, error: MetamqError) -> None:
@@ -473,12 +478,12 @@ class TransactionalCommandProcessor:
         return None
 
     def branches(self, request: Request, connection: SessionConnection) -> None:
-        """Answers a BRANCHES: a page of what is open. Raises Fenced."""
+        """Answers a BRANCHES: a page of open branches. Raises Fenced."""
         term = self._ready()
-        asked = unpack(Branches, request.header)
+        query = unpack(Branches, request.header)
         promised = (BranchPhase.PREPARED, BranchPhase.HEURISTIC)
-        behind = [branch for branch in term.store.branches.values() if branch.epoch > asked.after_epoch]
-        wanted = sorted((b for b in behind if asked.all or b.state in promised), key=lambda branch: branch.epoch)
+        behind = [branch for branch in term.store.branches.values() if branch.epoch > query.after_epoch]
+        wanted = sorted((b for b in behind if query.all or b.state in promised), key=lambda branch: branch.epoch)
         page = [
             BranchInfo(
                 [*b.xid],
@@ -496,31 +501,31 @@ class TransactionalCommandProcessor:
         connection.answer(request, BranchesReply(self._history(term), page, len(wanted) > PAGE))
 
     def waiting(self) -> list[BranchState]:
-        """Those that wait for another broker's decision, or whose decision others wait for; none at a slave."""
+        """The branches that wait for another broker's decision, or that others wait for; none on a slave."""
         known = self._term.store.branches.values() if self._term is not None else ()
         return [b for b in known if b.state is BranchPhase.DECIDED or (b.state is BranchPhase.PREPARED and b.follows)]
 
-    # -- what happens by itself ---------------------------------------------------------------------------------------
+    # -- background work ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keeps the journal short, for ever. Raises StorageError."""
+        """Keeps the journal short, without end. Raises StorageError."""
         while True:
             await asyncio.sleep(self.upkeep.mark_s)
             if (term := self._term) is None:
                 continue
             try:
-                await self._in_slices(term.commits.retry(term.store.journal), lambda brought: None)
+                await self._in_slices(term.commits.retry(term.store.journal), lambda applied: None)
                 if term.store.journal.unmarked:
                     await self.upkeep.mark(term)
                 await self.upkeep.shorten(term)
-            except MetamqError as error:  # the term ended meanwhile, or replicas are missing: later
+            except MetamqError as error:  # the epoch ended, or replicas are missing: retry later
                 if _is_of_the_disk(error):
                     raise
                 log.info("the transaction journal is not cut at present: %s", error)
 
     async def kept(self, partition: Partition, generation: int) -> tuple[int | None, int | None]:
-        """(from which byte on it is kept on account of the journal, before which offset it is not needed: the journal
-        itself), on whatever replica; as of now, so nothing is to come between that and its retention."""
+        """(position from which the journal needs the partition, offset below which the journal itself is not needed),
+        at any replica. The result is valid now: retention must follow without a pause."""
         is_journal = partition.topic == TOPIC
         try:
             journal = self._journal_partition()
@@ -534,7 +539,7 @@ class TransactionalCommandProcessor:
                 needed_lsn = found.mark.needed_lsn
         except StorageError:
             raise
-        except CorruptData:  # nobody will look in it for what is to be brought: it is copied anew, or given up
+        except CorruptData:  # no commit is applied from it: it will be copied again, or given up
             return None, 0 if is_journal else None
         except MetamqError:
             return (None, 0) if is_journal else (0, None)
@@ -545,7 +550,7 @@ class TransactionalCommandProcessor:
         return self._guards.keep_from(found.mark, partition, generation), None
 
     def tick(self, now_s: float) -> None:
-        """Lets time pass."""
+        """Handles the passing of time: time-outs of branches, and figures."""
         if self._term is None:
             self.figures, self._figures_due_s = Figures(), 0.0
             return
@@ -567,7 +572,7 @@ class TransactionalCommandProcessor:
         )
 
     def connection_lost(self, connection: SessionConnection) -> None:
-        """Gives its sessions a while to come back."""
+        """Gives the sessions of a lost connection some time to return."""
         term = self._term
         if term is None or connection not in term.sessions.values():
             return

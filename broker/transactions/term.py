@@ -1,4 +1,4 @@
-"""What there is of transactions while a replica is the master, and a request on its way."""
+"""The state of transactions during one epoch of a master, and a request that is being carried out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from metamq.wire.xa import Verb, Xid
 
 
 class SessionConnection(Protocol):
-    """Where a request came from."""
+    """The connection of a request."""
 
     def answer(self, request: Request, header: Any) -> None:
         """Answers a request."""
@@ -25,17 +25,17 @@ class SessionConnection(Protocol):
 
 
 class Figures(NamedTuple):
-    """How many branches there are, for metrics and for the disk's reserve."""
+    """Numbers of branches, for metrics and for the disk's reserve."""
 
     open: int = 0
-    """Begun, and not prepared."""
+    """Branches that have begun and are not prepared."""
     prepared: int = 0
     heuristic: int = 0
-    """Decided by an operator, and not forgotten."""
+    """Branches that an operator decided, and that are not forgotten."""
     oldest_prepared_us: int = 0
-    """When the oldest of the prepared ones was prepared, microseconds since 1970; 0: there is none."""
+    """Time of the oldest prepare of a prepared branch, microseconds since 1970; 0 if there is none."""
     promised_bytes: int = 0
-    """What the prepared ones are going to bring into partitions, if they are committed."""
+    """Bytes that the prepared branches add to partitions if they are committed."""
     journal_bytes: int = 0
 
 
@@ -43,29 +43,29 @@ _VERBS = {int(verb): verb for verb in Verb}
 
 
 class TxRequest:
-    """A request that is carried out, verb by verb."""
+    """A request that is carried out verb by verb."""
 
-    __slots__ = ("asked", "bodies", "connection", "header", "is_answered", "request", "results", "verbs", "xid")
+    __slots__ = ("bodies", "connection", "header", "is_answered", "request", "results", "verb_request", "verbs", "xid")
 
     def __init__(self, request: Request, connection: SessionConnection, header: Tx, xid: Xid) -> None:
-        """Raises KeyError: a verb that is not known."""
+        """Raises KeyError if it has an unknown verb."""
         self.request = request
         self.connection = connection
         self.header = header
         self.xid = xid
         self.verbs = deque([_VERBS[number] for number in header.verbs])
-        self.asked = VerbRequest(
+        self.verb_request = VerbRequest(
             self.verbs[0], xid, header.epoch, header.session, header.timeout_ms / 1000, header.messages, header.first,
             owner=header.session, follows=tuple(header.follows), followers=tuple(header.followers),
         )  # fmt: skip
-        """The verb that it is at."""
+        """The current verb."""
         self.bodies: list[memoryview] = []
         self.results: list[TxResult] = []
         self.is_answered = False
 
 
 class TransactionTerm:
-    """What ends with the term."""
+    """The state of one epoch."""
 
     def __init__(
         self, store: JournalTransactionStore, journal: JournalStore, commits: CommitApplier, generation: int
@@ -75,15 +75,15 @@ class TransactionTerm:
         self.commits = commits
         self.generation = generation
         self.queues: dict[Xid, deque[TxRequest]] = {}
-        """Requests by branch: the first is under way."""
+        """Requests by branch; the first one is running."""
         self.in_flight: set[int] = set()
         """LSNs of entries that are not durable yet."""
         self.sessions: dict[str, SessionConnection] = {}
-        """Where each session that works in something was heard of last; and some that worked a moment ago."""
+        """The last connection of each session with an open branch, and of some recent sessions."""
         self.needed_lsn = journal.partition.log.start_offset
-        """What lies before it may be removed: a MARK of this term says so, and every in-sync replica has that. One of
-        an earlier term may yet be cut, and with it what was written down once more."""
+        """Entries below it may be removed: a MARK of this epoch says so, and every in-sync replica has it. A MARK of an
+        earlier epoch does not count: it may be cut, together with the rewritten records before it."""
         self.memory_lsn = store.journal.mark.needed_lsn
-        """From there on the journal has all that is remembered, once what is there now is durable."""
+        """The LSN from which on the journal has all remembered outcomes, when its present entries are durable."""
         self.written_down = 0, -1
-        """The journal's size and `needed_lsn` when what is needed of its older half was written down last."""
+        """The journal's size and `needed_lsn` when the needed records of its older half were last rewritten."""

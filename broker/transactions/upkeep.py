@@ -1,20 +1,20 @@
-"""What keeps the journal short: marks, branches written down once more, and the cut.
+"""Keeps the journal short: writes MARKs, rewrites old records of live branches, and cuts the journal.
 
-    every MARK_S with new commits   flush the partitions that they went to, and wait until every in-sync replica has
-                                    what they brought; then write a MARK: a restart, or whoever is promoted, looks for
-                                    batches only behind it
-    journal over CUT_BYTES,         write down once more what is remembered (REMEMBERED), and what stands in its older
-    and twice what is alive         half: branches (MOVE .. MOVED), what waits for partitions (WAITING); write a MARK
+    every MARK_S with new commits   flush their partitions, and wait until every in-sync replica has the new batches;
+                                    then write a MARK: after a restart or a promotion, the search for batches starts
+                                    behind it
+    journal over CUT_BYTES,         rewrite the remembered outcomes (REMEMBERED) and the records of the older half:
+    and twice its live data         branches (MOVE .. MOVED), batches that wait for partitions (WAITING); write a MARK
 
-A partition that is not served, or that something waits for, is left out of the MARK. For it the MARK before still
-counts: what that one did not cover is kept, and looked for from where that one says that the partition ended. So one
-commit that cannot be brought keeps its own bodies in the journal, and nothing else.
+A MARK leaves out partitions that are not served, or for which commits wait. For those the previous MARK still counts:
+entries that it did not cover are kept, and the search starts where the partition ended by that MARK. So a stuck commit
+keeps only its own bodies in the journal.
 
-A MARK says what is not needed any more; each replica removes that for itself, once the MARK is durable everywhere. The
-order is the whole of it: the partitions are flushed before a MARK says so, and what replaces an older record stands
-before it. A branch that is moved costs its size once for each time that the journal doubles.
+A MARK says which entries are no longer needed. Each replica removes them when the MARK is durable everywhere. The order
+is essential: the partitions are flushed before the MARK is written, and rewritten records come before it. A branch is
+rewritten once each time that the journal doubles.
 
-All of it pauses, and the term may end meanwhile, or the next one begin: whatever it does then raises why.
+All these methods pause. Meanwhile the epoch may end, or the next one may begin: then they raise the reason.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from metamq.tx.store.records import Add, Key, Mark, Moved, Record, Remembered, W
 MARK_S = 5.0
 CUT_BYTES = 2 * SEGMENT_BYTES
 MOVED_BYTES = 4 * 1024 * 1024
-"""Of bodies, in one entry; a single one may be larger, and is an entry of its own then."""
+"""Bytes of bodies in one entry; a larger body gets an entry of its own."""
 PLACE_BYTES = 300
-"""What a record says of each of them, at the most."""
+"""Maximum bytes of a record per body."""
 REMEMBERED_IN_ENTRY = 5000
 
 
 class Upkeep:
-    """Used by the broker's loop only, by one task at a time."""
+    """Only the broker's loop uses it, with one task at a time."""
 
     def __init__(self, topics: Topics, flusher: Flusher) -> None:
         self.cut_bytes = CUT_BYTES
@@ -53,7 +53,7 @@ class Upkeep:
 
     async def mark(self, term: TransactionTerm) -> None:
         """Writes a MARK for all commits that are in their partitions, unless it says nothing new. Raises StorageError,
-        and what ended the term."""
+        and the error that ended the epoch."""
         state = term.store.journal
         lsn, memory_lsn = min(term.in_flight, default=term.journal.end_lsn), term.memory_lsn
         partitions = {key_of(p): p for p in self._topics.partitions() if not p.topic.startswith(OWN)}
@@ -78,20 +78,20 @@ class Upkeep:
         }
         named = [(*key, end) for key, end in ends.items() if end]
         await self._write(term, Mark(lsn, needed_lsn, term.generation, named, tuple(sorted(left_out))))
-        assert term.commits.stuck.keys() <= state.unmarked.keys(), "what waits is in the journal still"
+        assert term.commits.stuck.keys() <= state.unmarked.keys(), "waiting commits are still in the journal"
         term.needed_lsn = term.journal.partition.needed_offset = needed_lsn
 
     async def _settle(self, term: TransactionTerm, key: Key) -> bool:
-        """Until all that a partition has now is flushed here, and held by every in-sync replica: one of them that
-        is promoted will not look for it in the journal. False when the partition is not served. Raises StorageError,
-        and what ended the term."""
+        """Waits until everything that a partition has now is flushed here, and stored by every in-sync replica: after a
+        promotion, a replica does not search for it in the journal. Returns False if the partition is not served. Raises
+        StorageError, and the error that ended the epoch."""
         partition = term.commits.find(key)
         if not isinstance(partition, Partition):
             return partition is None
         log = partition.log
         end_offset, end_position = log.end_offset, log.end_position
         await self._flusher.settle(partition)
-        term.journal.check_term()  # a slave's log may have been cut: that is no failure of its disk
+        term.journal.check_term()  # a slave's log may have been cut, which is not a failure of its disk
         if partition.closed_by is not None:
             return False
         if log.flushed_position < end_position:
@@ -104,9 +104,9 @@ class Upkeep:
         return True
 
     async def shorten(self, term: TransactionTerm) -> None:
-        """Writes down once more what is remembered, and what is needed of the older half of a journal that is too long,
-        and a MARK behind it. Where no MARK can follow, or the last one let nothing be cut, that is done again only when
-        the journal is twice as long. Raises as mark()."""
+        """Rewrites the remembered outcomes and the needed records of the older half of a journal that is too long, and
+        writes a MARK behind them. If no MARK can follow, or the last one allowed no cut, this is done again only when
+        the journal is twice as long. Raises like mark()."""
         state, journal = term.store.journal, term.journal
         waiting_bytes = sum(body.size_bytes for one in _waiting(state) for body in one.bodies.values())
         alive_bytes = waiting_bytes + sum(branch.bytes for branch in state.branches.values())
@@ -127,14 +127,14 @@ class Upkeep:
         state, journal = term.store.journal, term.journal
         log = journal.partition.log
         middle = (log.start_offset + log.end_offset) // 2
-        memory_lsn = min(term.in_flight, default=journal.end_lsn)  # a COMMIT under way is not remembered yet
+        memory_lsn = min(term.in_flight, default=journal.end_lsn)  # a COMMIT in flight is not remembered yet
         outcomes = list(state.memory.items())
         for start in range(0, len(outcomes), REMEMBERED_IN_ENTRY):
             self._append(term, [Remembered(outcomes[start : start + REMEMBERED_IN_ENTRY])], [])
             await asyncio.sleep(0)
         term.memory_lsn = memory_lsn
         for branch in [b for b in state.branches.values() if 0 <= b.first_lsn < middle]:
-            # It may have ended meanwhile, or been given up.
+            # The branch may have ended meanwhile, or been rolled back.
             if not branch.busy and branch.first_lsn >= 0 and state.branches.get(branch.xid) is branch:
                 self._move(term, branch)
                 await asyncio.sleep(0)
@@ -143,10 +143,10 @@ class Upkeep:
             await asyncio.sleep(0)
 
     def _move(self, term: TransactionTerm, branch: BranchState) -> None:
-        """In one turn of the loop: nothing else is written about it meanwhile.
+        """Rewrites a branch in one turn of the loop, so that no other record of it comes between.
 
-        MOVED stands with the last of the bodies. So a move that was broken off has fewer than the branch, and what is
-        sent later does not seem to go on from there.
+        MOVED is in one entry with the last of the bodies. So an interrupted move has fewer bodies than the branch, and
+        later bodies do not seem to continue it.
         """
         records: list[Record] = [move_of(branch)]
         moved = Moved(branch.key)
@@ -160,7 +160,7 @@ class Upkeep:
             records = []
 
     def _keep_waiting(self, term: TransactionTerm, committed: CommittedBranch) -> None:
-        """In one turn of the loop: nothing of it is brought meanwhile."""
+        """Rewrites a waiting commit in one turn of the loop, so that none of its batches is applied meanwhile."""
         numbers = list(committed.bodies)
         for start, bodies, data in _in_entries(term, list(committed.bodies.values())):
             end = start + len(bodies)
@@ -174,7 +174,7 @@ class Upkeep:
         term.store.written(term.journal.append(records, bodies).entry)
 
     async def _write(self, term: TransactionTerm, record: Record) -> None:
-        """Writes a record, and waits until it is durable. Raises what it fails with."""
+        """Writes a record, and waits until it is durable. Raises the error that prevents this."""
         written = term.journal.append([record], [])
         durable: asyncio.Future[MetamqError | None] = asyncio.get_running_loop().create_future()
         term.journal.when_durable(written, lambda error: None if durable.done() else durable.set_result(error))
@@ -185,14 +185,14 @@ class Upkeep:
 
 
 def _waiting(state: JournalState) -> list[CommittedBranch]:
-    """Commits of which the last MARK leaves something out: they may wait for long."""
+    """Commits that the last MARK does not cover completely: they may wait for long."""
     return [committed for committed in state.unmarked.values() if committed.lsn < state.mark.lsn]
 
 
 def _in_entries(
     term: TransactionTerm, bodies: Sequence[Body]
 ) -> Iterator[tuple[int, Sequence[Body], list[memoryview]]]:
-    """(number of the first of them, bodies, what is stored of each), as much at a time as one entry may have."""
+    """(number of the first body, bodies, their stored bytes), for one entry at a time."""
     start = size = 0
     data: list[memoryview] = []
     for number, body in enumerate(bodies):
@@ -207,13 +207,13 @@ def _in_entries(
 
 
 class Guards:
-    """From which byte of a partition on everything is kept while there are COMMITs that no MARK covers."""
+    """The positions from which partitions are kept while a COMMIT is not covered by a MARK."""
 
     def __init__(self) -> None:
         self._known: tuple[Mark, dict[Key, int]] = NO_MARK, {}
 
     def keep_from(self, mark: Mark, partition: Partition, generation: int) -> int:
-        """By the last MARK."""
+        """The position by the last MARK, from which the partition must be kept."""
         if mark.generation != generation:
             return 0
         if self._known[0] is not mark:

@@ -175,7 +175,7 @@ def test_groups_go_on_from_the_export_and_newer_folders_count(scene: Scene) -> N
     done = scene.restore("--export", file, "--yes")
     assert done.status == 0, done.talk
     assert "Topic gone-later of the export has no folder: it was deleted later" in done.talk
-    assert "Topic made-later is in folders and not in the export" in done.talk
+    assert "Topic made-later is in folders, but not in the export" in done.talk
     for replica in (0, 1):
         scene.start(replica)
     scene.wait_in_sync()
