@@ -2,21 +2,21 @@
 
 Theory of operation
 -------------------
-Work per message is what makes a queue slow in Python, so nothing here is per message. The producer builds a batch
-once; the broker checks it, writes its own part of the header in place, and appends it; consumers and Spark wrap the
-same bytes. Nobody ever encodes a batch again.
+Work per message is what makes a queue slow in Python, so no code here works per message. The producer builds a batch
+once. The broker checks it, writes its own part of the header in place, and appends it. Consumers and Spark wrap the
+same bytes. No process encodes a batch again.
 
-    broker part,   40 bytes   size, epoch, base offset, batch id, append time, unflushed distance, CRC of these
-    producer part, 48 bytes   magic, codec, flags, count, producer id, sequence, sizes, times, CRC of these and the body
-    body                      the columns (metamq.wire.columns), compressed or not, padded with zeros to 8 bytes
+    broker part,   40 bytes   size, epoch, base offset, batch id, append time, unflushed distance, CRC of these.
+    producer part, 48 bytes   magic, codec, flags, count, producer id, sequence, sizes, times, CRC of these and of body.
+    body                      the columns (metamq.wire.columns), compressed or not, padded with zeros to 8 bytes.
 
-The two parts have a CRC each because they have an author each. The producer's covers all that the producer made, so
-that a bit flipped anywhere between it and the consumer is found; the broker's covers what the broker adds later,
-with the size, without which the next batch could not be found.
+Each part has a CRC, because each has another author. The producer's CRC covers everything that the producer made, so a
+flipped bit anywhere between producer and consumer is detected. The broker's CRC covers the fields that the broker adds
+later, and the size, which leads to the next batch.
 
-`unflushed_bytes` tells how far behind this batch the flushed point was when it was appended, on the disk of the master
-that appended it. Recovery uses it: a damaged batch that a later, intact one declares flushed is corruption, not a torn
-tail.
+`unflushed_bytes` is the distance between this batch and the flushed point before it, at the time of the append, on the
+disk of the master that appended it. Recovery uses it: if a later, intact batch says that a damaged batch was already
+flushed, the damage is corruption and not a torn tail.
 
 docs/log-format.md has the grammar, a worked example in bytes, and the downsides.
 """
@@ -38,9 +38,9 @@ Buffer = bytes | bytearray | memoryview
 MAGIC = 0x514D  # "MQ" in little-endian order
 ALIGNMENT = 8
 
-BROKER_PART = struct.Struct("<IIQQqI")  # what the broker's CRC covers; the CRC itself follows
+BROKER_PART = struct.Struct("<IIQQqI")  # the fields that the broker's CRC covers; then the CRC
 BROKER_CRC = struct.Struct("<I")
-PRODUCER_PART = struct.Struct("<HBBIQIIqqI")  # what the producer's CRC covers, before the body
+PRODUCER_PART = struct.Struct("<HBBIQIIqqI")  # the fields that the producer's CRC covers, before the body
 PRODUCER_CRC = struct.Struct("<I")
 _HEADER = struct.Struct("<IIQQqII HBBIQIIqqII")
 
@@ -53,7 +53,7 @@ assert (PRODUCER_AT, PRODUCER_CRC_AT, HEADER_BYTES) == (40, 84, 88)
 assert _HEADER.size == HEADER_BYTES
 assert HEADER_BYTES % ALIGNMENT == 0
 
-# Flags: which optional columns the body has.
+# Flags: the optional columns of the body.
 HAS_KEYS = 0x01
 HAS_NULL_KEYS = 0x02  # the key column starts with a validity bitmap
 HAS_TIMESTAMPS = 0x04
@@ -65,7 +65,7 @@ EPOCH_BITS = 24
 COUNTER_BITS = 40
 NO_PRODUCER = 0
 UNFLUSHED_UNKNOWN = 0xFFFFFFFF
-"""As many unflushed bytes or more: the field has no room for them."""
+"""The value for this many unflushed bytes or more, which the field cannot hold."""
 
 
 class BatchHeader(NamedTuple):
@@ -101,7 +101,7 @@ class BatchHeader(NamedTuple):
 
 
 def make_batch_id(epoch: int, counter: int) -> int:
-    """A batch id: unique in a broker id for ever, since every start as master has a new epoch."""
+    """Makes a batch id, unique in a broker id for all time, since every start as master has a new epoch."""
     assert 0 <= epoch < 1 << EPOCH_BITS
     assert 0 <= counter < 1 << COUNTER_BITS
     return epoch << COUNTER_BITS | counter
@@ -113,7 +113,7 @@ def padded(size: int) -> int:
 
 
 def read_header(buffer: Buffer, at: int = 0) -> BatchHeader:
-    """The header at `at`, unchecked. Raises struct.error when the buffer is shorter than a header."""
+    """Reads the header at `at`, unchecked. Raises struct.error if the buffer is shorter than a header."""
     return BatchHeader._make(_HEADER.unpack_from(buffer, at))
 
 
@@ -130,7 +130,7 @@ def seal(
     max_timestamp_us: int,
     body_size: int,
 ) -> None:
-    """Writes the producer part into `batch`, whose body is in place and padded. The last thing a producer does."""
+    """Writes the producer part into `batch`, whose body is in place and padded. The last step of a producer."""
     assert len(batch) == HEADER_BYTES + padded(body_size)
     assert 0 < count <= BATCH_COUNT_MAX
     PRODUCER_PART.pack_into(
@@ -152,7 +152,7 @@ def stamp(
     append_time_us: int,
     unflushed_bytes: int,
 ) -> None:
-    """Writes the broker part of the batch at `at`, in place. The size is already there and was checked."""
+    """Writes the broker part of the batch at `at`, in place. The size is already there and checked."""
     assert base_offset >= 0
     (size,) = struct.unpack_from("<I", batch, at)
     BROKER_PART.pack_into(
@@ -168,13 +168,13 @@ def _producer_crc(view: memoryview, at: int, end: int) -> int:
 
 
 def check_outline(header: BatchHeader, available: int, batch_bytes_max: int = BATCH_BYTES_MAX) -> str | None:
-    """What is wrong with the header's lengths, or None. Reads no body."""
+    """The problem of the header's lengths, or None. Reads no body."""
     if header.magic != MAGIC:
         return f"magic is {header.magic:#06x}, not {MAGIC:#06x}"
     if header.size != HEADER_BYTES + padded(header.body_size):
         return f"size {header.size} does not fit a body of {header.body_size} bytes"
     if header.size > available:
-        return f"size {header.size} is more than the {available} bytes there are"
+        return f"size {header.size} is more than the {available} bytes available"
     if not 0 < header.count <= BATCH_COUNT_MAX:
         return f"count {header.count} is outside 1..{BATCH_COUNT_MAX}"
     if header.codec not in KNOWN_CODECS:
@@ -189,9 +189,9 @@ def check_outline(header: BatchHeader, available: int, batch_bytes_max: int = BA
 
 
 def check_from_producer(buffer: memoryview, at: int, end: int, batch_bytes_max: int) -> BatchHeader:
-    """Checks the batch that fills `buffer[at:end]` as it comes from a producer; the broker part is not set yet.
+    """Checks a producer's batch, which fills `buffer[at:end]`. Its broker part is not set yet.
 
-    Raises CorruptData, or MessageTooLarge when only the limit is exceeded.
+    Raises CorruptData, or MessageTooLarge if only the limit is exceeded.
     """
     if end - at < HEADER_BYTES:
         raise CorruptData("batch", f"{end - at} bytes are less than a header")
@@ -209,9 +209,9 @@ def check_from_producer(buffer: memoryview, at: int, end: int, batch_bytes_max: 
 
 
 def check_stored(buffer: memoryview, at: int, end: int) -> tuple[BatchHeader | None, str | None]:
-    """Checks the stored batch that starts at `at`, both checksums.
+    """Checks the stored batch that starts at `at`, with both checksums.
 
-    Returns (header, None), or (header or None, what is wrong); never raises, since recovery decides what follows.
+    Returns (header, None), or (header or None, the problem). It never raises, since recovery decides what follows.
     """
     if end - at < HEADER_BYTES:
         return None, f"{end - at} bytes are less than a header"
@@ -223,7 +223,7 @@ def check_stored(buffer: memoryview, at: int, end: int) -> tuple[BatchHeader | N
 
 
 def check_broker_part(buffer: memoryview, at: int, header: BatchHeader) -> str | None:
-    """What is wrong with the broker part, or None: enough to trust the offsets and the size."""
+    """The problem of the broker part, or None. An intact broker part is enough to trust the offsets and the size."""
     if crc32c(buffer[at : at + BROKER_CRC_AT]) != header.broker_crc:
         return "the broker's checksum does not match"
     if header.size < HEADER_BYTES or header.size % ALIGNMENT:
@@ -232,17 +232,17 @@ def check_broker_part(buffer: memoryview, at: int, header: BatchHeader) -> str |
 
 
 def bytes_to_read(wanted: int, first_bytes: int, available: int) -> int:
-    """How much of a log, whose first batch has `first_bytes`: as wanted, or that batch alone, whole even if larger.
+    """Bytes to read of a log whose first batch has `first_bytes`: the wanted number, or the first batch alone.
 
-    What would be cut of the one behind it is of no use, and may be as large.
+    The first batch is whole, even if larger. A part of the second batch is useless, and may be as large.
     """
     return first_bytes if wanted < min(2 * first_bytes, available) else wanted
 
 
 def walk(buffer: memoryview) -> Iterator[tuple[int, BatchHeader]]:
-    """(position in the buffer, header) of each batch in fetched bytes, both checksums verified.
+    """(position in the buffer, header) of each batch in fetched bytes, with both checksums verified.
 
-    An incomplete batch at the end is left out: a fetch may be cut there. Raises CorruptData on damage.
+    Skips an incomplete batch at the end: a fetch may be cut there. Raises CorruptData on damage.
     """
     at, end = 0, len(buffer)
     while end - at >= HEADER_BYTES:

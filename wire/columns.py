@@ -5,9 +5,9 @@
     timestamps  int64[count], microseconds                          with HAS_TIMESTAMPS; else all have the base one
     headers     int32 offsets[count + 1], bytes                     with HAS_HEADERS; each a msgpack map, empty for none
 
-This is Arrow's layout of a binary array, so `pyarrow` wraps the received bytes without a copy. In Python the fast
-ways are one `bytes.join` to encode, and to decode `BytesIO.read`, mapped over the lengths: half the cost of a
-comprehension of slices. Row-wise encodings cost three times as much as these.
+This is Arrow's layout of a binary array, so `pyarrow` wraps the received bytes without a copy. The fast ways in Python
+are one `bytes.join` for encoding, and `BytesIO.read` mapped over the lengths for decoding: half the cost of a
+comprehension of slices. Row-wise encodings cost three times as much.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def encode(
     producer_id: int = layout.NO_PRODUCER,
     sequence: int = 0,
 ) -> bytearray:
-    """A whole batch, ready to be sent; the broker's part is zero.
+    """Encodes a whole batch, ready to send; the broker's part is zero.
 
-    The optional columns have one entry a message. Raises MessageTooLarge when the batch, or what it decompresses to,
-    is over 16 MiB; ValueError for no messages, for more than a batch may have, and for a column of another length.
+    The optional columns have one entry per message. Raises MessageTooLarge if the batch, or its decompressed body, is
+    over 16 MiB; ValueError for no messages, for more than a batch may have, and for a column of another length.
     """
     count = len(values)
     if not 0 < count <= BATCH_COUNT_MAX:
-        raise ValueError(f"a batch of {count} messages, allowed are 1 to {BATCH_COUNT_MAX}")
+        raise ValueError(f"a batch of {count} messages; it must have 1 to {BATCH_COUNT_MAX}")
     for column in (keys, timestamps_us, headers):
         if column is not None and len(column) != count:
             raise ValueError(f"a column has {len(column)} entries for {count} values")
@@ -82,7 +82,7 @@ def encode(
 
 
 def _sealed(parts: list[Buffer], *, codec: Codec, plain_size: int, **fields: int) -> bytearray:
-    """The batch of a header's place and a body in parts of `plain_size` together. Raises MessageTooLarge."""
+    """The batch of an empty header and the body's parts, of `plain_size` together. Raises MessageTooLarge."""
     if plain_size > BATCH_BYTES_MAX:
         raise MessageTooLarge("batch", plain_size, BATCH_BYTES_MAX)
     body_size = plain_size
@@ -99,23 +99,23 @@ def _sealed(parts: list[Buffer], *, codec: Codec, plain_size: int, **fields: int
 
 
 class ReadyColumn(NamedTuple):
-    """A binary column as it is to lie in the body: Arrow's buffers, each of exactly the bytes that belong to it."""
+    """A binary column in the layout of the body: Arrow's buffers, each with exactly its own bytes."""
 
     offsets: Buffer
     """int32, one more than messages; the first is 0."""
     data: Buffer
     validity: Buffer | None = None
-    """A bit a message, for keys of which some are null."""
+    """One bit per message, for keys that may be null."""
 
 
 class ReadyColumns(NamedTuple):
-    """Messages whose columns somebody has made already, as Arrow has: no work a message is left."""
+    """Messages whose columns are ready, for example from Arrow: encoding needs no work per message."""
 
     messages: int
     values: ReadyColumn
     keys: ReadyColumn | None = None
     headers: ReadyColumn | None = None
-    """Each entry a msgpack map, empty for none."""
+    """A msgpack map per entry; empty for no headers."""
 
     def encode(
         self,
@@ -125,9 +125,9 @@ class ReadyColumns(NamedTuple):
         producer_id: int = layout.NO_PRODUCER,
         sequence: int = 0,
     ) -> bytearray:
-        """A whole batch, as encode() makes it of lists. Raises MessageTooLarge, and ValueError as that."""
+        """Encodes a whole batch, as encode() does from lists. Raises MessageTooLarge, and ValueError like encode()."""
         if not 0 < self.messages <= BATCH_COUNT_MAX:
-            raise ValueError(f"a batch of {self.messages} messages, allowed are 1 to {BATCH_COUNT_MAX}")
+            raise ValueError(f"a batch of {self.messages} messages; it must have 1 to {BATCH_COUNT_MAX}")
         parts: list[Buffer] = [_EMPTY_HEADER]
         flags = 0
         size = self._add(parts, self.values)
@@ -183,19 +183,19 @@ def _add_bitmap(parts: list[Buffer], keys: Sequence[bytes | None]) -> int:
 
 
 class BinaryColumn:
-    """A binary column as it lies in the body: Arrow's three buffers, as views."""
+    """A binary column in a body: Arrow's three buffers, as views."""
 
     __slots__ = ("count", "data", "offsets", "validity")
 
     def __init__(self, count: int, offsets: memoryview, data: memoryview, validity: memoryview | None) -> None:
         self.count = count
         self.offsets = offsets
-        """int32, count + 1 of them."""
+        """int32, count + 1 entries."""
         self.data = data
         self.validity = validity
 
     def tolist(self) -> list[bytes]:
-        """All entries as bytes; null entries are empty. Raises CorruptData when the offsets are not ascending."""
+        """All entries as bytes; null entries are empty. Raises CorruptData if the offsets are not ascending."""
         data = bytes(self.data)
         offsets = self.offsets.tolist()
         if offsets != sorted(offsets):  # the first is 0 and the last is where the data ends: see _Reader
@@ -204,7 +204,7 @@ class BinaryColumn:
         return [*map(BytesIO(data).read, lengths)]
 
     def tolist_with_nulls(self) -> list[bytes | None]:
-        """All entries as bytes, None where the validity bitmap says so. Raises CorruptData as tolist()."""
+        """All entries as bytes; null entries are None. Raises CorruptData like tolist()."""
         entries = self.tolist()
         if self.validity is None:
             return list(entries)
@@ -213,7 +213,7 @@ class BinaryColumn:
 
 
 class Columns:
-    """The decoded columns of one batch. Views into the received bytes: nothing is copied until asked for."""
+    """The decoded columns of one batch. They are views into the received bytes: data is copied only on request."""
 
     __slots__ = ("count", "headers", "keys", "timestamps", "values")
 
@@ -228,14 +228,14 @@ class Columns:
         self.values = values
         self.keys = keys
         self.timestamps = timestamps
-        """int64 microseconds, or None when all messages have the batch's base timestamp."""
+        """int64 microseconds, or None if all messages have the batch's base timestamp."""
         self.headers = headers
 
 
 def decode(batch: memoryview, header: BatchHeader) -> Columns:
-    """The columns of a batch whose checksums were verified.
+    """The columns of a batch with verified checksums.
 
-    Raises CorruptData when the columns do not fit the body: its author was not this library.
+    Raises CorruptData if the columns do not fit the body: then another library made it.
     """
     body = batch[layout.HEADER_BYTES : layout.HEADER_BYTES + header.body_size]
     if header.codec != Codec.NONE:
@@ -276,7 +276,7 @@ class _Pairs(list[tuple[Any, Any]]):
 
 
 def unpack_headers(packed: bytes) -> dict[str, bytes]:
-    """One message's headers; of a name that comes twice, the last. Raises CorruptData when they are not a map of str to
+    """The headers of one message; of a repeated name, the last. Raises CorruptData if they are not a map of str to
     bytes."""
     if not packed:
         return {}
@@ -286,7 +286,7 @@ def unpack_headers(packed: bytes) -> dict[str, bytes]:
 
 
 def unpack_header_pairs(packed: bytes) -> list[tuple[str, bytes]]:
-    """One message's headers, all of them, in their order. Raises CorruptData as unpack_headers()."""
+    """All headers of one message, in order. Raises CorruptData like unpack_headers()."""
     if not packed:
         return []
     pairs = _unpacked(packed, _Pairs)

@@ -1,9 +1,9 @@
 """The commands and the headers of their requests and responses.
 
-Headers are msgpack arrays in the order of the fields here; a receiver takes more fields than it knows, so that a
-field can be added at the end. One that was added has a default, for peers that do not send it. Each list declares how
-long it may be, with the field, and `unpack` looks at that before anything else of it. It raises ProtocolError on all
-that is not as declared. docs/wire-protocol.md has the tables and the bytes.
+Headers are msgpack arrays in the order of the fields here. A receiver ignores additional fields, so that a field can be
+added at the end. An added field has a default, for peers that do not send it. Each list declares its maximum length,
+and `unpack` checks this first. It raises ProtocolError if a header is not as declared. docs/wire-protocol.md has the
+tables and the bytes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 class Command(enum.IntEnum):
-    """What a request asks for. The numbers from 11 on are kept for administration."""
+    """The command of a request. The numbers from 11 on are reserved for administration."""
 
     HELLO = 1
-    AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, brokers of this release refuse it
+    AUTHENTICATE = 2  # the step after HELLO; no mechanism is defined yet, and brokers of this release refuse it
     PUT = 3
     GET = 4
     SYNC = 5  # replication: metamq.wire.sync
     OFFSETS = 6
     STATS = 7
     PROMOTE = 8
-    TX = 9  # metamq.wire.tx_commands, as the next
+    TX = 9  # metamq.wire.tx_commands, like the next
     BRANCHES = 10
 
 
@@ -42,7 +42,7 @@ LATEST = -1
 
 
 class Hello(NamedTuple):
-    """The first request on a connection: what the client speaks, and who it is."""
+    """The first request on a connection: the client's protocol versions and its name."""
 
     version_min: int
     version_max: int
@@ -50,7 +50,7 @@ class Hello(NamedTuple):
 
 
 class HelloReply(NamedTuple):
-    """What the broker chose and is. The limits are the ones it was configured with."""
+    """The version that the broker chose, its identity, and its configured limits."""
 
     version: int
     broker_id: int
@@ -62,20 +62,20 @@ class HelloReply(NamedTuple):
 
 
 class Promote(NamedTuple):
-    """Asks a slave to become the master. With `accept_loss` also one that is not in sync. Answered by a Promoted."""
+    """Asks a slave to become the master; with `accept_loss`, even if it is not in sync. The answer is a Promoted."""
 
     accept_loss: bool
 
 
 class Promoted(NamedTuple):
-    """The slave is the master now."""
+    """The answer that the slave is the master now."""
 
     epoch: int
     generation: int
 
 
 class PutEntry(NamedTuple):
-    """One batch of a PUT: its place, and its size in the body. The batches stand in the entries' order."""
+    """One batch of a PUT: its place, and its size in the body. The batches are in the order of the entries."""
 
     topic: str
     topic_id: str
@@ -85,7 +85,7 @@ class PutEntry(NamedTuple):
 
 
 class PutResult(NamedTuple):
-    """What became of one entry: status OK, or the error's status and fields."""
+    """The result of one entry: status OK, or the error's status and fields."""
 
     status: int
     base_offset: int
@@ -94,27 +94,27 @@ class PutResult(NamedTuple):
 
 
 class GetPartition(NamedTuple):
-    """Names a partition in the fetch session; the handle is the client's choice and stands for it from then on."""
+    """Opens a partition in the fetch session. The client chooses the handle, which then names the partition."""
 
     handle: int
     topic: str
     topic_id: str
     partition: int
     epoch: int = -1
-    """Of the message before the offset that it is armed with first; -1: not known. The broker looks whether its log has
+    """The epoch of the message before the offset that is armed first; -1: unknown. The broker checks that its log is
     the same up to there (OffsetDiverged)."""
     in_place: bool = False
-    """Whether the reader would rather read a file of the broker's itself, where it can: it may be on its machine."""
+    """True if the reader prefers to read the broker's file itself: it may be on the same machine."""
 
 
 class Get(NamedTuple):
-    """One long poll of the connection's fetch session; only changes are sent.
+    """One long poll of the connection's fetch session; it has only changes.
 
-    A partition is *armed* with the offset to read from, is answered once, and is then idle until it is armed again.
-    The request is answered as soon as `bytes_min` bytes have come for armed partitions, or one of them fails, or after
-    `wait_ms`. Bytes count from a partition's last answer on; data that lay there before is enough by itself. A further
-    GET on the connection answers a parked one at once, with nothing, and goes on with all that is armed: so a parked
-    poll is amended. A GET that is refused changes nothing.
+    A partition is *armed* with the offset to read from, is answered once, and is then idle until it is armed again. The
+    broker answers the request when `bytes_min` bytes have come for armed partitions, when one of them fails, or after
+    `wait_ms`. It counts bytes from a partition's last answer on; older data is enough by itself. Another GET on the
+    connection ends a parked one at once, with an empty answer, and continues with all armed partitions: so a client can
+    change a parked poll. A refused GET changes nothing.
     """
 
     wait_ms: int
@@ -129,9 +129,10 @@ class Get(NamedTuple):
 
 
 class GetResult(NamedTuple):
-    """What one armed partition had. The batches stand in the body in the order of the results.
+    """The data of one armed partition. The batches are in the body, in the order of the results.
 
-    The first batch may begin before the offset asked for, and the last may be incomplete: the receiver drops both.
+    The first batch may begin before the requested offset, and the last may be incomplete. The receiver drops the
+    messages before the offset, and the incomplete batch.
     """
 
     handle: int
@@ -139,53 +140,54 @@ class GetResult(NamedTuple):
     size: int
     start_offset: int
     stable_offset: int
-    """The end of what can be read now; the lag is the distance to it."""
+    """The end of the readable part; the lag is the distance to it."""
     error: Any
     preferred_replica: int = -1
-    """The replica that had better be asked next, -1: this one. Only a hint, to readers that take slaves."""
+    """The replica that the reader should ask next; -1: this one. A hint for readers that read from slaves."""
     file: Any = None
-    """Where the batches lie, a FilePlace: there are `size` bytes of them there, and none in the body."""
+    """A FilePlace with the batches: its file has the `size` bytes, and the body has none."""
 
 
 class FilePlace(NamedTuple):
-    """Bytes of a file on the broker's machine. Device and inode tell whether a file of that path is the one meant."""
+    """A byte range of a file on the broker's machine. Device and inode identify the file at that path."""
 
     path: str
     device: int
     inode: int
     at: int
     epoch: int
-    """Of the log's last batch. One of a later epoch has come since: in the place of others, if a loss was accepted."""
+    """The epoch of the log's last batch. If the log now has a later epoch, batches may have been replaced by others, if
+    a loss was accepted."""
 
 
 class OffsetsEntry(NamedTuple):
-    """Asks one partition for an offset: EARLIEST, LATEST, or that of the first message at a time (microseconds)."""
+    """Asks for an offset of one partition: EARLIEST, LATEST, or the first message at a time (microseconds)."""
 
     topic: str
     topic_id: str
     partition: int
     timestamp_us: int
     offset: int = -1
-    """Where the asker has come to, -1: nowhere. What of the log is behind is told by epochs, by a master only."""
+    """The current offset of the client; -1: none. A master then lists the epochs of the messages from there on."""
     epoch: int = -1
-    """Of the message before that; -1: not known. The broker looks whether its log has the same up to there
+    """The epoch of the message before that offset; -1: unknown. The broker checks that its log is the same up to there
     (OffsetDiverged)."""
     damaged: int = -1
-    """An offset whose batch came damaged from here; -1: none. The broker verifies what it has; the answer does not wait
-    for that."""
+    """An offset from which the client received a damaged batch; -1: none. The broker verifies its own bytes; the answer
+    does not wait for this."""
 
 
 class Stats(NamedTuple):
-    """Asks for figures of the partitions from this one on, in the order of topics and indexes."""
+    """Asks for figures of partitions, beginning with this one, in the order of topics and indexes."""
 
     topic: str
     partition: int
 
 
 class OffsetsResult(NamedTuple):
-    """The offset, and its message's timestamp where it was asked for by time (-1 where there is none).
+    """The offset. `timestamp_us` is its message's timestamp if the request had a time; -1 if there is no such message.
 
-    `epoch` is that of the message before the offset; -1 where there is none.
+    `epoch` is the epoch of the message before the offset; -1 if there is none.
     """
 
     status: int
@@ -196,7 +198,7 @@ class OffsetsResult(NamedTuple):
     epoch: int
     error: Any
     epochs: Annotated[list[tuple[int, int]], Entries]
-    """(epoch, where it ends) of what can be read from the asker's offset on: so many, in order."""
+    """(epoch, end offset) of the readable messages from the client's offset on: a limited number, in order."""
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
@@ -221,19 +223,19 @@ _CHECKS: dict[Any, Callable[[Any], bool]] = {
 
 
 def fields_of(cls: type[Any]) -> list[tuple[str, Any]]:
-    """The fields of a header and their declared kinds, in order."""
+    """The fields of a header and their declared types, in order."""
     return list(get_type_hints(cls).items())
 
 
 def entries_max_of(cls: type[Any]) -> dict[str, int]:
-    """How many entries each list of a header has at most. Raises TypeError for a list that does not declare it."""
+    """The maximum length of each list of a header. Raises TypeError if a list does not declare it."""
     found: dict[str, int] = {}
     for name, kind in get_type_hints(cls, include_extras=True).items():
         (limit,) = [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, AtMost)] or (None,)
         if limit is not None:
             found[name] = limit.entries
         elif (get_origin(kind) or kind) is list:
-            raise TypeError(f"{cls.__name__}.{name} does not declare how long it may be")
+            raise TypeError(f"{cls.__name__}.{name} does not declare its maximum length")
     return found
 
 
@@ -242,14 +244,14 @@ Check = Callable[[Any], bool]
 
 @functools.cache
 def _fields(cls: type[Any]) -> tuple[tuple[str, Any, Check, int | None], ...]:
-    """Of each field its name, its kind, a check of it, and how many entries it has at most where it is a list."""
+    """The name, type and check of each field, and the maximum length if it is a list."""
     limits = entries_max_of(cls)
     return tuple((name, kind, _CHECKS[kind], limits.get(name)) for name, kind in fields_of(cls))
 
 
 @functools.cache
 def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Check, int], ...]]:
-    """What a header consists of that has all fields, and nothing else; and by place, its lists."""
+    """The types of a header that has exactly the declared fields, and its lists with their places."""
     kinds = [kind for _name, kind in fields_of(cls)]
     fields = _fields(cls)  # type: ignore[arg-type]  # classes are hashable
     lists = tuple((at, check, limit) for at, (*_, check, limit) in enumerate(fields) if limit is not None)
@@ -261,7 +263,7 @@ def unpack(cls: type[T], header: Any) -> T:
     types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
     as_declared = type(header) is list and list(map(type, header)) == types
     if as_declared and not [at for at, check, limit in lists if len(header[at]) > limit or not check(header[at])]:
-        return cls(*header)  # most are so, and it takes half the time
+        return cls(*header)  # most headers are, and this takes half the time
     fields = _fields(cls)  # type: ignore[arg-type]
     added: dict[str, Any] = cls._field_defaults  # type: ignore[attr-defined]
     if not isinstance(header, list) or len(header) < len(fields) - len(added):
@@ -270,7 +272,7 @@ def unpack(cls: type[T], header: Any) -> T:
         if limit is not None and isinstance(value, list) and len(value) > limit:
             raise ProtocolError(f"{cls.__name__}.{name} has {len(value):,} entries, the limit is {limit:,}")
         if not check(value):
-            raise ProtocolError(f"{cls.__name__}.{name} is to be {kind}, got {reprlib.repr(value)}")
+            raise ProtocolError(f"{cls.__name__}.{name} must be {kind}, got {reprlib.repr(value)}")
     return cls(*header[: len(fields)])
 
 

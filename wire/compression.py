@@ -15,7 +15,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Codec(enum.IntEnum):
-    """What a batch body is compressed with."""
+    """The compression of a batch body."""
 
     NONE = 0
     LZ4 = 1
@@ -25,7 +25,7 @@ class Codec(enum.IntEnum):
 def codec_named(name: str | None) -> Codec:
     """The codec of a user's setting (`None`, "none", "lz4", "zstd").
 
-    Raises ConfigError for an unknown name, or when the package behind it is not installed.
+    Raises ConfigError for an unknown name, or if the package of the codec is not installed.
     """
     try:
         codec = Codec[(name or "none").upper()]
@@ -52,17 +52,17 @@ def _module(codec: Codec) -> Any:
 
 
 def compress(codec: Codec, body: Buffer) -> bytes:
-    """The compressed body. `codec` is not NONE."""
+    """Compresses the body. `codec` is not NONE."""
     module = _module(codec)
     compressed: bytes = module.compress(bytes(body))
     return compressed
 
 
 def decompress(codec: int, body: Buffer, size: int) -> bytes:
-    """The body as it was before compress(); `size` is its length, checked by the caller against the limits.
+    """The body from before compress(). `size` is its length; the caller has checked it against the limits.
 
-    Makes no more than `size` + 1 bytes of it, whatever the body says. Raises CorruptData when it does not decompress
-    to `size`, ConfigError when the package behind the codec is not installed.
+    It decompresses at most `size` + 1 bytes, whatever the body says. Raises CorruptData if the result does not have
+    `size` bytes, ConfigError if the package of the codec is not installed.
     """
     if codec not in (Codec.LZ4, Codec.ZSTD):
         raise CorruptData("batch body", f"unknown codec {codec}")
@@ -73,11 +73,11 @@ def decompress(codec: int, body: Buffer, size: int) -> bytes:
     except Exception as error:  # each codec has an error class of its own
         raise CorruptData("batch body", f"{Codec(codec).name.lower()}: {error}") from error
     if len(plain) != size:
-        raise CorruptData("batch body", f"decompresses to {len(plain)} bytes, its header says {size}")
+        raise CorruptData("batch body", f"decompresses to {len(plain)} bytes, but its header says {size}")
     return plain
 
 
 def _zstd(module: Any) -> Any:
-    """A frame may ask for a window of 128 MiB before its first byte is decompressed: not more than a batch's."""
+    """Limits the window to a batch's size: a frame may ask for 128 MiB before its first byte is decompressed."""
     window = module.DecompressionParameter.window_log_max
     return module.ZstdDecompressor(options={window: (BATCH_BYTES_MAX - 1).bit_length()})

@@ -1,18 +1,18 @@
-"""The two ends of a connection, without the connection: bytes in, events out; calls in, buffers out.
+"""The protocol state of both ends of a connection, without I/O: bytes in, events out; calls in, buffers out.
 
     state      client                                    broker
     GREETING   hello() sent, HelloReply awaited          HELLO awaited, small frames only
     OPEN       request() any number, responses in        requests in any number, respond() in any order
                any order
-    STREAMING  a SYNC request was accepted: as OPEN, and either end pushes SYNC frames of its own accord
-    CLOSED     after a broken frame or a refused HELLO   the same; what still comes in is ignored
+    STREAMING  a SYNC request was accepted: like OPEN, and either end may push SYNC frames
+    CLOSED     after a broken frame or a refused HELLO   the same; later bytes are ignored
 
-No socket, clock or thread is in here: a transport feeds `received()` and writes what the other calls return. What
-comes out does not depend on the pieces in which the bytes came in: a frame counts before the next one is looked at.
-An error in a frame closes; an error in a request is answered.
+There is no socket, clock or thread here: a transport calls `received()` and writes the results of the other calls. The
+events do not depend on the pieces in which the bytes arrive: each frame is handled before the next one is read. An
+error in a frame closes the connection; an error in a request is answered.
 
-A pushed frame has the command SYNC and the opaque 0, which no request of a client has. It comes out as a Response at
-the client and as a Request at the broker, and neither answers it.
+A pushed frame has the command SYNC and the opaque 0, which no client request has. It appears as a Response at the
+client and as a Request at the broker, and is not answered.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from metamq.wire.limits import (
 
 OPAQUE_MAX = 0xFFFFFFFF
 PUSHED = 0
-"""The opaque of frames that nobody asked for and nobody answers."""
+"""The opaque of pushed frames, which have no request and no answer."""
 
 INITIAL_BYTES = 2 * BATCH_TARGET_BYTES
-"""What a broker makes room for, before the bytes are there, on the word of a client that it knows; twice as much where
-that is a whole frame, as it is of our producers' largest PUTs."""
+"""Bytes that a broker allocates ahead for the frame of a known client, before they arrive. It allocates twice as much
+if that is the whole frame, as for the largest PUTs of this client library."""
 
 
 class ConnectionState(enum.Enum):
-    """Where a connection is in its life."""
+    """The phase of a connection."""
 
     GREETING = "greeting"
     OPEN = "open"
@@ -54,9 +54,9 @@ class ConnectionState(enum.Enum):
 
 
 class Response(NamedTuple):
-    """An answer to the request numbered `opaque`: a header and a body, or an error's status and fields.
+    """The answer to the request numbered `opaque`: a header and a body, or an error's status and fields.
 
-    With the opaque 0 it answers nothing: the broker pushed it. An error then says why the broker ends the stream.
+    With the opaque 0 the broker pushed it, without a request. An error then says why the broker ends the stream.
     """
 
     command: int
@@ -67,7 +67,7 @@ class Response(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A request to be answered with respond(request, ...); on a stream, with the opaque 0, one that is not answered.
+    """A request, to be answered by respond(request, ...). On a stream, a request with the opaque 0 has no answer.
 
     A header over UNPACKED_BYTES_MAX is Packed.
     """
@@ -78,26 +78,26 @@ class Request(NamedTuple):
     body: memoryview
 
     def unpacked(self) -> Request:
-        """With its header. Raises ProtocolError."""
+        """Returns the request with an unpacked header. Raises ProtocolError."""
         return self._replace(header=self.header.unpacked()) if isinstance(self.header, Packed) else self
 
 
 AT_WORK = (ConnectionState.OPEN, ConnectionState.STREAMING)
-"""Requests are taken."""
+"""The states in which requests are accepted."""
 
 
 class Greeted(NamedTuple):
-    """A HELLO was answered: `buffers` are to be sent, and unless it was `accepted` the connection is to be closed."""
+    """The result of a HELLO: send `buffers`, then close the connection unless it was `accepted`."""
 
     buffers: list[Buffer]
     accepted: bool
 
 
 class ClientConnection:
-    """The requesting end. `greeting` is what the broker said of itself, None until it did."""
+    """The client's end. `greeting` is the broker's HelloReply, None before it."""
 
     def __init__(self, address: str, client: str, allocate: Callable[[int], bytearray] = bytearray) -> None:
-        """`allocate` gives memory for a large frame: see FrameReader."""
+        """`allocate` returns memory for a large frame: see FrameReader."""
         self.state = ConnectionState.GREETING
         self.address = address
         self.greeting: HelloReply | None = None
@@ -114,22 +114,22 @@ class ClientConnection:
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to come of a large answer, at least; 0 where none has begun."""
+        """Minimum number of missing bytes of a large answer; 0 if none has begun."""
         return self._reader.missing_bytes
 
     def hello(self) -> list[Buffer]:
-        """The first bytes to send."""
+        """The first buffers to send."""
         assert self.state is ConnectionState.GREETING
         greeting = Hello(PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_MAX, self._client)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, 0, 0, greeting)
 
     def close(self) -> None:
-        """The connection is gone: frees what was received of it."""
+        """Notes that the connection is closed; frees the received bytes."""
         self.state = ConnectionState.CLOSED
         self._reader.close()
 
     def request(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> tuple[int, list[Buffer]]:
-        """(opaque, buffers to send). Raises ClosedError unless the connection is open, MessageTooLarge."""
+        """(opaque, buffers to send). Raises MessageTooLarge; ClosedError unless the connection is open."""
         opaque = self._opaque % OPAQUE_MAX + 1
         assert opaque not in self._waiting
         buffers = self._encode(command, opaque, header, bodies)
@@ -138,7 +138,7 @@ class ClientConnection:
         return opaque, buffers
 
     def push(self, header: Any, bodies: list[Buffer] | None = None) -> list[Buffer]:
-        """The buffers of a SYNC frame that is not answered. Raises ClosedError unless streaming, MessageTooLarge."""
+        """The buffers of a pushed SYNC frame. Raises MessageTooLarge; ClosedError unless streaming."""
         if self.state is not ConnectionState.STREAMING:
             raise ClosedError(f"stream to {self.address}")
         return self._encode(Command.SYNC, PUSHED, header, bodies)
@@ -153,9 +153,9 @@ class ClientConnection:
     def received(self, count: int) -> Iterator[Response]:
         """The responses that are complete after `count` more bytes.
 
-        The HELLO's response opens the connection and is not returned. Raises ProtocolError, UnsupportedVersion or
-        what else the broker refuses a HELLO with, after the responses before it; the connection is closed then, as it
-        is when the caller ends the iteration early.
+        The response to HELLO opens the connection and is not returned. After the earlier responses, it raises
+        ProtocolError, UnsupportedVersion or another error by which the broker refuses a HELLO. The connection is then
+        closed; it is also closed if the caller ends the iteration early.
         """
         if self.state is ConnectionState.CLOSED:
             return
@@ -209,12 +209,12 @@ def _version(fields: dict[str, Any], name: str) -> int:
 
 
 class ServerConnection:
-    """The answering end. `client` is who the client said it is."""
+    """The broker's end. `client` is the name that the client gave."""
 
     def __init__(self, peer: str, greeting: HelloReply, allocate: Callable[[int], bytearray] = bytearray) -> None:
-        """`greeting.version` is the highest that is spoken; HELLO may settle on a lower one.
+        """`greeting.version` is the highest supported version; HELLO may choose a lower one.
 
-        `allocate` gives memory for a large frame: see FrameReader.
+        `allocate` returns memory for a large frame: see FrameReader.
         """
         self.state = ConnectionState.GREETING
         self.peer = peer
@@ -230,11 +230,11 @@ class ServerConnection:
         self.next_buffer = self._reader.next_buffer
 
     def received(self, count: int) -> Iterator[Greeted | Request]:
-        """What is complete after `count` more bytes.
+        """The events that are complete after `count` more bytes.
 
-        Raises ProtocolError on a broken frame, after what came before it; the caller sends `refusal(error)` and
-        closes. What is received after that is ignored, also when the caller itself refuses a frame and ends the
-        iteration there.
+        Raises ProtocolError on a broken frame, after the earlier events; the caller then sends `refusal(error)` and
+        closes the connection. Later bytes are ignored. The same applies if the caller refuses a frame itself and ends
+        the iteration there.
         """
         if self.state is ConnectionState.CLOSED:
             return
@@ -250,16 +250,16 @@ class ServerConnection:
 
     @property
     def large_bytes(self) -> int:
-        """The size of the large frame that has begun, 0 where none has: next_buffer() makes room for it."""
+        """The size of a large frame that has begun, for which next_buffer() allocates memory; 0 if none has."""
         return self._reader.large_bytes
 
     @property
     def in_frame(self) -> bool:
-        """Whether a part of a frame has arrived."""
+        """True if a part of a frame has arrived."""
         return self._reader.in_frame
 
     def close(self) -> None:
-        """The connection is gone: frees what was received of it."""
+        """Notes that the connection is closed; frees the received bytes."""
         self.state = ConnectionState.CLOSED
         self._reader.close()
 
@@ -294,7 +294,7 @@ class ServerConnection:
     def respond(
         self, request: Request, header: Any, bodies: list[Buffer] | None = None, number: int = status.OK
     ) -> list[Buffer]:
-        """The bytes that answer `request`; an answer too large to be sent is replaced by the error that says so."""
+        """The buffers that answer `request`. If the answer is too large, an error that says so replaces it."""
         version, command, opaque = self._greeting.version, request.command, request.opaque
         limit = ANSWER_HEADER_BYTES_MAX
         try:
@@ -304,20 +304,20 @@ class ServerConnection:
             return encode_frame(version, command, number, opaque, fields)
 
     def accept_stream(self, request: Request, header: Any) -> list[Buffer]:
-        """The bytes that answer a SYNC request with OK; from now on both ends may push."""
+        """The buffers that answer a SYNC request with OK. From now on both ends may push."""
         assert request.command == Command.SYNC
         buffers = self.respond(request, header)
         self.state = ConnectionState.STREAMING
         return buffers
 
     def push(self, header: Any, bodies: list[Buffer] | None = None, number: int = status.OK) -> list[Buffer]:
-        """The buffers of a SYNC frame that is not answered. Raises ClosedError unless streaming, MessageTooLarge."""
+        """The buffers of a pushed SYNC frame. Raises MessageTooLarge; ClosedError unless streaming."""
         if self.state is not ConnectionState.STREAMING:
             raise ClosedError(f"stream to {self.peer}")
         version, limit = self._greeting.version, ANSWER_HEADER_BYTES_MAX
         return encode_frame(version, Command.SYNC, number, PUSHED, header, bodies, header_bytes_max=limit)
 
     def refusal(self, error: ProtocolError) -> list[Buffer]:
-        """The last bytes on a connection whose peer broke the protocol."""
+        """The last buffers on a connection whose peer broke the protocol."""
         number, fields = status.encode_error(error)
         return encode_frame(PROTOCOL_VERSION_MIN, Command.HELLO, number, 0, fields)

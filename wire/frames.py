@@ -1,26 +1,26 @@
 """Frames: the envelope of every request and every response.
 
-    u32 length    of all that follows
+    u32 length    of everything after this field
     u8  version   protocol version, fixed by HELLO
     u8  command
-    u16 status    0 in requests; in responses 0 is OK, else metamq.wire.status
+    u16 status    0 in requests; in responses 0 is OK, else see metamq.wire.status
     u32 opaque    the requester's number, echoed in the response
     u32 header    length of the header
-    header        msgpack; before a body filled up to a multiple of 8 bytes with msgpack nils, which are skipped
+    header        msgpack; before a body, padded to a multiple of 8 bytes with msgpack nils, which receivers skip
     body          the rest: batches, or nothing
 
 All integers are little-endian. Requests may be answered in any order.
 
-`FrameReader` turns received bytes into frames. It hands out the memory to receive into, so that a large body is
-written once by the kernel: small frames share one buffer, a large frame gets its own as soon as its second piece is
-asked for. How much of it at once, on the word of a length, is the peer's credit: a stranger's 64 KiB, then as much as
-its largest frame so far, up to `initial_bytes`. The memory of a frame larger than that grows fourfold with what has
-really arrived, or up to eightfold where that is all of it: so a sixth is copied once more at worst. Growing copies into
-new memory; extending a bytearray in place was measured at twenty times the cost. A client trusts its broker with a
-whole frame: see trust().
+`FrameReader` turns received bytes into frames. It provides the memory to receive into, so that the kernel writes a
+large body only once. Small frames share one buffer. A large frame gets its own when its second piece is requested. The
+frame's length is only the peer's claim, so the size of this memory is limited by the peer's credit: 64 KiB for an
+unknown peer, then the size of its largest frame so far, up to `initial_bytes`. The memory of a larger frame grows
+fourfold with the bytes that have arrived, or up to eightfold if that is the whole frame. So at worst a sixth of it is
+copied again. Growing copies into new memory: extending a bytearray in place cost twenty times as much in a measurement.
+A client trusts its broker with a whole frame: see trust().
 
-A header is unpacked only when it cannot cost more than a small multiple of its size: msgpack makes room for the
-elements that an array announces before it has seen any, at each level of nesting anew.
+A header is unpacked only if this cannot cost more than a small multiple of its size: msgpack allocates the elements
+that an array announces before it has seen any of them, again at each level of nesting.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Buffer = bytes | bytearray | memoryview
 PREFIX = struct.Struct("<IBBHII")
 PREFIX_BYTES = PREFIX.size
 _LENGTH_BYTES = 4
-_FIXED_BYTES = PREFIX_BYTES - _LENGTH_BYTES  # what the length counts besides header and body
+_FIXED_BYTES = PREFIX_BYTES - _LENGTH_BYTES  # the part of the length that is neither header nor body
 
 _NIL = b"\xc0"
 
@@ -51,13 +51,13 @@ assert PREFIX_BYTES % 8 == 0  # so that a body starts 8-byte aligned, as Arrow w
 
 
 class Packed(NamedTuple):
-    """A header that is not unpacked yet: a large one takes a while."""
+    """A header that is not unpacked yet: unpacking a large one takes some time."""
 
     command: int
     data: memoryview
 
     def unpacked(self) -> Any:
-        """The header. Raises ProtocolError."""
+        """Unpacks the header. Raises ProtocolError."""
         try:
             return _unpack_header(self.data)
         except Exception as error:  # msgpack raises ValueError, UnicodeDecodeError, and errors of its own
@@ -68,8 +68,8 @@ class Packed(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One received frame. `header` is Packed where it is larger than the reader unpacks at once. `body` is a writable
-    view of memory that belongs to this frame alone."""
+    """One received frame. `header` is Packed if it is larger than the reader unpacks at once. `body` is a writable view
+    of memory that belongs only to this frame."""
 
     version: int
     command: int
@@ -90,7 +90,7 @@ def encode_frame(
     header_bytes_max: int = HEADER_BYTES_MAX,
     frame_bytes_max: int = FRAME_BYTES_MAX,
 ) -> list[Buffer]:
-    """The buffers to send, in order. The bodies are not copied. Raises MessageTooLarge over a limit."""
+    """The buffers to send, in order. The bodies are not copied. Raises MessageTooLarge above a limit."""
     packed = msgpack.packb(header)
     if bodies:
         packed += _NIL * (-len(packed) % 8)
@@ -105,13 +105,13 @@ def encode_frame(
     return [first, *bodies] if bodies else [first]
 
 
-_ASK_FOR_LESS = "Send, or ask for, less in one request."
+_ASK_FOR_LESS = "Send or request less at a time."
 
 
 class FrameReader:
-    """Incremental decoder: `buffer = next_buffer()`, receive n bytes into it, `for frame in received(n)`.
+    """An incremental decoder: `buffer = next_buffer()`, receive n bytes into it, `for frame in received(n)`.
 
-    After an error the stream has no next frame: what else is received is thrown away.
+    After an error the stream has no more frames: all later bytes are dropped.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class FrameReader:
         unpacked_bytes_max: int = FRAME_BYTES_MAX,
         allocate: Callable[[int], bytearray] = bytearray,
     ) -> None:
-        """The limits may be changed at any time and count from the next frame on.
+        """The limits may be changed at any time, and apply from the next frame on.
 
-        Headers over `unpacked_bytes_max` are left Packed. `allocate` gives memory for a large frame, of the size asked
-        for or more.
+        Headers over `unpacked_bytes_max` stay Packed. `allocate` returns memory of at least the requested size for a
+        large frame.
         """
         self._unpacked_bytes_max = unpacked_bytes_max
         self.frame_bytes_max = frame_bytes_max
@@ -138,30 +138,30 @@ class FrameReader:
         self._buffer = bytearray(buffer_bytes)
         self._filled = 0
         self.large_bytes = 0
-        """The size of the large frame that has begun, 0 where none has: what room will be made for."""
+        """The size of a large frame that has begun, and for which memory will be allocated; 0 if none has begun."""
         self._large: memoryview | None = None
-        """Its first bytes; None before the second piece is asked for: they are in the shared buffer then."""
+        """The first bytes of a large frame; None until its second piece is requested: they are in the shared buffer."""
         self._large_filled = 0
         self._broken = False
 
     def trust(self) -> None:
-        """From now on any frame within the limits gets all of its memory at once."""
+        """Gives any later frame within the limits all of its memory at once."""
         self._credit_bytes = self._initial_bytes = FRAME_BYTES_MAX
 
     @property
     def in_frame(self) -> bool:
-        """Whether a part of a frame has arrived."""
+        """True if a part of a frame has arrived."""
         return self._filled > 0 or self.large_bytes > 0
 
     @property
     def missing_bytes(self) -> int:
-        """How much more a large frame that has begun needs; 0 where none has."""
+        """Number of missing bytes of a large frame that has begun; 0 if none has."""
         if not self.large_bytes:
             return 0
         return self.large_bytes - (self._filled if self._large is None else self._large_filled)
 
     def next_buffer(self) -> memoryview:
-        """Where to receive the next bytes; never empty. Not before the last received() has been exhausted."""
+        """The memory for the next bytes; never empty. The last received() must be exhausted before this call."""
         if not self.large_bytes:
             return memoryview(self._buffer)[self._filled :]
         large = self._large
@@ -173,7 +173,7 @@ class FrameReader:
         return large[self._large_filled :]
 
     def _grown(self, start: memoryview, room_bytes: int) -> memoryview:
-        """The large frame's memory from now on: `room_bytes`, or all it needs if that is at most twice as much."""
+        """New memory for the large frame: `room_bytes`, or the whole frame if it is at most twice as large."""
         size = self.large_bytes
         if size > 2 * room_bytes:
             size = max(room_bytes, len(start) + 1)
@@ -183,10 +183,10 @@ class FrameReader:
         return grown
 
     def received(self, count: int) -> Iterator[Frame]:
-        """Takes note of `count` bytes put into next_buffer(); gives the frames that are complete now.
+        """Takes `count` bytes that were put into next_buffer(). Yields the frames that are complete.
 
-        Raises ProtocolError when the bytes are not frames or exceed the limits, after the frames before them. Who ends
-        the iteration early closes the reader: no frame comes out twice.
+        Raises ProtocolError, after the earlier frames, if the bytes are not frames or exceed the limits. A caller that
+        ends the iteration early closes the reader: no frame is returned twice.
         """
         if self._broken:
             return
@@ -206,7 +206,7 @@ class FrameReader:
             raise
 
     def close(self) -> None:
-        """Throws away what was received, and what still comes."""
+        """Drops the received bytes and all later ones."""
         self._broken = True
         self._filled = 0
         self.large_bytes = 0
@@ -256,7 +256,7 @@ def _unpack_header(packed: memoryview) -> Any:
     size = len(packed)
     if not size:
         raise ValueError("it is empty")
-    if size > _HEADER_TRUSTED_BYTES:  # walks through it and makes nothing: is all there that is announced?
+    if size > _HEADER_TRUSTED_BYTES:  # walks through it without allocating: checks that all announced elements exist
         checker = msgpack.Unpacker(None, max_buffer_size=size)
         checker.feed(packed)
         checker.skip()

@@ -1,14 +1,14 @@
-"""Whether the columns of a batch fit its body: what a broker looks at before it stores one, without reading a message.
+"""Checks that the columns of a batch fit its body. A broker does this before it stores a batch, without decoding it.
 
-A batch with right checksums may have columns that nobody can decode. Once it is stored, every consumer fails at it. So
-a body that is not compressed is looked at: each column lies within it, its offsets begin with 0 and never fall. A
-compressed one is not: to decompress it costs a broker more than all else that it does with a batch. Consumers check it
-when they decode it (metamq.wire.columns), and say how to pass it.
+A batch with correct checksums may have columns that cannot be decoded. Once it is stored, every consumer fails at it.
+So the broker checks an uncompressed body: each column is inside of it, and its offsets begin with 0 and never fall. It
+does not check a compressed body: decompression would cost more than everything else that a broker does with a batch.
+Consumers check such a body when they decode it (metamq.wire.columns), and report how to skip it.
 
-All is O(1) a column but for the order of its offsets. That is found out for thousands of them at once, by arithmetic on
-integers of thousands of digits: each offset is a digit of 32 bits whose highest bit is free, and to subtract a number
-from the next, digit by digit, takes that bit away exactly where the next is less. It costs some 6 ns a message; to make
-a list of offsets costs twenty times as much.
+All checks are O(1) per column, except for the order of its offsets. That check handles thousands of offsets at once, by
+arithmetic on integers of thousands of digits. Each offset is a digit of 32 bits whose highest bit is free. Subtracting
+each number from the next, digit by digit, clears that bit exactly where the next is smaller. It costs about 6 ns per
+message; making a list of offsets costs twenty times as much.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from metamq.wire.batch import HAS_HEADERS, HAS_KEYS, HAS_NULL_KEYS, HAS_TIMESTAM
 _INT = struct.Struct("<i")
 _GUARD = b"\0\0\0\x80"
 _DIGITS_MAX = 14
-"""As a power of two: so many offsets at once stay in the processor's caches."""
+"""Binary logarithm of the number of offsets per step, so that they stay in the processor's caches."""
 _GUARDS = [int.from_bytes(_GUARD * (1 << power), "little") for power in range(_DIGITS_MAX + 1)]
 
 
 def columns_problem(batch: memoryview, header: BatchHeader) -> str | None:
-    """What is wrong with the columns of a batch that is not compressed, or None. `header` was checked."""
+    """The problem of an uncompressed batch's columns, or None. `header` was checked."""
     flags, count = header.flags, header.count
     if not flags & HAS_TIMESTAMPS and header.max_timestamp_us != header.base_timestamp_us:
-        return "its messages have one time, and its header tells of two"
+        return "its messages have one timestamp, but its header has two"
     body = batch[HEADER_BYTES : HEADER_BYTES + header.body_size]
     at, problem = _binary(body, 0, count)
     if problem is None and flags & HAS_KEYS:
@@ -45,7 +45,7 @@ def columns_problem(batch: memoryview, header: BatchHeader) -> str | None:
 
 
 def _binary(body: memoryview, start: int, count: int) -> tuple[int, str | None]:
-    """Where the column of byte strings ends that starts there, or what is wrong with it."""
+    """(end of the column of byte strings that starts at `start`, its problem or None)."""
     size = 4 * (count + 1)
     if start + size > len(body):
         return start, _outside(start, size, body)

@@ -1,7 +1,7 @@
 """Errors over the wire: a status number for the class, a map for its fields.
 
-The numbers are part of the protocol and never reused. A status this release does not know becomes a MetamqError
-with the peer's own words.
+The numbers are part of the protocol and never reused. A status that this release does not know becomes a MetamqError
+with the peer's own text.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _OUTCOMES = ("not_done", "unknown")
 
 
 def encode_error(error: MetamqError) -> tuple[int, dict[str, Any]]:
-    """(status, fields) of an error; fields that msgpack has no type for stay behind, long texts are cut.
+    """(status, fields) of an error. Fields without a msgpack type are dropped; long texts are cut.
 
-    A class without a number travels as its nearest ancestor with one. Forgets the error's traceback: an error that the
-    broker keeps and raises for each request, such as a full disk, would otherwise collect the frames, and with them
-    the bodies, of every request it refused.
+    A class without a number is sent as its nearest ancestor with one. Drops the error's traceback: a broker may raise
+    the same error for many requests, for example on a full disk. The traceback would otherwise collect the frames, and
+    with them the bodies, of all refused requests.
     """
     error.__traceback__ = None
     fields = {name: _plain(value) for name, value in error.__dict__.items() if _is_plain(value)}
@@ -68,13 +68,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, str):  # a path may have characters that UTF-8 has no bytes for
+    if isinstance(value, str):  # a path may have characters that UTF-8 cannot encode
         return value[:ERROR_TEXT_CHARS_MAX].encode("utf-8", "backslashreplace").decode()
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def decode_error(status: int, fields: Any) -> MetamqError:
-    """The error that the peer raised. Never raises: strange fields give an error that shows them."""
+    """The error that the peer raised. Never raises: unexpected fields give an error that shows them."""
     cls = _NUMBERS.get(status, MetamqError)
     if not isinstance(fields, dict) or not isinstance(fields.get("problem"), str):
         return MetamqError(f"the broker answered with status {status}: {reprlib.repr(fields)}")
@@ -86,7 +86,7 @@ def decode_error(status: int, fields: Any) -> MetamqError:
 
 
 def _is_sound(name: Any, value: Any) -> bool:
-    """Whether a field may be set; the class's own value stands otherwise."""
+    """True if a field may be set; else the class's own value stays."""
     if name == "retriable":
         return isinstance(value, bool)
     if name == "outcome":

@@ -1,16 +1,16 @@
-"""Replication's frames: what a slave and its master say to each other once the slave has joined.
+"""The frames of replication: the messages between a slave and its master after the slave has joined.
 
     slave                                     master
       │ JOIN ─────────────────────────────────▶ │  a request: answered by ACCEPT, or by an error
       │ ◀──────────────────────────────  ACCEPT │  from here on both ends push
-      │ ATTACH ───────────────────────────────▶ │  what the slave's logs have
-      │ ◀────────────────  ATTACHED (PRODUCERS) │  what becomes of each
+      │ ATTACH ───────────────────────────────▶ │  the state of the slave's logs
+      │ ◀────────────────  ATTACHED (PRODUCERS) │  the decision about each
       │ ◀────────────────────  COPY, DATA, BEAT │
       │ ACK ──────────────────────────────────▶ │
 
 The header of each frame is one of the named tuples here, as a msgpack array. It begins with its kind and with the
-epoch in which it is said: the receiver refuses any other. Bodies are whole batches, as they lie in the log, save that
-of PRODUCERS. `unpack` takes nothing but what is declared, and no negative number. docs/wire-protocol.md has the tables.
+sender's epoch: the receiver refuses any other epoch. Bodies are whole batches, as stored in the log, except in
+PRODUCERS. `unpack` accepts only declared fields and no negative numbers. docs/wire-protocol.md has the tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from metamq.wire.limits import (
 )
 
 MAGIC = 0x4D51_4841
-"""What a JOIN begins with: whoever sends something else is no replica."""
+"""The first number of a JOIN, by which a master recognizes a replica."""
 
 JOIN = 1
 ACCEPT = 2
@@ -52,20 +52,20 @@ LEAVE = 13
 
 
 class SyncDecision(enum.IntEnum):
-    """What becomes of one partition of a slave."""
+    """The decision about one partition of a slave."""
 
     FROM = 1
-    """It is sent from the position on. Where the slave's log goes beyond it, the slave cuts it there first."""
+    """The master sends it from the position on. If the slave's log goes beyond it, the slave first cuts it there."""
     RESET = 2
-    """The slave empties its log, and begins it anew at the offset and position."""
+    """The slave empties its log, which then begins at the offset and position."""
     WAIT = 3
-    """Nothing yet: one of the two has still to learn of the topic. To be attached again later."""
+    """No replication yet: the master or the slave does not know the topic yet. The slave attaches it again later."""
     REFUSE = 4
-    """It is not replicated: that would take back what readers have seen."""
+    """No replication: it would take back messages that readers have seen."""
 
 
 class Join(NamedTuple):
-    """A slave's first frame. `folder` identifies its data folder; `generation` is the last that it has followed."""
+    """The first frame of a slave. `folder` identifies its data folder; `generation` is the last that it followed."""
 
     kind: int
     epoch: int
@@ -79,7 +79,7 @@ class Join(NamedTuple):
 
 
 class Accept(NamedTuple):
-    """The answer to a JOIN. Either end is taken for dead when it has been silent for three heartbeats."""
+    """The answer to a JOIN. Either end assumes that the other is dead after three heartbeats of silence."""
 
     kind: int
     epoch: int
@@ -88,7 +88,7 @@ class Accept(NamedTuple):
 
 
 class AttachPartition(NamedTuple):
-    """What the slave's log of one partition has. The handle is the slave's choice, and stands for the partition."""
+    """The state of the slave's log of one partition. The slave chooses the handle, which then names the partition."""
 
     handle: int
     topic: str
@@ -100,11 +100,11 @@ class AttachPartition(NamedTuple):
     end_position: int
     stable_offset: int
     epochs: list[tuple[int, int, int]]
-    """(epoch, offset, position) where each begins, oldest first; of a longer list the newest ATTACH_EPOCHS_MAX."""
+    """(epoch, offset, position) of each epoch's begin, oldest first; of a longer list the newest ATTACH_EPOCHS_MAX."""
 
 
 class Attach(NamedTuple):
-    """Asks for partitions to be replicated. A partition that is attached already begins anew."""
+    """Asks for the replication of partitions. A partition that is already attached begins again."""
 
     kind: int
     epoch: int
@@ -112,7 +112,7 @@ class Attach(NamedTuple):
 
 
 class AttachResult(NamedTuple):
-    """What becomes of one partition: a Decision, and why, for people."""
+    """The decision about one partition (a SyncDecision), and its reason, for people to read."""
 
     handle: int
     decision: int
@@ -122,7 +122,7 @@ class AttachResult(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """The answer to an ATTACH, perhaps in several parts; also unasked, when a place has to begin anew."""
+    """The answer to an ATTACH, possibly in parts. Also sent without a request if a partition must begin again."""
 
     kind: int
     epoch: int
@@ -130,22 +130,22 @@ class Attached(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Batches of live partitions, in the order in which the master appended them; they are the body.
+    """Batches of live partitions, in the order in which the master appended them, as the body.
 
-    The first entry has the sequence number `first_seq`, each following one the next.
+    The first entry has the sequence number `first_seq`, each following one the next number.
     """
 
     kind: int
     epoch: int
     first_seq: int
     entries: list[tuple[int, int, int, int]]
-    """(handle, position, size, whether it counts only once it is flushed: 1 or 0)."""
+    """(handle, position, size, 1 if it counts only when flushed, else 0)."""
     stable: list[tuple[int, int, int]]
     """(handle, offset, position) of stable marks that moved."""
 
 
 class Copy(NamedTuple):
-    """Batches of partitions that are being copied: the same without sequence numbers."""
+    """Batches of partitions that are being copied: like Data, but without sequence numbers."""
 
     kind: int
     epoch: int
@@ -154,9 +154,9 @@ class Copy(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """Up to which sequence number the slave has written everything, and has flushed what counts only then.
+    """The sequence numbers up to which the slave has written everything, and has flushed batches that need it.
 
-    Also the slave's heartbeat.
+    It is also the slave's heartbeat.
     """
 
     kind: int
@@ -177,7 +177,7 @@ class Beat(NamedTuple):
 
 
 class Detach(NamedTuple):
-    """The partitions are gone at the slave: their topics were deleted."""
+    """Partitions that the slave no longer has: their topics were deleted."""
 
     kind: int
     epoch: int
@@ -185,7 +185,7 @@ class Detach(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """The slave wants to become the master: write nothing more, for `wait_ms` at most, and send what there is."""
+    """The slave wants to become the master: write nothing for at most `wait_ms`, and send everything that exists."""
 
     kind: int
     epoch: int
@@ -193,7 +193,7 @@ class HandOver(NamedTuple):
 
 
 class HandedOver(NamedTuple):
-    """Nothing comes after `end_seq`, and the slave holds it all; or `reason`, else empty, says why it is not so."""
+    """Nothing follows `end_seq`, and the slave has everything. Otherwise `reason` says why not; else it is empty."""
 
     kind: int
     epoch: int
@@ -202,14 +202,14 @@ class HandedOver(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """The slave stops: nobody is to wait for it. It goes on to acknowledge until it closes the link."""
+    """The slave stops: the master must not wait for it. It acknowledges until it closes the link."""
 
     kind: int
     epoch: int
 
 
 class Producers(NamedTuple):
-    """What producers stored before the master's log begins, as the body: nothing else tells that to a new copy of it.
+    """The batches that producers stored below the start of the master's log. A new copy has no other source for them.
 
     The body is a snapshot of producer states as of the log's start, as in docs/log-format.md. It comes before the first
     Copy of the partition.
@@ -247,7 +247,7 @@ F = TypeVar("F", FromSlave, FromMaster)
 
 
 def unpack_from_slave(header: Any) -> FromSlave:
-    """The frame that a slave sent. Raises ProtocolError."""
+    """Unpacks a frame from a slave. Raises ProtocolError."""
     frame = _unpack(FROM_SLAVE, header)
     if isinstance(frame, Attach):
         partitions = [_checked(AttachPartition, entry) for entry in frame.partitions]
@@ -255,20 +255,20 @@ def unpack_from_slave(header: Any) -> FromSlave:
             raise ProtocolError(f"a partition has more than {ATTACH_EPOCHS_MAX:,} epochs in an Attach")
         return frame._replace(partitions=partitions)
     if isinstance(frame, HandOver) and frame.wait_ms > HAND_OVER_MS_MAX:
-        raise ProtocolError(f"a HandOver waits for {HAND_OVER_MS_MAX:,} ms at most, got {frame.wait_ms:,}")
+        raise ProtocolError(f"a HandOver waits for at most {HAND_OVER_MS_MAX:,} ms, got {frame.wait_ms:,}")
     if isinstance(frame, Join) and frame.magic != MAGIC:
-        raise ProtocolError(f"the magic of a Join is to be {MAGIC:#x}, got {frame.magic:#x}")
+        raise ProtocolError(f"the magic of a Join must be {MAGIC:#x}, got {frame.magic:#x}")
     return frame
 
 
 def unpack_from_master(header: Any) -> FromMaster:
-    """The frame that a master sent. Raises ProtocolError."""
+    """Unpacks a frame from a master. Raises ProtocolError."""
     frame = _unpack(FROM_MASTER, header)
     if isinstance(frame, Attached):
         results = [_checked(AttachResult, entry) for entry in frame.results]
         unknown = [entry.decision for entry in results if entry.decision not in _DECISIONS]
         if unknown:
-            raise ProtocolError(f"an Attached has the decision {unknown[0]}, which is none")
+            raise ProtocolError(f"an Attached has the unknown decision {unknown[0]}")
         return frame._replace(results=results)
     return frame
 
@@ -282,7 +282,7 @@ def _unpack(kinds: dict[int, type[F]], header: Any) -> F:
     return _checked(cls, header)
 
 
-# Not commands.unpack: a frame goes each way for every few batches, and numbers are checked for their range as well.
+# This replaces commands.unpack: frames are frequent, and the range of numbers is checked as well.
 
 T = TypeVar("T", bound=tuple[Any, ...])
 _NUMBER_MAX = (1 << 63) - 1
@@ -290,7 +290,7 @@ _INT, _LIST = {int}, {list}
 
 
 def _checked(cls: type[T], header: Any) -> T:
-    """A header, or an entry of one, as its named tuple. Raises ProtocolError."""
+    """Unpacks a header, or an entry of one, into its named tuple. Raises ProtocolError."""
     checks = _checks(cls)
     if type(header) is not list or len(header) < len(checks):
         raise ProtocolError(f"{cls.__name__} has {len(checks)} fields, got {reprlib.repr(header)}")
@@ -299,7 +299,7 @@ def _checked(cls: type[T], header: Any) -> T:
             what = f"{cls.__name__}.{name}"
             if isinstance(value, list) and len(value) > ENTRIES_MAX:
                 raise ProtocolError(f"{what} has {len(value):,} entries, the limit is {ENTRIES_MAX:,}")
-            raise ProtocolError(f"{what} is to be {kind}, of numbers from 0 to 2^63-1, got {reprlib.repr(value)}")
+            raise ProtocolError(f"{what} must be {kind}, with numbers from 0 to 2^63-1, got {reprlib.repr(value)}")
     made: T = cls._make(header[: len(checks)])  # type: ignore[attr-defined]
     return made
 
@@ -319,7 +319,7 @@ def _check_of(kind: Any) -> Callable[[Any], bool]:
         return lambda value: _is_short_list(value) and (not value or _are_numbers(value))
     if get_origin(inner) is tuple:
         return _is_list_of_rows(len(get_args(inner)))
-    return _is_short_list  # of named tuples, which are looked at one by one
+    return _is_short_list  # of named tuples, which are checked one by one
 
 
 def _is_short_list(value: Any) -> bool:
@@ -344,7 +344,7 @@ def _is_list_of_rows(count: int) -> Callable[[Any], bool]:
 
 
 def bodies(entries: Iterable[Sequence[int]], body: memoryview) -> list[memoryview]:
-    """What of a body belongs to each entry of Data or Copy. Raises ProtocolError unless the sizes make up the body."""
+    """The part of a body for each entry of Data or Copy. Raises ProtocolError unless the sizes add up to the body."""
     pieces = []
     at = 0
     for _handle, _position, size, _flush in entries:
@@ -360,7 +360,7 @@ def bodies(entries: Iterable[Sequence[int]], body: memoryview) -> list[memoryvie
 
 
 def attach_frames(epoch: int, partitions: Iterable[AttachPartition]) -> Iterator[Attach]:
-    """The ATTACH frames for any number of partitions; epochs beyond the newest ATTACH_EPOCHS_MAX are left out."""
+    """The ATTACH frames for any number of partitions. Omits epochs beyond the newest ATTACH_EPOCHS_MAX."""
     part: list[AttachPartition] = []
     epochs = 0
     for partition in partitions:
@@ -375,5 +375,5 @@ def attach_frames(epoch: int, partitions: Iterable[AttachPartition]) -> Iterator
 
 
 def attach_result(handle: int, decision: SyncDecision, offset: int, position: int, reason: str) -> AttachResult:
-    """One entry of ATTACHED, its text cut to what errors are cut to."""
+    """One entry of ATTACHED. Its text is cut at the length of error texts."""
     return AttachResult(handle, decision, offset, position, reason[:ERROR_TEXT_CHARS_MAX])

@@ -9,42 +9,42 @@ from metamq.wire.limits import FOLLOWERS_MAX, VERBS_MAX, AtMost
 
 
 class Tx(NamedTuple):
-    """Verbs of one branch, carried out in this order up to the first that fails. Answered by a TxReply."""
+    """Verbs of one branch, carried out in this order up to the first that fails. The answer is a TxReply."""
 
     xid: Annotated[list[Any], AtMost(3)]
     """[format id, gtrid, bqual]."""
     epoch: int
-    """Which use of the id is meant, as START answered it; 0: whichever there is, or one that these verbs begin."""
+    """The use of the id, as START answered it; 0: the existing branch, or one that these verbs begin."""
     session: str
-    """Whose work it is: the caller's own choice, at most 64 characters. It outlives a connection by some seconds."""
+    """The session: a name that the client chooses, at most 64 characters. It outlives a connection by some seconds."""
     verbs: Annotated[list[int], AtMost(VERBS_MAX)]
     """metamq.wire.xa.Verb."""
     timeout_ms: int
-    """START: after so long a branch that is not prepared is rolled back; 0: the broker's default."""
+    """START: milliseconds after which an unprepared branch is rolled back; 0: the broker's default."""
     messages: int
-    """PREPARE, COMMIT_ONE_PHASE: how many messages the session has sent in the branch; -1: it does not say."""
+    """PREPARE, COMMIT_ONE_PHASE: number of messages that the session has sent in the branch; -1: unknown."""
     first: int
-    """SEND: how many batches the session has sent in the branch before these."""
+    """SEND: number of batches that the session has sent in the branch before these."""
     entries: Annotated[list[Any], Entries]
     """SEND: a PutEntry for each batch in the body."""
     follows: Annotated[list[int], AtMost(3)] = []  # noqa: RUF012
-    """PREPARE: whose decision the branch follows. [broker id, its generation, the epoch that START was answered with
-    there] of the branch with the same id at another broker; empty: its transaction manager's."""
+    """PREPARE: the decider of the branch, [broker id, its generation, epoch]: the branch with the same id at another
+    broker, with the epoch that START returned there. Empty: the transaction manager decides."""
     followers: Annotated[list[int], AtMost(FOLLOWERS_MAX)] = []  # noqa: RUF012
-    """DECIDE: broker id and epoch, and the next, of the branches with the same id that follow."""
+    """DECIDE: pairs of broker id and epoch, of the branches with the same id that follow."""
 
 
 class TxReply(NamedTuple):
-    """What became of a Tx."""
+    """The results of a Tx."""
 
     history: str
-    """Broker id and generation, as "0:1": another one than before means that what was acknowledged may be gone."""
+    """Broker id and generation, as "0:1". If it has changed, acknowledged messages may be gone."""
     results: Annotated[list[Any], AtMost(VERBS_MAX)]
-    """A TxResult for each verb that was carried out, the first that failed included."""
+    """A TxResult for each verb that was carried out, including the first that failed."""
 
 
 class TxResult(NamedTuple):
-    """What became of one verb."""
+    """The result of one verb."""
 
     status: int
     code: int
@@ -54,11 +54,11 @@ class TxResult(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """Asks for the branches of a broker, in the order of their epochs, from behind this one on."""
+    """Asks for the branches of a broker, in the order of their epochs, after this one."""
 
     after_epoch: int
     all: bool
-    """Also those that are not prepared."""
+    """True: also branches that are not prepared."""
 
 
 class BranchInfo(NamedTuple):
@@ -71,11 +71,11 @@ class BranchInfo(NamedTuple):
     messages: int
     bytes: int
     prepared_us: int
-    """When it was prepared (microseconds since 1970), or decided; 0 while it is neither."""
+    """Time of its prepare (microseconds since 1970) or of its decision; 0 before."""
     follows: Annotated[list[int], AtMost(3)] = []  # noqa: RUF012
-    """As in Tx."""
+    """The decider, like in Tx."""
     followers: Annotated[list[int], AtMost(FOLLOWERS_MAX)] = []  # noqa: RUF012
-    """As in Tx."""
+    """The followers, like in Tx."""
 
 
 class BranchesReply(NamedTuple):

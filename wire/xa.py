@@ -1,7 +1,7 @@
-"""The words of XA: transaction ids, the codes that answers carry, the verbs of a branch.
+"""The terms of XA: transaction ids, the codes of answers, the verbs of a branch.
 
-After the X/Open specification "Distributed Transaction Processing: The XA Specification" (C193, 1991), with PEP 249's
-leave to have an empty branch qualifier. Ids are opaque bytes: they are compared, never decoded.
+It follows the X/Open specification "Distributed Transaction Processing: The XA Specification" (C193, 1991). Like PEP
+249, it allows an empty branch qualifier. Ids are opaque bytes: they are compared, never decoded.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple, Self
 from metamq.errors import ConfigError, ProtocolError
 
 FORMAT_ID = 0x4D51  # "MQ"
-"""The format id of the ids that metamq makes itself."""
+"""The format id of the ids that metamq makes."""
 PART_BYTES_MAX = 64
 FORMAT_ID_MAX = 0x7FFFFFFF
 
 
 class Xid(NamedTuple):
-    """The id of one branch: branches of one global transaction share `gtrid`, and each has a `bqual` of its own."""
+    """The id of one branch. The branches of one global transaction share `gtrid`, and each has its own `bqual`."""
 
     format_id: int
     gtrid: bytes
     bqual: bytes = b""
 
     def check(self) -> Self:
-        """Itself. Raises ConfigError, which names the part that is wrong."""
+        """Returns the id. Raises ConfigError, which names the wrong part."""
         if type(self.format_id) is not int or not 0 <= self.format_id <= FORMAT_ID_MAX:
             raise ConfigError(f"the format id of an Xid is {self.format_id!r}", hint=f"It is 0 to {FORMAT_ID_MAX}.")
         for name, part, least in (("gtrid", self.gtrid, 1), ("bqual", self.bqual, 0)):
@@ -42,22 +42,22 @@ class Xid(NamedTuple):
 
     @classmethod
     def random(cls, prefix: bytes = b"", bqual: bytes = b"") -> Self:
-        """One that nobody else has; `prefix` begins its gtrid and tells whose it is."""
+        """Makes a unique id. `prefix` begins its gtrid and says which application made it."""
         return cls(FORMAT_ID, prefix + secrets.token_bytes(16), bqual).check()
 
     def __str__(self) -> str:
-        """As psycopg and pgjdbc write it: format id, gtrid and bqual in base64, joined by underscores."""
+        """The id in the format of psycopg and pgjdbc: format id, gtrid and bqual in base64, joined by underscores."""
         parts = (base64.b64encode(part).decode() for part in (self.gtrid, self.bqual))
         return "_".join((str(self.format_id), *parts))
 
     @property
     def whole(self) -> str:
-        """Of the global transaction, as `metamq tx` takes it: what the ids of all its branches begin with."""
+        """The id of the global transaction, as `metamq tx` accepts it: the common prefix of its branches' ids."""
         return str(Xid(self.format_id, self.gtrid))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From what str() gives. Raises ConfigError."""
+        """Parses the result of str(). Raises ConfigError."""
         try:
             format_id, gtrid, bqual = text.split("_")
             parts = [base64.b64decode(part, validate=True) for part in (gtrid, bqual)]
@@ -67,7 +67,7 @@ class Xid(NamedTuple):
 
     @classmethod
     def unpack(cls, header: Any) -> Self:
-        """From a message of the protocol. Raises ProtocolError."""
+        """Unpacks an id from a message of the protocol. Raises ProtocolError."""
         if not isinstance(header, list) or len(header) < len(cls._fields):
             raise ProtocolError(f"an Xid has {len(cls._fields)} fields")
         try:
@@ -77,7 +77,7 @@ class Xid(NamedTuple):
 
 
 class XACode(enum.IntEnum):
-    """What a verb can be answered with."""
+    """The result codes of a verb."""
 
     OK = 0
     RDONLY = 3
@@ -104,7 +104,7 @@ class XACode(enum.IntEnum):
 
 
 class Verb(enum.IntEnum):
-    """What can be asked of a branch. The numbers are part of the protocol."""
+    """The verbs of a branch. The numbers are part of the protocol."""
 
     START = 1
     JOIN = 2
@@ -121,6 +121,6 @@ class Verb(enum.IntEnum):
     HEURISTIC_COMMIT = 13
     HEURISTIC_ROLLBACK = 14
     RESOLVE = 15
-    """Not of XA: was it committed? If not, it never will be, whatever is still on its way."""
+    """No verb of XA: asks if the branch was committed. If not, it will never be, whatever is still on its way."""
     DECIDE = 16
-    """Not of XA: as COMMIT_ONE_PHASE, and it decides for branches at other brokers; kept until FORGET."""
+    """No verb of XA: like COMMIT_ONE_PHASE, and it also decides for branches at other brokers; kept until FORGET."""

@@ -137,7 +137,7 @@ def test_a_batch_in_the_wrong_room() -> None:
     view = memoryview(batch + bytes(8))
     with pytest.raises(CorruptData, match="size 120 is not the 128 bytes it came in"):
         check_from_producer(view, 0, len(view), BATCH_BYTES_MAX)
-    with pytest.raises(CorruptData, match="size 120 is more than the 112 bytes there are"):
+    with pytest.raises(CorruptData, match="size 120 is more than the 112 bytes available"):
         check_from_producer(view, 0, 112, BATCH_BYTES_MAX)
     with pytest.raises(CorruptData, match="87 bytes are less than a header"):
         check_from_producer(view, 0, 87, BATCH_BYTES_MAX)

@@ -68,7 +68,7 @@ def test_a_wrong_field_is_named(sent: Any) -> None:
                 continue  # its entries are looked at one by one
             if name in ("accept_loss", "in_place") and wrong is True:
                 continue
-            with pytest.raises(ProtocolError, match=rf"{type(sent).__name__}\.{name} is to be .+, got"):
+            with pytest.raises(ProtocolError, match=rf"{type(sent).__name__}\.{name} must be .+, got"):
                 unpack(type(sent), [*good[:number], wrong, *good[number + 1 :]])
     for short in range(len(good) - len(type(sent)._field_defaults)):
         with pytest.raises(ProtocolError, match=f"{type(sent).__name__} has {len(good)} fields, got"):
@@ -124,7 +124,7 @@ class Careless(NamedTuple):
 
 
 def test_a_list_without_a_limit_is_found_out() -> None:
-    with pytest.raises(TypeError, match="numbers does not declare how long"):
+    with pytest.raises(TypeError, match="numbers does not declare its maximum length"):
         unpack(Careless, [[1]])
 
 

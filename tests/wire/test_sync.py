@@ -107,13 +107,13 @@ def test_a_wrong_field_of_an_entry_is_named(entry: Any) -> None:
 
 
 def test_a_stranger_is_told() -> None:
-    with pytest.raises(ProtocolError, match="the magic of a Join is to be 0x4d514841, got 0x1"):
+    with pytest.raises(ProtocolError, match="the magic of a Join must be 0x4d514841, got 0x1"):
         sync.unpack_from_slave(received(FROM_SLAVE[0]._replace(magic=1)))  # type: ignore[union-attr, call-arg]
 
 
 def test_a_decision_that_is_none() -> None:
     for decision in (0, 5):
-        with pytest.raises(ProtocolError, match=f"the decision {decision}, which is none"):
+        with pytest.raises(ProtocolError, match=f"the unknown decision {decision}"):
             sync.unpack_from_master([sync.ATTACHED, 5, [[1, decision, 0, 0, ""]]])
 
 
@@ -142,7 +142,7 @@ def test_too_many_epochs() -> None:
 def test_a_master_is_not_asked_to_stop_for_long() -> None:
     longest = sync.HandOver(sync.HANDOVER, 5, HAND_OVER_MS_MAX)
     assert sync.unpack_from_slave(received(longest)) == longest
-    with pytest.raises(ProtocolError, match="a HandOver waits for 60,000 ms at most, got 60,001"):
+    with pytest.raises(ProtocolError, match="a HandOver waits for at most 60,000 ms, got 60,001"):
         sync.unpack_from_slave(received(longest._replace(wait_ms=HAND_OVER_MS_MAX + 1)))
 
 

@@ -155,7 +155,7 @@ def test_a_join_has_no_body(master: Any) -> None:
         (sync.Leave(sync.LEAVE, EPOCH - 1), "sent a Leave of epoch 0, not 1"),
         (sync.Ack(sync.ACK, EPOCH, 1, 0, []), "replica 7 acknowledges 1, sent was 0"),
         (sync.Ack(sync.ACK, EPOCH, 2**63 - 1, 2**63 - 1, []), "sent was 0"),
-        (sync.HandOver(sync.HANDOVER, EPOCH, HAND_OVER_MS_MAX + 1), "a HandOver waits for 60,000 ms at most"),
+        (sync.HandOver(sync.HANDOVER, EPOCH, HAND_OVER_MS_MAX + 1), "a HandOver waits for at most 60,000 ms"),
     ],
 )
 def test_a_frame_that_is_wrong_ends_the_link(link: Link, header: Any, problem: str) -> None:

@@ -248,7 +248,7 @@ def test_misuse_is_refused_and_changes_nothing(front: Any) -> None:
         ({"closed": [1] * (REQUEST_ENTRIES_MAX + 1)}, "Get.closed has 4,001 entries, the limit is 4,000"),
         ({"opened": [three._replace(topic="x" * 1000)]}, "fetch handle 3: a name has at most"),
         ({"opened": [[1, 2]], "armed": [(1, 0)]}, "GetPartition has 6 fields"),
-        ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle is to be"),  # type: ignore[arg-type]
+        ({"opened": [three, three._replace(handle="x")]}, "GetPartition.handle must be"),  # type: ignore[arg-type]
     ):
         assert problem in session.refused(**changes)
     asked = session.ask(armed=[(2, 0)])

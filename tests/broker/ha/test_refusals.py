@@ -146,13 +146,13 @@ def twice(header: Any, body: bytes) -> Frame:
 SPOILT: dict[str, tuple[Spoil, type[MetamqError], str]] = {
     "the next epoch": (with_header(epoch=EPOCH + 1), ProtocolError, "of epoch 5 on a link of epoch 4"),
     "the epoch before": (with_header(epoch=EPOCH - 1), ProtocolError, "of epoch 3 on a link of epoch 4"),
-    "no epoch": (with_header(epoch=-1), ProtocolError, ".epoch is to be"),
+    "no epoch": (with_header(epoch=-1), ProtocolError, ".epoch must be"),
     "nothing": (another(None), ProtocolError, "begins with its kind"),
     "an unknown kind": (another([99, EPOCH]), ProtocolError, "begins with its kind"),
     "a slave's frame": (another(sync.Leave(sync.LEAVE, EPOCH)), ProtocolError, "begins with its kind"),
     "a second ACCEPT": (another(sync.Accept(sync.ACCEPT, EPOCH, 9, 1)), ProtocolError, "Accept in the middle"),
     "a field too few": (lambda header, body: (list(header)[:-1], body), ProtocolError, "fields, got"),
-    "half an entry": (with_header(entries=[(1, 0)]), ProtocolError, ".entries is to be"),
+    "half an entry": (with_header(entries=[(1, 0)]), ProtocolError, ".entries must be"),
     "more entries than bytes": (with_header(entries=[(1, 0, 8, 0)] * 99), ProtocolError, "is not made up of"),
     "no entry": (with_header(entries=[]), ProtocolError, "is not made up of"),
     "a size too large": (sized(8), ProtocolError, "is not made up of"),
@@ -260,7 +260,7 @@ def test_what_comes_before_damage_in_a_frame_stays_and_is_not_acknowledged(tmp_p
 @pytest.mark.parametrize(
     ("frame", "body", "kind", "problem"),
     [
-        ([sync.ATTACHED, EPOCH, [[1, 9, 0, 0, ""]]], b"", ProtocolError, "has the decision 9, which is none"),
+        ([sync.ATTACHED, EPOCH, [[1, 9, 0, 0, ""]]], b"", ProtocolError, "has the unknown decision 9"),
         ([sync.ATTACHED, EPOCH, [[1, 1, 0]]], b"", ProtocolError, "AttachResult has 5 fields"),
         ([sync.PRODUCERS, EPOCH, 1], b"junk", CopyDamaged, "its producer states are damaged"),
         ([sync.BEAT, EPOCH + 1, 0, []], b"", ProtocolError, "a Beat of epoch 5 on a link of epoch 4"),
