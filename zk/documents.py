@@ -1,8 +1,8 @@
-"""What stands in znodes, as JSON: read here and nowhere else, within limits, by fields of known types.
+"""JSON documents in znodes: only this module reads them, within limits, by fields of known types.
 
-Anybody who reaches ZooKeeper can write a node, and one that makes no sense is to harm nobody but what it is about. So
-nothing but CorruptData comes out of here, whatever the bytes are: no UTF-8, no JSON, nested a hundred thousand deep,
-numbers of a thousand digits, lists where texts are due. Who reads a node decides what is passed over then.
+Any client of ZooKeeper can write a node, and an unreadable node must affect only its own subject. So this module raises
+only CorruptData, whatever the bytes are: no UTF-8, no JSON, nested a hundred thousand levels deep, numbers of a
+thousand digits, lists instead of texts. The reader of a node decides what it then skips.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("metamq.zk")
 T = TypeVar("T")
 
 DOCUMENT_BYTES_MAX = 1 << 20
-"""More than ZooKeeper gives to a node by itself; it can be told to give more."""
+"""More than ZooKeeper's default limit for a node, which can be raised."""
 DEPTH_MAX = 16
 NUMBER_MAX = (1 << 63) - 1
 TEXT_CHARS_MAX = 4096
@@ -44,9 +44,9 @@ def read_document(
     hint: str | None = None,
     bytes_max: int = DOCUMENT_BYTES_MAX,
 ) -> T:
-    """What `read` makes of the JSON object in `data`; `what` names the node in errors.
+    """Returns the result of `read` on the JSON object in `data`; `what` names the node in errors.
 
-    Raises CorruptData where the bytes are none, or `read` stumbles over them, and any MetamqError of `read`.
+    Raises CorruptData if the bytes are not a JSON object, or if `read` fails on them, and any MetamqError of `read`.
     """
     try:
         return read(parse(data, bytes_max))
@@ -56,7 +56,7 @@ def read_document(
 
 
 def parse(data: bytes, bytes_max: int = DOCUMENT_BYTES_MAX) -> dict[str, Any]:
-    """The JSON object. Raises ValueError."""
+    """Parses a JSON object. Raises ValueError."""
     if len(data) > bytes_max:
         raise ValueError(f"it has {len(data):,} bytes, the limit is {bytes_max:,}")
     _check_depth(data)
@@ -67,7 +67,7 @@ def parse(data: bytes, bytes_max: int = DOCUMENT_BYTES_MAX) -> dict[str, Any]:
 
 
 def _check_depth(data: bytes) -> None:
-    """Before it is parsed, which recurses. What is no JSON at all may pass: the parser finds that."""
+    """Checks the depth before parsing, which recurses. Text that is not JSON may pass: the parser refuses it."""
     brackets = _TEXTS.sub(b"", data).translate(None, _NO_BRACKETS)
     for _ in range(DEPTH_MAX):
         if not brackets:
@@ -80,57 +80,57 @@ def _check_depth(data: bytes) -> None:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def number(value: Any, low: int = 0, high: int = NUMBER_MAX) -> int:
-    """A whole number within the limits. Raises ValueError."""
+    """Checks a whole number and its limits. Raises ValueError."""
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{shown(value)} is no whole number from {low:,} to {high:,}")
+        raise ValueError(f"{shown(value)} is not a whole number from {low:,} to {high:,}")
     return value
 
 
 def text(value: Any, chars_max: int = TEXT_CHARS_MAX) -> str:
-    """A text. Raises ValueError."""
+    """Checks a text. Raises ValueError."""
     if not isinstance(value, str) or len(value) > chars_max:
-        raise ValueError(f"{shown(value)} is no text of at most {chars_max:,} characters")
+        raise ValueError(f"{shown(value)} is not a text of at most {chars_max:,} characters")
     return value
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """A list of texts. Raises ValueError."""
+    """Checks a list of texts. Raises ValueError."""
     return tuple(text(item) for item in items(value))
 
 
 def items(value: Any) -> list[Any]:
-    """A list. Raises ValueError."""
+    """Checks a list. Raises ValueError."""
     if not isinstance(value, list):
-        raise ValueError(f"{shown(value)} is no list")
+        raise ValueError(f"{shown(value)} is not a list")
     return value
 
 
 def fields(value: Any) -> Mapping[str, Any]:
-    """An object. Raises ValueError."""
+    """Checks an object. Raises ValueError."""
     if not isinstance(value, dict):
-        raise ValueError(f"{shown(value)} is no object")
+        raise ValueError(f"{shown(value)} is not an object")
     return value
 
 
 @contextlib.contextmanager
-def passing_over(what: str) -> Iterator[None]:
-    """Goes on without what cannot be read, and says so: once for each reason."""
+def skip_unreadable(what: str) -> Iterator[None]:
+    """Skips a document that cannot be read, and logs each reason once."""
     try:
         yield
     except CorruptData as error:
         if (noted := _noted.get()) is not None:
             noted.append(error)
         else:
-            say_once(f"{what}: {error}")
+            warn_once(f"{what}: {error}")
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[CorruptData]]:
-    """Collects what is passed over by this task, and by those it starts, instead of saying it."""
+def collect_skipped() -> Iterator[list[CorruptData]]:
+    """Collects the errors of skipped documents in this task, and in tasks that it starts, instead of logging them."""
     found: list[CorruptData] = []
     token = _noted.set(found)
     try:
@@ -140,25 +140,25 @@ def noting() -> Iterator[list[CorruptData]]:
 
 
 @lru_cache(maxsize=1000)
-def say_once(words: str) -> None:
-    """A warning, unless it was given before."""
+def warn_once(words: str) -> None:
+    """Logs a warning, unless it was logged before."""
     log.warning("%s", words)
 
 
 def broker_numbers(names: Iterable[str]) -> list[int]:
-    """The broker ids among the names of nodes, in order."""
+    """The broker ids among names of nodes, in order."""
     return sorted(int(name) for name in names if _BROKER_ID.fullmatch(name))
 
 
 def broker_number(name: str) -> int:
-    """A broker id as the name of a field or a node. Raises ValueError."""
+    """Parses a broker id, the name of a field or a node. Raises ValueError."""
     if not _BROKER_ID.fullmatch(name):
-        raise ValueError(f"{shown(name)} is no broker id")
+        raise ValueError(f"{shown(name)} is not a broker id")
     return int(name)
 
 
 def shown(value: Any) -> str:
-    """A value of any kind, for an error."""
+    """Formats a value of any type for an error."""
     try:
         return repr(value)[:60]
     except ValueError:  # a number too long to be written

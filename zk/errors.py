@@ -1,16 +1,16 @@
-"""What ZooKeeper may answer, as errors of metamq. They stay within the package's users; public faces translate them.
+"""The answers of ZooKeeper as errors of metamq. They stay inside the package; public APIs translate them.
 
     MetamqError
     ├── ZooKeeperError        ZooKeeper refused the operation: nothing was done
     │   ├── NoNode            the node (of a create: its parent) does not exist
-    │   ├── NodeExists        the node exists already
-    │   ├── BadVersion        the node's version is another one: somebody else changed it
+    │   ├── NodeExists        the node already exists
+    │   ├── BadVersion        the node has another version: another client has changed it
     │   └── NotEmpty          the node to delete has children
     └── ConnectError
         └── ConnectionLost    no answer came: the outcome is unknown, or nothing was sent, see `.outcome`
-            └── SessionExpired    the session is over, its ephemeral nodes are gone
+            └── SessionExpired    the session is over, and its ephemeral nodes are gone
 
-`path` is the node; `index` is the place of the operation in a `multi`, None outside one.
+`path` is the node. `index` is the place of the operation in a `multi`, None for other calls.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class NoNode(ZooKeeperError):
 
 
 class NodeExists(ZooKeeperError):
-    """The node exists already."""
+    """The node already exists."""
 
-    reason = "it exists already"
+    reason = "it already exists"
 
 
 class BadVersion(ZooKeeperError):
-    """The node has another version than was asked for: somebody else changed it meanwhile."""
+    """The node has another version than expected: another client has changed it meanwhile."""
 
-    reason = "somebody else changed it meanwhile"
+    reason = "another client has changed it meanwhile"
 
 
 class NotEmpty(ZooKeeperError):
@@ -55,11 +55,11 @@ class NotEmpty(ZooKeeperError):
 
 
 class ConnectionLost(ConnectError):
-    """No answer: read before concluding when `.outcome` is "unknown"; nothing was sent when it is "not_done"."""
+    """No answer. If `.outcome` is "unknown", read before you decide; if it is "not_done", nothing was sent."""
 
     def __init__(self, servers: str, reason: str, *, outcome: Outcome = "unknown") -> None:
         super().__init__(f"ZooKeeper at {servers}", reason, outcome=outcome)
 
 
 class SessionExpired(ConnectionLost):
-    """The session is over and its ephemeral nodes are gone; a new one follows by itself."""
+    """The session is over and its ephemeral nodes are gone. A new session follows automatically."""

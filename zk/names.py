@@ -1,4 +1,4 @@
-"""Names: what topics, groups, consumers and brokers may be called, and how partitions are named."""
+"""Names: the rules for names of topics, groups, consumers and brokers, and the names of partitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from metamq.errors import ConfigError, WrongType
 MAX_NAME_CHARS = 200
 
 DEAD_LETTER_SUFFIX = ".dead-letter"
-"""What a group's name gets to name the topic of the messages that it gave up."""
+"""The suffix of a group's name in the name of its dead-letter topic."""
 
 MAX_GROUP_CHARS = MAX_NAME_CHARS - len(DEAD_LETTER_SUFFIX)
 
@@ -20,9 +20,9 @@ _RULE = f"Names have 1 to {MAX_NAME_CHARS} characters, each a letter a-z or A-Z,
 
 
 def check_name(kind: str, name: str) -> str:
-    """`name` itself. `kind` says what it names ("topic", "group", "consumer id").
+    """Returns `name`. `kind` says what it names ("topic", "group", "consumer id").
 
-    Raises ConfigError, which names the thing, the offending character and the rule.
+    Raises ConfigError with the kind, the wrong character and the rule.
     """
     if not isinstance(name, str):
         raise ConfigError(f"{kind} is {name!r}, not a string", hint=_RULE)
@@ -41,9 +41,9 @@ def check_name(kind: str, name: str) -> str:
 
 
 def check_node(kind: str, name: str) -> str:
-    """`name` itself, of something that is there, by whatever rule it was made.
+    """Returns `name`, the name of an existing thing, by any rule.
 
-    Raises ConfigError when no node in ZooKeeper can have it.
+    Raises ConfigError if no node in ZooKeeper can have it.
     """
     if not isinstance(name, str) or not name.isprintable() or "/" in name or name in ("", ".", ".."):
         check_name(kind, name)
@@ -51,18 +51,18 @@ def check_node(kind: str, name: str) -> str:
 
 
 def check_topic(name: str) -> str:
-    """`name` itself. Raises ConfigError when it cannot name a topic, nor a folder of a broker's."""
+    """Returns `name`. Raises ConfigError if it cannot be the name of a topic and of a broker's folder."""
     check_name("topic", name)
     return _without_dot("topic", name)
 
 
 def check_group(name: str) -> str:
-    """`name` itself. Raises ConfigError when it cannot name a consumer group, nor its dead-letter topic."""
+    """Returns `name`. Raises ConfigError if it cannot be the name of a consumer group and of its dead-letter topic."""
     check_name("group", name)
     if len(name) > MAX_GROUP_CHARS:
         raise ConfigError(
             f"group {name[:30]!r}... has {len(name)} characters",
-            hint=f"A group has at most {MAX_GROUP_CHARS}, so that {DEAD_LETTER_SUFFIX!r} fits behind it.",
+            hint=f"A group has at most {MAX_GROUP_CHARS}, so that {DEAD_LETTER_SUFFIX!r} can be added.",
         )
     return _without_dot("group", name)
 
@@ -76,7 +76,7 @@ def _without_dot(kind: str, name: str) -> str:
 
 
 def check_consumer(name: str) -> str:
-    """`name` itself. Raises ConfigError when it cannot be a consumer's id."""
+    """Returns `name`. Raises ConfigError if it cannot be a consumer's id."""
     return check_name("consumer id", name)
 
 
@@ -88,14 +88,14 @@ def partition_name(broker_id: int, index: int) -> str:
 
 
 def is_partition(name: str) -> bool:
-    """Whether it is the name of a partition."""
+    """True if it is the name of a partition."""
     return _PARTITION.fullmatch(name) is not None
 
 
 def parse_partition(name: str) -> tuple[int, int]:
-    """(broker id, index) of a partition's name: "0-3" is (0, 3). Raises ConfigError when it is not one.
+    """(broker id, index) of a partition's name: "0-3" is (0, 3). Raises ConfigError if it is not such a name.
 
-    Also the sort key that puts "0-10" after "0-9": `sorted(names, key=parse_partition)`.
+    It is also a sort key, which puts "0-10" after "0-9": `sorted(names, key=parse_partition)`.
     """
     try:
         match = _PARTITION.fullmatch(name)

@@ -1,19 +1,19 @@
-"""What is read from ZooKeeper, and the operations of a transaction, as plain values."""
+"""Nodes of ZooKeeper, and the operations of a transaction, as plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ANY_VERSION = -1
-"""Given as a version: whatever version the node has. Right only where nobody else writes the node."""
+"""Any version of the node. Correct only if no other client writes the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
     """A znode without its data. `ephemeral_owner` is the session id of an ephemeral node's owner, else 0.
 
-    `czxid` and `mzxid` are the transactions that created and last changed it, times are ZooKeeper's clock, `children`
-    is how many it has.
+    `czxid` and `mzxid` are the transactions that created and last changed it. Times are ZooKeeper's. `children` is the
+    number of its children.
     """
 
     version: int
@@ -34,7 +34,7 @@ class Node(Stat):
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Create a node; its parent has to exist."""
+    """Creates a node; its parent must exist."""
 
     path: str
     data: bytes = b""
@@ -43,7 +43,7 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class SetData:
-    """Write a node that has `version`."""
+    """Writes a node that has `version`."""
 
     path: str
     data: bytes
@@ -52,7 +52,7 @@ class SetData:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete a node that has `version` and no children."""
+    """Deletes a node that has `version` and no children."""
 
     path: str
     version: int
@@ -60,7 +60,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Let the transaction fail unless the node has `version`."""
+    """Makes the transaction fail unless the node has `version`."""
 
     path: str
     version: int

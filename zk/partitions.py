@@ -1,4 +1,4 @@
-"""The name of one partition of one topic. Below both the client and the znodes, since both speak of it."""
+"""The name of one partition of one topic. Both the client and the znode modules use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def partition_order(item: TopicPartition) -> tuple[str, int, int]:
 
 
 def configured_partitions(partitions: Mapping[int, int]) -> list[str]:
-    """The names of the partitions that a topic has, given broker id -> count, in numeric order: 0-0, ..., 0-10, 1-0."""
+    """The names of a topic's partitions, from broker id -> count, in numeric order: 0-0, ..., 0-10, 1-0."""
     return [
         partition_name(broker_id, index) for broker_id in sorted(partitions) for index in range(partitions[broker_id])
     ]

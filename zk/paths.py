@@ -1,17 +1,17 @@
-"""Every znode path, in one place.
+"""All znode paths.
 
-    /meta/cluster                                                              persistent
-    /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral
-    /meta/brokers/ids/<broker id>/state                                        persistent
-    /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral
-    /meta/config/topics/<topic>                                                persistent
-    /meta/consumers/<group>/ids/<consumer>                                     ephemeral
-    /meta/consumers/<group>/plan                                               persistent
-    /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral
-    /meta/consumers/<group>/offsets/<topic>/<partition>                        persistent
-    /meta/spark/<sink>/<batch id>                                              persistent
+    /meta/cluster                                                              persistent.
+    /meta/brokers/ids/<broker id>/master, slave<replica>                       ephemeral.
+    /meta/brokers/ids/<broker id>/state                                        persistent.
+    /meta/brokers/topics-pub|topics-sub/<topic>/<broker id>-m|-s<replica>      ephemeral.
+    /meta/config/topics/<topic>                                                persistent.
+    /meta/consumers/<group>/ids/<consumer>                                     ephemeral.
+    /meta/consumers/<group>/plan                                               persistent.
+    /meta/consumers/<group>/owners/<topic>/<partition>                         ephemeral.
+    /meta/consumers/<group>/offsets/<topic>/<partition>                        persistent.
+    /meta/spark/<sink>/<batch id>                                              persistent.
 
-Names are checked by the callers at their public faces (`metamq.zk.names`), not again here.
+Callers check names in their public APIs (`metamq.zk.names`); this module does not check them again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLAVE_OFFER = re.compile(r"([0-9]{1,9})-s([0-9]{1,9})")
 
 @dataclass(frozen=True)
 class Paths:
-    """The znode paths below `root`. Raises ConfigError when the root is not an absolute path of plain names."""
+    """The znode paths below `root`. Raises ConfigError if the root is not an absolute path of plain names."""
 
     root: str = DEFAULT_ROOT
 
@@ -57,14 +57,14 @@ class Paths:
         return f"{self.broker(broker_id)}/state"
 
     def offered_topics(self, kind: str) -> str:
-        """`kind` is what partitions are offered for: "topics-pub" for writing, "topics-sub" for reading."""
+        """`kind` is the purpose of the offers: "topics-pub" for writing, "topics-sub" for reading."""
         return f"{self.root}/brokers/{kind}"
 
     def offers(self, kind: str, topic: str) -> str:
         return f"{self.offered_topics(kind)}/{topic}"
 
     def offered_topic(self, kind: str, topic: str, name: str) -> str:
-        """`name` says who offers it: `master_offer` or `slave_offer`."""
+        """`name` is the offering replica: `master_offer` or `slave_offer`."""
         return f"{self.offers(kind, topic)}/{name}"
 
     def topic_configs(self) -> str:
@@ -117,23 +117,23 @@ class Paths:
 
 
 def master_offer(broker_id: int) -> str:
-    """The name of the node by which a master offers a topic: "0-m"."""
+    """The name of a master's node that offers a topic: "0-m"."""
     return f"{broker_id}-m"
 
 
 def slave_offer(broker_id: int, replica: int) -> str:
-    """The name of the node by which a slave offers a topic: "0-s1"."""
+    """The name of a slave's node that offers a topic: "0-s1"."""
     return f"{broker_id}-s{replica}"
 
 
 def slave_of_offer(name: str) -> tuple[int, int] | None:
-    """The (broker id, replica) of a slave's offer; None for a master's."""
+    """The (broker id, replica) of a slave's offer; None for a master's offer."""
     match = _SLAVE_OFFER.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def check_path(path: str, what: str = "a znode path") -> str:
-    """`path` itself. Raises ConfigError unless it is "/name/name" with plain names; "/" alone is none."""
+    """Returns `path`. Raises ConfigError unless it is "/name/name" with plain names; "/" alone is not allowed."""
     if not path.startswith("/"):
         raise ConfigError(f"{what}, {path!r}, does not start with '/'", hint='Write it like "/meta".')
     for name in path[1:].split("/"):

@@ -13,9 +13,9 @@ _SERVER = re.compile(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1
 
 
 def parse_servers(servers: str) -> tuple[list[tuple[str, int]], str]:
-    """The (host, port) pairs and the chroot, "" without one.
+    """The (host, port) pairs, and the chroot or "".
 
-    Raises ConfigError, which names the part that is wrong.
+    Raises ConfigError, which names the wrong part.
     """
     if "://" in servers:
         raise ConfigError(

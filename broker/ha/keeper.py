@@ -231,7 +231,7 @@ class RoleKeeper:
         self._folder.know_epoch(mastership.epoch, mastership.version)  # before anything is written under it
         self._folder.has_caught_up()  # whatever it lacks was accepted
         self.role, self.epoch, self.reason = Role.MASTER, mastership.epoch, ""
-        await self._lease.begin_anew()  # that of this term: it may have taken long to get here
+        await self._lease.begin_again()  # that of this term: it may have taken long to get here
         if self._ids.epoch != mastership.epoch:
             self._ids.start_epoch(mastership.epoch)
         registration, state = self._registration, mastership.state

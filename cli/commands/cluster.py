@@ -32,7 +32,7 @@ from metamq.cli.show.output import (
 from metamq.cli.show.terminal import escaped_json
 from metamq.client.net.first_contact import open_session
 from metamq.errors import ConfigError
-from metamq.zk.cluster.cluster_nodes import ClusterExport, Standing, compare, exported_cluster, restore_cluster
+from metamq.zk.cluster.cluster_nodes import ClusterExport, RestoreDiff, compare, exported_cluster, restore_cluster
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -202,7 +202,7 @@ def restore(
     say(f"Cluster {plan.cluster_id} is restored. Start the brokers.")
 
 
-async def _compare(plan: Restore) -> Standing:
+async def _compare(plan: Restore) -> RestoreDiff:
     async with await open_session(current().servers(), root=current().root_path(), patient=False) as session:
         return await compare(session, plan.cluster_id, plan.nodes)
 
@@ -247,7 +247,7 @@ def _print(plan: Restore) -> None:
     )
 
 
-def _document(plan: Restore, standing: Standing) -> dict[str, Any]:
+def _document(plan: Restore, standing: RestoreDiff) -> dict[str, Any]:
     return {
         "cluster_id": plan.cluster_id,
         "is_here_already": standing.is_finished,

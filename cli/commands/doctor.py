@@ -36,7 +36,7 @@ from metamq.client.producer.producer_core import ProducerOptions
 from metamq.client.settings import ENVIRONMENT_PREFIX, VARIABLES, load, variable
 from metamq.errors import ConfigError, CorruptData, MetamqError
 from metamq.wire.commands import Command
-from metamq.zk.documents import noting
+from metamq.zk.documents import collect_skipped
 from metamq.zk.groups.members import owned_partitions, read_members
 from metamq.zk.groups.plans import PLAN_BYTES_MAX, PLAN_HINT, read_plan
 from metamq.zk.server import jars
@@ -267,7 +267,7 @@ async def _look_at_broker(cluster: ClusterClient, broker_id: int, report: Callab
     """Reports the master and the other replicas; returns False if no master answers."""
     what = f"broker {broker_id}"
     try:
-        with noting() as unreadable:
+        with collect_skipped() as unreadable:
             found = await describe_broker(cluster, broker_id)
         _report_unreadable(what, unreadable, report)
         if found is None:
@@ -364,7 +364,7 @@ async def _look_at_groups(session: Session, report: Callable[[Finding], None]) -
     async def look(name: str) -> Finding:
         present = {}
         if await session.exists(session.paths.members(name)) is not None:
-            with noting() as unreadable:
+            with collect_skipped() as unreadable:
                 present = await read_members(session, name)
             _report_unreadable(f"group {name}", unreadable, report)
         stored = await read_plan(session, name)

@@ -33,7 +33,7 @@ from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionN
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
 from metamq.zk.cluster.topics import TopicConfig
-from metamq.zk.documents import passing_over
+from metamq.zk.documents import skip_unreadable
 from metamq.zk.errors import NoNode, NotEmpty
 from metamq.zk.groups import members
 from metamq.zk.groups.members import Member
@@ -130,7 +130,7 @@ async def describe_group(cluster: ClusterClient, group: str) -> GroupDescription
 
 
 async def _readable_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
-    with passing_over("it counts as not committed"):
+    with skip_unreadable("it counts as not committed"):
         return await read_offset(session, group, tp)
     return None
 

@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 def loss_of(mine: Has, others: Sequence[Has], state: Known, claimed: int = 0) -> Loss:
     """What is lost with this replica as the master. `claimed`: the highest epoch that a replica claims in ZooKeeper."""
     everyone = [mine, *others]
-    if any(state.parted_from(one.epoch) for one in everyone):
+    if any(state.diverged_from(one.epoch) for one in everyone):
         return Loss(None, TWO_MASTERS)
     last = max(state.epoch, claimed, *(one.epoch for one in everyone))
     master = master_of_epoch(last)

@@ -22,7 +22,7 @@ from metamq.client.group.rebalance_decisions import (
 from metamq.client.net.watched import Watched
 from metamq.errors import ConfigError, CorruptData, MetamqError, closed_client
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
-from metamq.zk.documents import say_once
+from metamq.zk.documents import warn_once
 from metamq.zk.errors import ConnectionLost
 from metamq.zk.groups.members import Member, read_members
 from metamq.zk.groups.plans import Plan, PlanInputs, PlanTooLarge, StoredPlan, read_plan, store_plan
@@ -95,7 +95,7 @@ class GroupPlan:
                 smaller = without_growth(before.inputs, inputs) if before is not None else None
                 if before is None or smaller is None or self._id not in smaller.members:
                     raise
-                say_once(f"group {self._group} goes on without what is new in it: {error}")
+                warn_once(f"group {self._group} goes on without what is new in it: {error}")
                 if (before.inputs, before.strategy) == (smaller, self._strategy):
                     return before
                 await self._store(smaller, stored)
@@ -151,7 +151,7 @@ class GroupPlan:
         unreadable = []
         for topic, config in zip(self._configs, found, strict=True):
             if isinstance(config, CorruptData | ConfigError):
-                say_once(f"group {self._group}: topic {topic} is left as it is: {config}")
+                warn_once(f"group {self._group}: topic {topic} is left as it is: {config}")
                 unreadable.append(topic)
             elif isinstance(config, BaseException):
                 raise config

@@ -270,7 +270,7 @@ def test_a_chroot_that_is_misspelt_is_named_and_not_made(metamq: Metamq, topic: 
         assert ended.status == 1
         said = " ".join((ended.talk + ended.text).split())
         assert f"there is no /chrot in ZooKeeper at {running.zookeeper} Beside it: /meta." in said
-        assert "It is the end of the ZooKeeper address: correct that" in said
+        assert "It is the end of the ZooKeeper address: correct it" in said
     assert "/chrot" not in metamq("topic", "list", "--root", "/elsewhere").talk
 
 

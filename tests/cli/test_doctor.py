@@ -295,7 +295,7 @@ def test_what_is_amiss_with_replicas_and_the_command_that_mends_it(offline: Meta
             running.broker.start()
             wait_until(lambda: replicas()[0].role == "waiting", what="the former master waits")
             wait_until(lambda: promote in looked()["broker 0"]["hint"], what="the advice")
-            assert looked()["broker 0"]["detail"].startswith("replica 0 waits: it may lack what it had")
+            assert looked()["broker 0"]["detail"].startswith("replica 0 waits: it may lack messages that it")
             slave.kill()
             wait_until(lambda: replicas()[1].address is None, what="the slave's session over")
             assert looked()["broker 0"]["hint"] == (

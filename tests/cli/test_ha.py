@@ -138,7 +138,7 @@ def test_when_all_hosts_went_down_the_master_of_then_waits_and_may_be_promoted(h
             broker.start()
         wait_until(lambda: any(one.role == "waiting" for one in replicas()), what="one that waits")
     shown = ha("status")
-    assert f"broker 0: replica {master} waits: it may lack what it had acknowledged" in shown.talk
+    assert f"broker 0: replica {master} waits: it may lack messages that it acknowledged" in shown.talk
     assert "No replica is in sync. Start all of them" in shown.talk
     assert [line.split()[5] for line in shown.text.splitlines()[1:]] == ["no", "no"]
     refused = ha("promote", "--slave", master, "--yes")

@@ -179,7 +179,7 @@ def test_after_its_machine_went_down_it_says_how_to_go_on(
 
     again = Up(process, tmp_path, *free_ports())
     assert "  waiting (replica 0) at 127.0.0.1:" in again.talk
-    assert "Replica 0 waits: it may lack what it had acknowledged" in again.talk
+    assert "Replica 0 waits: it may lack messages that it acknowledged" in again.talk
     (command,) = re.findall("^To make it the master: metamq (.*)$", again.talk, re.MULTILINE)
     here = ("--zookeeper", again.zookeeper)
     assert offline(*command.split(), "--yes", *here).status == 0
@@ -228,7 +228,7 @@ def test_zookeeper_s_memory_is_a_setting_and_its_end_is_named(process: Start, tm
     asyncio.run(fill())
     _, talk = child.communicate(timeout=90)
     assert child.returncode == 1
-    assert "metamq: ZooKeeper ended: what it holds needs more memory than its 33 MiB\n" in talk.decode()
+    assert "metamq: ZooKeeper ended: its data needs more memory than its 33 MiB\n" in talk.decode()
     assert "METAMQ_ZOOKEEPER_MEMORY=66MiB: `metamq zookeeper --memory`, `metamq up --zookeeper-memory`" in " ".join(
         talk.decode().split()
     )

@@ -104,7 +104,7 @@ def test_ctrl_c_ends_a_blocking_wait_at_once_and_loses_nothing(shop: Shop, group
         assert process.stderr is not None
         # Its connection to ZooKeeper closes within a second, as a rule.
         said = process.stderr.read().splitlines()
-        assert [text for text in said if "is still closing; left to itself" not in text] == []
+        assert [text for text in said if "is still closing in the background" not in text] == []
     assert shop.committed(group)[tp(topic)] == 5
     assert shop.admin.describe_group(group).members == ()
 

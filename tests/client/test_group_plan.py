@@ -12,7 +12,7 @@ import pytest
 from metamq.client.group.group_plan import GroupPlan
 from metamq.errors import ConfigError
 from metamq.zk.cluster.topics import TopicConfig, TopicStore
-from metamq.zk.documents import say_once
+from metamq.zk.documents import warn_once
 from metamq.zk.groups import plans
 from metamq.zk.groups.members import Member, join, leave
 from metamq.zk.groups.plans import Plan, PlanTooLarge
@@ -99,7 +99,7 @@ def test_a_member_that_a_plan_has_no_room_for_takes_nothing_from_the_others(
     servers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What they have stays theirs, and what a member that is gone had goes to those that the plan knows."""
-    say_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setattr(plans, "PLAN_BYTES_MAX", 1_000)
     many = tuple(f"topic-{number}" for number in range(100))
 

@@ -44,7 +44,7 @@ def test_alone_a_new_incarnation_takes_the_place_of_the_old_and_says_that_messag
 
 
 def test_replica_0_is_the_first_master() -> None:
-    with pytest.raises(Fenced, match="replica 1 of broker 0 is not the master: replica 0 is to be the first one"):
+    with pytest.raises(Fenced, match="replica 1 of broker 0 is not the master: replica 0 must be the first master"):
         next_term(None, replace(ME, replica=1))
 
 

@@ -162,7 +162,7 @@ def test_what_contradicts_a_restore_is_named_and_left_alone(servers: str) -> Non
                 await restore_cluster(session, ID, NODES)
         async with await opened(f"{servers}/c") as session:
             await session.create("/meta/cluster", ID.encode(), makepath=True)
-            with pytest.raises(ConfigError, match=f"cluster {ID} is there already .* lacks /brokers/ids/0/had-slaves"):
+            with pytest.raises(ConfigError, match=f"cluster {ID} already exists .* lacks /brokers/ids/0/had-slaves"):
                 await restore_cluster(session, ID, NODES)
 
     run(work)

@@ -94,7 +94,7 @@ def test_depth_and_size_are_bounded_before_anything_is_parsed() -> None:
         parse(b" " * (DOCUMENT_BYTES_MAX + 1))
     brackets = json.dumps({"a": "[" * 1000 + '\\"[{' + "}" * 100}).encode()
     assert parse(brackets)["a"].startswith("[["), "brackets in texts are texts"
-    with pytest.raises(CorruptData, match=r"the node is damaged: ValueError: True is no whole number from 0 to"):
+    with pytest.raises(CorruptData, match=r"the node is damaged: ValueError: True is not a whole number from 0 to"):
         read_document("the node", b'{"a": true}', lambda document: number(document["a"]))
     assert number(NUMBER_MAX) == NUMBER_MAX
     assert broker_numbers(["3", "1", "x", "9" * 5000, "²", "01", "-1"]) == [1, 3]

@@ -186,7 +186,7 @@ def test_a_server_that_needs_more_memory_ends_and_names_the_setting(tmp_path: Pa
             server.check_running()
             time.sleep(0.01)
 
-    message = r"^ZooKeeper ended: what it holds needs more memory than its 32 MiB\. .*METAMQ_ZOOKEEPER_MEMORY=64MiB"
+    message = r"^ZooKeeper ended: its data needs more memory than its 32 MiB\. .*METAMQ_ZOOKEEPER_MEMORY=64MiB"
     with server:
         stored = asyncio.run(fill("a", 100_000))
         with pytest.raises(MetamqError, match=message) as ended:
@@ -217,7 +217,7 @@ def test_a_start_that_takes_long_is_waited_for_and_said(
     )
     java.chmod(0o755)
     monkeypatch.setenv("METAMQ_JAVA", str(java))
-    monkeypatch.setattr(embedded, "_SAYS_IT_WAITS_S", 0.0)
+    monkeypatch.setattr(embedded, "_WARN_EVERY_S", 0.0)
 
     def go_on() -> None:
         if "does not serve yet after" in caplog.text:

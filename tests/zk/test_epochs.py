@@ -89,7 +89,7 @@ def test_an_epoch_of_another_history_is_told_however_far_this_one_went_on() -> N
     """Replica 1 was promoted, ZooKeeper was taken back, and replica 0 has begun terms since."""
     known = Known(49, 3, [(1, 0)])
     assert taken_back(known, [claim(0, 49), claim(1, 17)]) == ""
-    assert "epoch 2, which replica 1 has seen, is none of those that led to its epoch 49" in taken_back(
+    assert "epoch 2, which replica 1 has seen, is not one of those that led to its epoch 49" in taken_back(
         known, [claim(1, 2)]
     )
     assert taken_back(Known(49, 3, [(33, 0)]), [claim(1, 2)]) == "", "nothing is known of what was before"

@@ -64,8 +64,8 @@ def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
         async with await Session.open(victim.address, timeout_ms=1_500) as session, Lease(session) as lease:
             await until(lease.valid)
             assert lease.remaining_ms() <= 1_000
-            first = lease._term
-            await until(lambda: lease._term is not first)
+            first = lease._grant
+            await until(lambda: lease._grant is not first)
             await until(lease.valid)
 
             victim.freeze()
@@ -76,7 +76,7 @@ def test_it_holds_while_the_server_answers_and_ends_before_the_session_does(
                 assert lease.remaining_ms() <= 1_000
                 await asyncio.sleep(0.01)
                 asked_ns = now_ns()
-            last = lease._term
+            last = lease._grant
             assert last is not None
             assert now_ns() >= last.end_ns or session.state is SessionState.LOST
             victim.thaw()
@@ -113,8 +113,8 @@ def test_it_passes_to_the_next_session_only_by_an_answer_in_it(servers: str, unt
             await until(lambda: session.generation == 2)
             await until(lease.valid)
             assert [valid for state, valid in validity if state is SessionState.LOST] == [False]
-            assert lease._term is not None
-            assert lease._term.generation == 2
+            assert lease._grant is not None
+            assert lease._grant.generation == 2
 
     asyncio.run(main())
 
@@ -166,7 +166,7 @@ def test_what_was_asked_before_it_begins_anew_does_not_count(servers: str, until
                     break
             assert lease.valid()
             before = asked
-            begun = asyncio.ensure_future(lease.begin_anew())
+            begun = asyncio.ensure_future(lease.begin_again())
             await until(lambda: asked > before)
             assert not lease.valid()
             answers.set()  # yes to what was asked before, no to what was asked since

@@ -85,8 +85,8 @@ def test_why_there_is_no_connection_is_told() -> None:
 def test_a_wait_for_zookeeper_is_told_after_a_moment(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
-    monkeypatch.setattr(session_module, "TELL_AFTER_S", 0.5)
-    monkeypatch.setattr(session_module, "TELL_AGAIN_S", 0.3)
+    monkeypatch.setattr(session_module, "WARN_AFTER_S", 0.5)
+    monkeypatch.setattr(session_module, "WARN_AGAIN_S", 0.3)
     address = f"127.0.0.1:{free_port()}"
 
     def waits() -> list[str]:

@@ -270,7 +270,7 @@ def test_outside_of_the_set_nobody_is_promoted_unless_the_loss_is_accepted(
             held = await in_sync(session, [ME.member, ONE.member])
             with pytest.raises(Fenced, match=f"replica {registration.replica} of broker 0 .* not in sync") as refused:
                 await take_over(slave, registration, held.state, held.version)
-            assert refused.value.hint == "Promote replica 0, 1, or accept the loss of what this one lacks."
+            assert refused.value.hint == "Promote replica 0, 1, or accept the loss of the messages that this one lacks."
             assert await mastership(session) == held
             taken = await take_over(slave, registration, held.state, held.version, accept_loss=True)
             assert isinstance(taken, Mastership)

@@ -380,7 +380,7 @@ def test_after_close_everything_says_so(servers: str, until: Until, caplog: pyte
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     # Within a second all is gone, as a rule.
-    assert [message for message in caplog.messages if "is still closing; left to itself" not in message] == []
+    assert [message for message in caplog.messages if "is still closing in the background" not in message] == []
 
 
 def test_closing_fails_what_is_under_way(servers: str) -> None:

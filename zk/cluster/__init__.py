@@ -1,1 +1,1 @@
-"""What brokers and administrators keep in ZooKeeper: masters, replicas, offers, topics."""
+"""The nodes of brokers and administrators in ZooKeeper: masters, replicas, offers, topics."""

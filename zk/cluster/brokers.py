@@ -1,10 +1,10 @@
-"""Brokers in ZooKeeper: who is master of a broker id, since when, and who is in sync with it.
+"""Brokers in ZooKeeper: the master of a broker id, its epoch, and the replicas in sync with it.
 
-`state` is one persistent node per broker id, changed by compare-and-set only; every master, restarts included, raises
-the epoch in it: metamq.zk.cluster.epochs says by how much, and why. The ephemeral `master` node says where that master
-is. Both are written in one transaction, so whoever sees the node of a master can rely on its epoch being in force.
+`state` is one persistent node per broker id, changed only by compare-and-set. Every start of a master, restarts
+included, raises the epoch in it; metamq.zk.cluster.epochs explains by how much, and why. The ephemeral `master` node
+has the master's address. One transaction writes both, so the node of a master proves that its epoch is in force.
 
-Slaves, promotions and changes of the in-sync set are in metamq.zk.cluster.replicas, what brokers offer in offers.
+Slaves, promotions and changes of the in-sync set are in metamq.zk.cluster.replicas, the offers of brokers in offers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from metamq.zk.cluster.registrations import (
     replica_json,
     without_slave_node,
 )
-from metamq.zk.documents import broker_numbers, items, number, passing_over, read_document
+from metamq.zk.documents import broker_numbers, items, number, read_document, skip_unreadable
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Node, Op, SetData
 
@@ -56,21 +56,19 @@ __all__ = [
 ]
 
 Watcher = Callable[[], None]
-REPLACED = (
-    "its data folder is new, or an older copy, in the place of one that held topics, and no other replica is in sync"
-)
+REPLACED = "its data folder is new, or an older copy, and replaces one with topics, and no other replica is in sync"
 
 _CLUSTER_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 RESTORING = "restoring:"
-"""What stands before the cluster's id while a restore of the cluster is not finished, see cluster_nodes."""
+"""The prefix of the cluster's id while a restore of the cluster is not finished, see cluster_nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerState:
-    """The replicated truth about one broker id. `insync` has every in-sync member, the master too.
+    """The replicated state of one broker id. `insync` has every in-sync member, including the master.
 
-    `generation` is raised when messages that readers saw may have been taken back: by a promotion that accepts loss,
-    and when the only member in sync comes back as a new incarnation.
+    `generation` rises if messages that readers saw may have been taken back: by a promotion that accepts loss, and if
+    the only member in sync comes back as a new incarnation.
     """
 
     epoch: int
@@ -78,14 +76,14 @@ class BrokerState:
     insync: tuple[Member, ...]
     generation: int
     reigns: tuple[Reign, ...] = field(default=(), compare=False)
-    """Who was the master since when, see metamq.zk.cluster.epochs."""
+    """The earlier masters and their first epochs, see metamq.zk.cluster.epochs."""
     is_restored: bool = field(default=False, compare=False)
-    """Made anew from the data folders that there are, by a person: whatever they lack was accepted."""
+    """An operator rebuilt it from the existing data folders: the loss of other data was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mastership:
-    """A term as master. `version` is that of the state node, for the next compare-and-set on it."""
+    """One epoch of a master. `version` is that of the state node, for the next compare-and-set on it."""
 
     broker_id: int
     state: BrokerState
@@ -93,32 +91,32 @@ class Mastership:
 
     @property
     def epoch(self) -> int:
-        """The term's number."""
+        """The number of the epoch."""
         return self.state.epoch
 
 
 StateAt = tuple[BrokerState, int]
-"""The state of a broker id, and its node's version."""
+"""The state of a broker id, and the version of its node."""
 
 
 def known(stored: StateAt | None) -> Known:
-    """What a state node, or none, says of epochs."""
+    """The epochs that a state node knows; None: there is no node."""
     return Known(stored[0].epoch, stored[1], stored[0].reigns) if stored is not None else Known()
 
 
 def next_term(stored: StateAt | None, registration: Registration, claims: Iterable[KnownState] = ()) -> BrokerState:
-    """The state under which this replica starts as master. `claims`: what other replicas know.
+    """The state under which this replica starts as master. `claims`: the knowledge of other replicas.
 
-    Raises Fenced when ZooKeeper was taken back, when another replica is the master, or is to be the first one, and when
-    this one came back as a new incarnation that may lack acknowledged messages: others are in sync, and may hold them,
-    or its data folder is another one.
+    Raises Fenced if ZooKeeper was taken back, if another replica is the master or must be the first one, or if this
+    replica is a new incarnation that may lack acknowledged messages: either other replicas are in sync and may have
+    these messages, or its data folder was replaced.
     """
     me, claims = registration.member, [registration.claim, *claims]
     if reason := taken_back(known(stored), claims):
         raise Fenced(str(registration), reason)
     if stored is None:
         if registration.replica != 0:
-            raise Fenced(str(registration), "replica 0 is to be the first one, and was never started")
+            raise Fenced(str(registration), "replica 0 must be the first master, but was never started")
         epoch = next_epoch(0, 0)
         return BrokerState(epoch, master=0, insync=(me,), generation=1, reigns=with_reign((), epoch, 0))
     state = stored[0]
@@ -128,7 +126,7 @@ def next_term(stored: StateAt | None, registration: Registration, claims: Iterab
     is_new = me not in state.insync
     if others and is_new:
         ahead = ", ".join(str(replica) for replica, _ in others)
-        raise Fenced(str(registration), f"it may lack what it had acknowledged, and replica {ahead} may be ahead")
+        raise Fenced(str(registration), f"it may lack messages that it acknowledged, and replica {ahead} may be ahead")
     if is_new and registration.is_replaced and not state.is_restored:
         raise Fenced(str(registration), REPLACED)
     epoch = next_epoch(highest_epoch(state.epoch, claims), registration.replica)
@@ -137,11 +135,11 @@ def next_term(stored: StateAt | None, registration: Registration, claims: Iterab
 
 
 async def become_master(session: Session, registration: Registration, claims: Iterable[KnownState] = ()) -> Mastership:
-    """Raise the epoch and register as master of the broker id; call it again after every lost session.
+    """Raises the epoch and registers as master of the broker id. Call it again after every lost session.
 
-    Waits for the session of a former master that cannot be shown to be dead. Raises ConfigError when that one is still
-    there after its session time-out, Fenced (see `next_term`), ConnectionLost: whether it took effect is then unknown,
-    and calling again settles it at the price of one more epoch.
+    Waits for the session of a former master unless that one has certainly ended. Raises ConfigError if that master is
+    still there after its session time-out; Fenced (see `next_term`); ConnectionLost: the outcome is then unknown, and
+    another call settles it at the cost of one more epoch.
     """
     paths = session.paths
     master_path, state_path = paths.master(registration.broker_id), paths.broker_state(registration.broker_id)
@@ -171,9 +169,9 @@ async def become_master(session: Session, registration: Registration, claims: It
 
 
 async def cluster_id(session: Session) -> str:
-    """The id of the cluster below this root: made at random by whoever asks first, and never changed.
+    """The id of the cluster below this root. The first caller makes it at random; it never changes.
 
-    A data folder remembers it, so that a broker pointed at another cluster does not take its topics for deleted.
+    A data folder stores it, so that a broker that connects to another cluster does not take its topics for deleted.
     """
     while True:
         known = await known_cluster_id(session)
@@ -184,7 +182,7 @@ async def cluster_id(session: Session) -> str:
 
 
 async def known_cluster_id(session: Session) -> str | None:
-    """The id of the cluster below this root; None where there is no cluster yet, and nothing is made.
+    """The id of the cluster below this root; None if there is no cluster yet. Makes nothing.
 
     Raises ConfigError while a restore is not finished.
     """
@@ -196,11 +194,11 @@ def cluster_id_of(node: Node) -> str:
     """The id in the cluster's node. Raises ConfigError while a restore is not finished, CorruptData."""
     found = node.data.decode(errors="replace")
     if not _CLUSTER_ID.fullmatch(found):
-        raise CorruptData("the cluster's node in ZooKeeper", f"{node.data[:60]!r} is no id of a cluster")
+        raise CorruptData("the cluster's node in ZooKeeper", f"{node.data[:60]!r} is not the id of a cluster")
     if found.startswith(RESTORING):
         raise ConfigError(
             f"the restore of cluster {found.removeprefix(RESTORING)} in this ZooKeeper is not finished",
-            hint="Run `metamq cluster restore` again: it goes on where it ended.",
+            hint="Run `metamq cluster restore` again: it continues where it stopped.",
         )
     return found
 
@@ -217,21 +215,21 @@ async def read_state(session: Session, broker_id: int, watch: Watcher | None = N
         epoch, master, generation = (number(document[name]) for name in ("epoch", "master", "generation"))
         return BrokerState(epoch, master, insync, generation, reigns, bool(document.get("is_restored")))
 
-    hint = "Write what stood there before, from `metamq cluster export` or ZooKeeper's own backup."
+    hint = "Restore the earlier content from `metamq cluster export` or ZooKeeper's own backup."
     what = f"the state of broker {broker_id} in ZooKeeper ({session.paths.broker_state(broker_id)})"
     return read_document(what, node.data, read, hint=hint), node.version
 
 
 async def master_of(session: Session, broker_id: int, watch: Watcher | None = None) -> BrokerAddress | None:
-    """Where the master of a broker id listens; None while it has none. `watch` is called once that changes."""
+    """The address of the master of a broker id; None if there is none. `watch` is called once if that changes."""
     node = await session.get_or_none(session.paths.master(broker_id), watch=watch)
     return None if node is None else address_of(broker_id, node)
 
 
 async def live_brokers(session: Session, watch: Watcher | None = None) -> dict[int, BrokerAddress]:
-    """The masters that are registered now, by broker id. `watch` is called once any of that changes.
+    """The registered masters, by broker id. `watch` is called once if any of them changes.
 
-    One whose node cannot be read is passed over.
+    Skips a master whose node cannot be read.
     """
     names = await session.children_or_none(session.paths.broker_ids(), watch) or []
     masters = await asyncio.gather(*(_readable_master(session, one, watch) for one in broker_numbers(names)))
@@ -239,7 +237,7 @@ async def live_brokers(session: Session, watch: Watcher | None = None) -> dict[i
 
 
 async def _readable_master(session: Session, broker_id: int, watch: Watcher | None) -> BrokerAddress | None:
-    with passing_over(f"broker {broker_id} is passed over"):
+    with skip_unreadable(f"broker {broker_id} is skipped"):
         return await master_of(session, broker_id, watch)
     return None
 

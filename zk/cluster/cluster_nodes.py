@@ -1,15 +1,15 @@
-"""All that lasts below the root, read and written as a whole: the export of a cluster, and its restore.
+"""All persistent nodes below the root, read and written as a whole: the export of a cluster, and its restore.
 
-What lasts is every node that is not ephemeral and has data, and the marks of brokers that had slaves. Folders are made
-with what is in them.
+They are the nodes that are not ephemeral and have data, and the marks of brokers that had slaves. Folders are made
+together with their contents.
 
-A restore writes many nodes, and may be interrupted between any two. So the node of the cluster's id is its first write
-and its last: "restoring:<id>" until everything else stands there, then the id. Until then no broker joins, whatever it
-finds, and the restore may be run again, with other inputs, too: it makes the rest of the tree what is wanted.
+A restore writes many nodes, and may be interrupted between any two. So the node of the cluster's id is its first and
+its last write: "restoring:<id>" until everything else is written, then the id. Until then no broker joins, whatever it
+finds. The restore may be run again, also with other inputs: it then changes the rest of the tree accordingly.
 
-Clients may run meanwhile. Groups and sinks of Spark make their nodes wherever their ZooKeeper is; so what stands below
-these is no sign of another cluster. It is replaced where it is restored, and left alone elsewhere. A group claims
-partitions of topics only, so topics are written last; a claim that comes in between keeps the offset that it finds.
+Clients may run meanwhile. Groups and sinks of Spark make their nodes in any ZooKeeper to which they are connected, so
+nodes below these folders are no sign of another cluster. A restore replaces those that it has, and leaves the others.
+A group claims partitions of topics only, so topics are written last. A claim in between keeps the offset that it finds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NAMED_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class ClusterExport:
-    """What lasts of a cluster, by the path below its root. `moved` changed while it was read: it is as it was later."""
+    """The persistent nodes of a cluster, by path below its root. `moved` changed during the export: later state."""
 
     cluster_id: str
     root: str
@@ -59,7 +59,7 @@ class ClusterExport:
     moved: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
+        """Returns the document that `from_json` reads."""
         return {
             "kind": KIND,
             "format": FORMAT,
@@ -83,12 +83,12 @@ class ClusterExport:
             moved = tuple(map(str, document["changed_meanwhile"]))
             return cls(str(document["cluster_id"]), str(document["root"]), int(document["exported_ms"]), nodes, moved)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            hint = "Make one with `metamq cluster export`, of this release or an older one."
+            hint = "Make one with `metamq cluster export` of this release or an older one."
             raise ConfigError(f"{what} is not the export of a cluster: {error!r}", hint=hint) from error
 
 
 def exported_cluster(text: bytes) -> str | None:
-    """The id of the cluster that a file is an export of, whatever its format; None: it is no export."""
+    """The id of the cluster in an export file of any format; None if the file is not an export."""
     try:
         document = json.loads(text)
         return str(document["cluster_id"]) if document["kind"] == KIND else None
@@ -108,7 +108,7 @@ def _as_bytes(value: Any) -> bytes:
 
 
 async def export_cluster(session: Session) -> ClusterExport:
-    """Everything that lasts below the root. Raises ConfigError when there is no cluster, ConnectionLost."""
+    """Exports all persistent nodes below the root. Raises ConfigError if there is no cluster, ConnectionLost."""
     began = await _read_tree(session)
     exported_ms = time.time_ns() // 1_000_000
     found = await _read_tree(session)
@@ -151,15 +151,15 @@ async def _read_tree(session: Session) -> dict[str, Node]:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """What a restore would change, now. `is_finished`: the cluster is here, and nothing is to be done."""
+class RestoreDiff:
+    """The changes that a restore must make. `is_finished`: the cluster exists, and nothing must be done."""
 
     is_finished: bool
     operations: tuple[Op, ...]
 
 
-async def compare(session: Session, cluster_id: str, nodes: Mapping[str, bytes]) -> Standing:
-    """What is to be written for `nodes` to stand below the root. Raises ConfigError when something contradicts them."""
+async def compare(session: Session, cluster_id: str, nodes: Mapping[str, bytes]) -> RestoreDiff:
+    """Computes the writes that make `nodes` exist below the root. Raises ConfigError if other nodes contradict them."""
     there = await _read_tree(session)
     cluster = there.pop(CLUSTER, None)
     present = cluster.data.decode(errors="replace") if cluster is not None else ""
@@ -168,16 +168,16 @@ async def compare(session: Session, cluster_id: str, nodes: Mapping[str, bytes])
         raise ConfigError(
             f"there is another cluster {where}: {present}, not {cluster_id}",
             hint="Give the right ZooKeeper and --root. If a broker with an empty folder made it by mistake, stop that "
-            "broker, and remove the root with ZooKeeper's own `deleteall`, or restore into another --root.",
+            "broker and remove the root with ZooKeeper's own `deleteall`, or restore into another --root.",
         )
     if present == cluster_id:
         _check_complete(there, nodes, cluster_id, where)
-        return Standing(True, ())
+        return RestoreDiff(True, ())
     foreign = {path for path, node in there.items() if _lasts(path, node) and not path.startswith(CLIENTS)}
     if foreign and not present:
         raise ConfigError(
-            f"there is something else {where}: {_named(foreign)}",
-            hint="A restore writes into an empty root. Give another --root, or remove what is there.",
+            f"there are other nodes {where}: {_named(foreign)}",
+            hint="A restore writes into an empty root. Give another --root, or remove these nodes.",
         )
     surplus = sorted((path for path in foreign if path not in nodes), reverse=True)
     root = session.paths.root
@@ -188,21 +188,21 @@ async def compare(session: Session, cluster_id: str, nodes: Mapping[str, bytes])
             operations.append(Create(root + path, data))
         elif path in nodes and not _is_same(path, node.data, data):
             operations.append(SetData(root + path, data, node.version))
-    return Standing(False, tuple(operations))
+    return RestoreDiff(False, tuple(operations))
 
 
 def _check_complete(there: Mapping[str, Node], nodes: Mapping[str, bytes], cluster_id: str, where: str) -> None:
     missing = {path for path in nodes if path not in there and not path.startswith(CLIENTS)}
     if missing:
         raise ConfigError(
-            f"cluster {cluster_id} is there already {where}, and lacks {_named(missing)}",
-            hint="A restore writes into an empty root, never into a cluster that may run. To add what was left out, "
+            f"cluster {cluster_id} already exists {where}, but lacks {_named(missing)}",
+            hint="A restore writes into an empty root, never into a cluster that may run. To add what is missing, "
             "stop all brokers, export, and restore all folders into another --root.",
         )
 
 
 def _is_same(path: str, stored: bytes, wanted: bytes) -> bool:
-    """Whether what stands there is what is wanted, apart from what members of a group that runs have added."""
+    """True if a node has the wanted data, apart from additions by members of a running group."""
     if stored == wanted or _PLAN.fullmatch(path):
         return True
     if _OFFSET.fullmatch(path) is None:
@@ -219,7 +219,7 @@ def _named(paths: Iterable[str]) -> str:
 
 
 def _with_parents(paths: Iterable[str]) -> list[str]:
-    """The paths and all above them, the root aside, parents first and topics last."""
+    """The paths and all paths above them, without the root; parents first and topics last."""
     found = set()
     for path in paths:
         while path and path not in found:
@@ -229,16 +229,16 @@ def _with_parents(paths: Iterable[str]) -> list[str]:
 
 
 async def restore_cluster(session: Session, cluster_id: str, nodes: Mapping[str, bytes]) -> bool:
-    """Writes a cluster below the root; False when it is there. Raises ConfigError; ConnectionLost: repeat it."""
+    """Writes a cluster below the root; False if it exists. Raises ConfigError, ConnectionLost (then repeat it)."""
     if (await compare(session, cluster_id, nodes)).is_finished:
         return False
     path, unfinished = session.paths.cluster(), f"{RESTORING}{cluster_id}".encode()
-    with contextlib.suppress(NodeExists):  # whose it is, is seen below
+    with contextlib.suppress(NodeExists):  # compare() checks below to which cluster it belongs
         await session.create(path, unfinished, makepath=True)
     for _ in range(TRIES):
         standing = await compare(session, cluster_id, nodes)
         if standing.is_finished:
-            return True  # by somebody else who does the same
+            return True  # another restore of the same cluster finished it
         try:
             for chunk in _chunks(standing.operations):
                 await session.multi(chunk)
@@ -247,14 +247,15 @@ async def restore_cluster(session: Session, cluster_id: str, nodes: Mapping[str,
                 await session.set(path, cluster_id.encode(), mark.version)
                 return True
         except (BadVersion, NodeExists, NoNode, NotEmpty):
-            continue  # a client was faster with a node of its own
+            continue  # a client has just written one of these nodes
     raise ConfigError(
-        "what is restored changes all the time", hint="Stop the clients that write below this root, and repeat it."
+        "the restored nodes change all the time",
+        hint="Stop the clients that write below this root, and repeat the restore.",
     )
 
 
 def _chunks(operations: Iterable[Op]) -> Iterator[list[Op]]:
-    """In order, so many at once as ZooKeeper takes in one transaction."""
+    """Splits the operations, in order, into chunks that ZooKeeper accepts as one transaction."""
     chunk: list[Op] = []
     size = 0
     for operation in operations:

@@ -1,8 +1,8 @@
-"""Which partitions a replica offers: ephemeral nodes, by topic, for writing (topics-pub) and for reading (topics-sub).
+"""The partitions that a replica offers: ephemeral nodes by topic, for writing (topics-pub) and reading (topics-sub).
 
-A master offers under the broker id's name, "0-m", whichever replica it is. A deposed master that does not know it yet
-must not put its own node in the place of its successor's, to take it away with its session later. So each write of a
-master's offer also checks the state node, which its successor changed.
+A master offers under the broker id's name, "0-m", whatever its replica number. A deposed master may not know yet that
+it is deposed. It must not replace its successor's node, which would later disappear with its session. So each write of
+a master's offer also checks the state node, which the successor has changed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WRITING, READING = "topics-pub", "topics-sub"
 async def register_topics(
     session: Session, held: Mastership, publish: Mapping[str, int], subscribe: Mapping[str, int] | None = None
 ) -> None:
-    """Make what this master offers in ZooKeeper equal to `publish` (for writing) and `subscribe` (for reading).
+    """Makes the offers of this master in ZooKeeper equal to `publish` (for writing) and `subscribe` (for reading).
 
-    Both map topic -> number of partitions; without `subscribe` it is the same as `publish`. To be called whenever the
-    offer changes and after every lost session; topics that are missing from the maps are withdrawn, also those of a
-    former master. Raises Fenced when another replica is the master now.
+    Both map topic -> number of partitions; without `subscribe` it is the same as `publish`. Call it whenever the offer
+    changes, and after every lost session. It withdraws topics that are missing in the maps, also those of a former
+    master. Raises Fenced if another replica is the master now.
     """
     name = master_offer(held.broker_id)
     await _register(session, WRITING, name, publish, held)
@@ -40,12 +40,12 @@ async def register_topics(
 
 
 async def register_slave_topics(session: Session, broker_id: int, replica: int, subscribe: Mapping[str, int]) -> None:
-    """Make what this slave offers for reading equal to `subscribe`, topic -> number of partitions. As above."""
+    """Makes the offers of this slave for reading equal to `subscribe`, topic -> number of partitions. See above."""
     await _register(session, READING, slave_offer(broker_id, replica), subscribe, None)
 
 
 async def slaves_offering(session: Session, topic: str, watch: Watcher | None = None) -> set[tuple[int, int]]:
-    """The (broker id, replica) of slaves that offer a topic for reading. `watch` is called once that changes."""
+    """The (broker id, replica) of slaves that offer a topic for reading. `watch` is called once if that changes."""
     folder = session.paths.offers(READING, topic)
     while True:
         try:
@@ -91,7 +91,7 @@ async def _offer(
 
 
 def offered_partitions(data: bytes) -> int:
-    """How many partitions stand in an offer. Raises CorruptData."""
+    """The number of partitions in an offer. Raises CorruptData."""
     return read_document("an offer of a topic in ZooKeeper", data, lambda document: number(document["partitions"]))
 
 
@@ -100,7 +100,7 @@ def _fence(session: Session, held: Mastership | None) -> list[Op]:
 
 
 async def _still_master(session: Session, held: Mastership | None) -> Mastership | None:
-    """The state as it is now: another in-sync set, or another term of ours. Raises Fenced when we are deposed."""
+    """The present state: another in-sync set, or another epoch of this master. Raises Fenced if it is deposed."""
     if held is None:
         return None
     stored = await read_state(session, held.broker_id)

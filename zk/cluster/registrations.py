@@ -1,9 +1,9 @@
-"""The ephemeral nodes of replicas, "master" and "slave<n>": what stands in them, and whose they are.
+"""The ephemeral nodes of replicas, "master" and "slave<n>": their contents and their owners.
 
-A process that was killed leaves its node behind until its session expires. Who holds the very lock that it held knows
-that it is gone, and may replace its node at once; who has a copy of its data folder does not hold that lock. A node of
-anybody else is waited for as long as its session may still live; after that two live processes claim one place, which
-is an error.
+A killed process leaves its node behind until its session expires. A process that holds the same lock as the killed one
+knows that this process has ended, and may replace its node at once. A process with a copy of the data folder does not
+hold that lock. For any other node, a process waits as long as the node's session may live. If the node is still there
+afterwards, two running processes claim one place, which is an error.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("metamq.zk")
 
 Member = tuple[int, int]
-"""(replica, incarnation): a replica that may have lost what it acknowledged comes back as another incarnation."""
+"""(replica, incarnation). A replica that may have lost acknowledged messages comes back as another incarnation."""
 Role = Literal["master", "slave"]
 
 EXPIRY_MARGIN_MS = 2_000
-"""ZooKeeper expires sessions by ticks, so a little after their time-out."""
+"""Milliseconds by which ZooKeeper may end a session late, since it expires sessions by ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """Where one replica of a broker id listens. A `learner` is never in sync."""
+    """The address of one replica of a broker id. A `learner` is never in sync."""
 
     broker_id: int
     replica: int
@@ -47,28 +47,28 @@ class BrokerAddress:
     incarnation: int = 0
     learner: bool = False
     data: str = ""
-    """The path of its data folder on its machine; empty when it does not say it."""
+    """The path of its data folder on its machine; empty if unknown."""
     epoch: int = 0
     state_version: int = -1
     generation: int = 0
 
     @property
     def claim(self) -> KnownState:
-        """What it knew of the state when it registered."""
+        """Its knowledge of the state at the time of its registration."""
         return KnownState(self.replica, self.epoch, self.state_version, self.generation)
 
     @property
     def address(self) -> str:
-        """ "host:port"."""
+        """The address as "host:port"."""
         return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a replica says of itself. `folder` identifies its data folder, and is unchanged by restarts, and in copies.
+    """The description of a replica by itself. `folder` identifies its data folder; restarts and copies keep it.
 
-    `lock` names the lock on it that the process holds: one file, on one machine, at one of its boots. A process that
-    holds it and finds a node that says the same knows that the node's writer is dead.
+    `lock` names the lock that the process holds on the folder: one file, on one machine, at one of its boots. If a
+    process holds a lock and finds a node with the same lock, the writer of that node has ended.
     """
 
     broker_id: int
@@ -81,22 +81,22 @@ class Registration:
     version: str
     learner: bool = False
     data: str = ""
-    """The absolute path of the data folder: who reads files on this machine reads none outside of it."""
+    """The absolute path of the data folder: clients on this machine read no files outside of it."""
     epoch: int = 0
     state_version: int = -1
     generation: int = 0
-    """These three: see metamq.zk.cluster.epochs.Claim."""
+    """These three fields: see metamq.zk.cluster.epochs.KnownState."""
     is_replaced: bool = False
-    """Its folder is a new one, or an older copy, in the place of one that had data; nobody has accepted that yet."""
+    """True if its folder is new or an older copy, replaces one with data, and this was not accepted yet."""
 
     @property
     def claim(self) -> KnownState:
-        """What its folder knows of the state."""
+        """Its folder's knowledge of the state."""
         return KnownState(self.replica, self.epoch, self.state_version, self.generation)
 
     @property
     def member(self) -> Member:
-        """As what it is in the in-sync set."""
+        """Its entry in the in-sync set."""
         return self.replica, self.incarnation
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Registration:
 
 
 def replica_json(session: Session, registration: Registration) -> bytes:
-    """The data of a master's node, and of a slave's."""
+    """The data of a master's or a slave's node."""
     document = {
         "replica": registration.replica,
         "incarnation": registration.incarnation,
@@ -118,14 +118,14 @@ def replica_json(session: Session, registration: Registration) -> bytes:
         "epoch": registration.epoch,
         "state_version": registration.state_version,
         "generation": registration.generation,
-        "machine": socket.gethostname(),  # for people
+        "machine": socket.gethostname(),  # for people to read
         "session_timeout_ms": session.negotiated_timeout_ms,
     }
     return json.dumps(document).encode()
 
 
 def _document(broker_id: int, node: Node, role: Role = "master") -> dict[str, Any]:
-    hint = "Restart that replica. If the node stays while it is down, delete it: nobody else is to write there."
+    hint = "Restart that replica. If the node stays while the replica is down, delete it: only replicas write there."
     return read_document(f"the {role} node of broker {broker_id} in ZooKeeper", node.data, _checked, hint=hint)
 
 
@@ -141,7 +141,7 @@ def _checked(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddress:
-    """What stands in a replica's node. Raises CorruptData."""
+    """The address in a replica's node. Raises CorruptData."""
     document = _document(broker_id, node, role)
     return BrokerAddress(
         broker_id,
@@ -160,7 +160,7 @@ def address_of(broker_id: int, node: Node, role: Role = "master") -> BrokerAddre
 
 
 def is_ours(node: Node, session: Session, registration: Registration, role: Role = "master") -> bool:
-    """Whether this process wrote a replica's node, or a former one that is certainly gone. Raises CorruptData."""
+    """True if this process, or an earlier one that has certainly ended, wrote the node. Raises CorruptData."""
     if node.ephemeral_owner == session.session_id:
         return True
     document = _document(registration.broker_id, node, role)
@@ -169,14 +169,14 @@ def is_ours(node: Node, session: Session, registration: Registration, role: Role
 
 
 async def without_slave_node(session: Session, registration: Registration) -> list[Op]:
-    """What removes the node that this replica had as a slave, if there is one."""
+    """The operation that removes this replica's node as a slave, if it has one."""
     path = session.paths.slave(registration.broker_id, registration.replica)
     there = await session.get_or_none(path)
     return [Delete(path, there.version)] if there is not None and is_ours(there, session, registration, "slave") else []
 
 
 class Patience:
-    """Waits for nodes of others, in all as long as the session of the first of them may still live."""
+    """Waits for nodes of other processes, in total as long as the session of the first of them may live."""
 
     def __init__(self, session: Session, registration: Registration) -> None:
         self._session = session
@@ -184,7 +184,7 @@ class Patience:
         self._deadline: float | None = None
 
     async def wait(self, path: str, there: Node, role: Role) -> None:
-        """Until the node is gone. Raises ConfigError when it is still there after its session's time-out."""
+        """Waits until the node is gone. Raises ConfigError if it is still there after its session's time-out."""
         me = self._registration
         other, document = address_of(me.broker_id, there, role), _document(me.broker_id, there, role)
         if self._deadline is None:
@@ -205,14 +205,14 @@ class Patience:
             hint = "Give this one another --replica or --id, or stop the other one."
             if document["folder"] == me.folder:
                 hint = (
-                    "This data folder and the one in use there are copies of one another: start only one of them, ever."
-                    " A further replica has a --replica of its own, and begins with an empty folder."
+                    "This data folder and the one in use there are copies of each other: never start more than one of"
+                    " them. A further replica has its own --replica, and begins with an empty folder."
                 )
             raise ConfigError(f"{what} runs already, at {other.address}", hint=hint) from None
 
 
 async def until_alone(session: Session, registration: Registration) -> None:
-    """Waits until no other process is this replica. Raises as Patience.wait; ConnectionLost."""
+    """Waits until no other process is this replica. Raises like Patience.wait; ConnectionLost."""
     paths, patience = session.paths, Patience(session, registration)
     places: tuple[tuple[str, Role], ...] = (
         (paths.master(registration.broker_id), "master"),

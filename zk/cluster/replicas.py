@@ -1,11 +1,12 @@
-"""The slaves of a broker id, who of them is in sync, and how one of them becomes its master.
+"""The slaves of a broker id, the in-sync set, and the promotion of a slave to master.
 
-All of it goes through the one `state` node: a master that takes a slave out of the in-sync set, and that slave taking
-over, write the same node by compare-and-set on the same version, so only one of them succeeds. Epoch and set in two
-nodes would let both: the master would go on alone, and the slave begin without what the master acknowledged meanwhile.
+All changes go through the one `state` node. If a master removes a slave from the in-sync set while that slave takes
+over, both write the same node by compare-and-set on the same version, so only one succeeds. With epoch and set in two
+nodes, both would succeed: the master would continue alone, and the slave would begin without the messages that the
+master acknowledged meanwhile.
 
-No answer is no verdict. Who lost one reads the state before it concludes anything: a change that is asked for again
-with the version of before can succeed once at most, and what then stands there tells whose it is.
+A lost answer decides nothing. A process that lost an answer reads the state first. If it repeats a change with the old
+version, the change can succeed at most once, and the state then shows whose change it is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from metamq.zk.cluster.brokers import (
 )
 from metamq.zk.cluster.epochs import KnownState, highest_epoch, next_epoch, taken_back, with_reign
 from metamq.zk.cluster.registrations import Patience, address_of, is_ours, replica_json, without_slave_node
-from metamq.zk.documents import broker_numbers, passing_over
+from metamq.zk.documents import broker_numbers, skip_unreadable
 from metamq.zk.errors import BadVersion, ConnectionLost, NodeExists, NoNode
 from metamq.zk.nodes import Create, Delete, Op, SetData
 
@@ -44,14 +45,14 @@ _SLAVE = re.compile(r"slave([0-9]{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The change was made; this is how the term stands now."""
+    """The change was made; `held` is the new state of the epoch."""
 
     held: Mastership
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing was done: the state had been changed before, to this."""
+    """Nothing was done: the state had already changed to this one."""
 
     state: BrokerState
     version: int
@@ -59,18 +60,18 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """No answer came: it was done, or not, or still will be. Read before concluding."""
+    """No answer came: it was done, or not, or still will be. Read the state first."""
 
     reason: str
 
 
 async def register_slave(session: Session, registration: Registration) -> None:
-    """Register as a slave, and no longer as the master if we were; call it again after every lost session.
+    """Registers as a slave, and no longer as the master. Call it again after every lost session.
 
-    What stands there already is left: a node made anew would wake all who watch, and we are one of them.
+    An existing correct node stays: a new one would wake all watchers, including this process.
 
-    Waits for the session of another process with the same number that cannot be shown to be dead. Raises ConfigError
-    when that one is still there after its session time-out; ConnectionLost: then call it again.
+    Waits for the session of another process with the same number unless that one has certainly ended. Raises
+    ConfigError if that process is still there after its session time-out; ConnectionLost: then call it again.
     """
     paths = session.paths
     path, master_path = paths.slave(registration.broker_id, registration.replica), paths.master(registration.broker_id)
@@ -94,7 +95,7 @@ async def register_slave(session: Session, registration: Registration) -> None:
             operations.append(Create(path, data, ephemeral=True))
         if not operations:
             return
-        await session.ensure(paths.had_slaves(registration.broker_id))  # before anybody can ask to promote this one
+        await session.ensure(paths.had_slaves(registration.broker_id))  # before a client can ask to promote this one
         try:
             await session.multi(operations)
         except (BadVersion, NodeExists, NoNode):
@@ -103,12 +104,12 @@ async def register_slave(session: Session, registration: Registration) -> None:
 
 
 async def had_slaves(session: Session, broker_id: int) -> bool:
-    """Whether a slave was ever registered: one that is not here now may come back, and be promoted."""
+    """True if a slave was ever registered: a slave that is down may come back and be promoted."""
     return await session.exists(session.paths.had_slaves(broker_id)) is not None
 
 
 async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = None) -> list[BrokerAddress]:
-    """The slaves of a broker id that are registered now, by number. `watch` is called once any of that changes."""
+    """The registered slaves of a broker id, by number. `watch` is called once if any of them changes."""
     folder = session.paths.broker(broker_id)
     try:
         names = await session.children(folder, watch=watch)
@@ -119,14 +120,14 @@ async def slaves_of(session: Session, broker_id: int, watch: Watcher | None = No
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.slave(broker_id, number)) for number in numbers))
     found: list[BrokerAddress] = []
     for node in nodes:
-        with passing_over(f"a slave of broker {broker_id} is passed over"):
+        with skip_unreadable(f"a slave of broker {broker_id} is skipped"):
             if node is not None:
                 found.append(address_of(broker_id, node, "slave"))
     return found
 
 
 async def live_slaves(session: Session, watch: Watcher | None = None) -> dict[int, dict[int, BrokerAddress]]:
-    """The slaves of every broker id that are registered now, by broker id and replica. `watch` as in `slaves_of`."""
+    """The registered slaves of every broker id, by broker id and replica. `watch` is as in `slaves_of`."""
     names = await session.children_or_none(session.paths.broker_ids(), watch) or []  # none before the first broker
     broker_ids = broker_numbers(names)
     found = await asyncio.gather(*(slaves_of(session, broker_id, watch) for broker_id in broker_ids))
@@ -137,9 +138,9 @@ async def live_slaves(session: Session, watch: Watcher | None = None) -> dict[in
 
 
 async def change_insync(session: Session, held: Mastership, insync: Iterable[Member]) -> Confirmed | Refused | Unknown:
-    """Make `insync` the in-sync set, if the state is still as the master holds it. Asked once, never repeated.
+    """Makes `insync` the in-sync set if the master's state is still the current one. Sends one request, without retry.
 
-    Raises Fenced when there is no state any more.
+    Raises Fenced if the state no longer exists.
     """
     state = replace(held.state, insync=tuple(sorted(insync)))
     try:
@@ -171,10 +172,10 @@ def promoted(
 ) -> BrokerState:
     """The state under which this replica takes over from the master of `state`.
 
-    Members in sync stay in sync, since each of them has what was acknowledged; but not the former master, unless it
-    has handed over and follows: it would be waited for. Raises Fenced when this replica is not in sync, or ZooKeeper
-    was taken back, so that nobody knows who is, and the loss of what it lacks is not accepted; when it is, nobody else
-    stays, and the generation says that messages were given up. `claims`: what other replicas know.
+    Members in sync stay in sync, since each has every acknowledged message. The former master does not stay, since the
+    new master would wait for it, unless it has handed over and follows. Raises Fenced if this replica is not in sync,
+    or if ZooKeeper was taken back so that the in-sync set is unknown. With `accept_loss` no other member stays instead,
+    and the generation says that messages were given up. `claims`: the knowledge of other replicas.
     """
     me, claims = registration.member, [registration.claim, *claims]
     state, is_taken_back = stored[0], taken_back(known(stored), claims)
@@ -190,10 +191,10 @@ def promoted(
     if not accept_loss:
         others = ", ".join(str(replica) for replica, _ in state.insync)
         error = Fenced(str(registration), f"it is not in sync, as replica {others} is since epoch {state.epoch}")
-        error.hint = f"Promote replica {others}, or accept the loss of what this one lacks."
+        error.hint = f"Promote replica {others}, or accept the loss of the messages that this one lacks."
         raise error
     generation = max([state.generation, *(claim.generation for claim in claims)]) + 1
-    return BrokerState(epoch, me[0], (me,), generation, with_reign((), epoch, me[0]))  # whatever led here is accepted
+    return BrokerState(epoch, me[0], (me,), generation, with_reign((), epoch, me[0]))  # the loss is accepted
 
 
 async def take_over(
@@ -206,11 +207,11 @@ async def take_over(
     accept_loss: bool = False,
     handed_over: bool = False,
 ) -> Mastership | Refused:
-    """Become the master in the place of another, if the state is still the one that this was decided upon.
+    """Becomes the master in place of another, if the state is still the one on which this decision was made.
 
-    One transaction: the state of `promoted`, the former master's node deleted, dead or alive, our own created. Refused
-    when the state has changed: decide anew. Raises Fenced (see `promoted`); ConnectionLost when the outcome is unknown:
-    the same call, repeated, finds out, and does it if it was not done.
+    One transaction sets the state of `promoted`, deletes the former master's node, dead or alive, and creates ours.
+    Returns Refused if the state has changed: then decide again. Raises Fenced (see `promoted`); ConnectionLost if the
+    outcome is unknown: the same call, repeated, finds it out, and does it if it was not done.
     """
     paths = session.paths
     state_path, master_path = paths.broker_state(registration.broker_id), paths.master(registration.broker_id)
@@ -229,7 +230,7 @@ async def take_over(
             found = await _refused(session, registration.broker_id)
             if isinstance(found, Unknown):
                 raise ConnectionLost(session.servers, found.reason) from None
-            if found.version == version:  # it was one of the other nodes
+            if found.version == version:  # one of the other nodes had changed
                 continue
             if found == Refused(wanted, version + 1):
                 held = Mastership(registration.broker_id, wanted, version + 1)
@@ -241,7 +242,7 @@ async def take_over(
 async def _taken_over(
     session: Session, registration: Registration, held: Mastership, claims: Iterable[KnownState]
 ) -> Mastership:
-    """It was done before, and the answer lost; with the session of then the master's node may be gone."""
+    """Handles a take-over whose answer was lost: with the old session the master's node may be gone."""
     there = await session.get_or_none(session.paths.master(registration.broker_id))
     if there is not None and there.ephemeral_owner == session.session_id:
         return held

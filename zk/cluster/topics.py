@@ -1,10 +1,10 @@
-"""Topic configuration: one persistent node per topic, written by administrators, followed by everybody else.
+"""Topic configuration: one persistent node per topic. Administrators write it; all other processes follow it.
 
-The configuration, not what brokers offer at the moment, says which partitions a topic has: key hashes and plans run
-over it, so that a broker which restarts moves no key and no partition.
+The configuration says which partitions a topic has, not the present offers of brokers. Key hashes and plans use it, so
+that the restart of a broker moves no key and no partition.
 
-Every change is a compare-and-set on the node's version. A topic has a new id each time it is created; folders, fetches
-and committed offsets carry it, so that nothing of a deleted topic is taken for its successor's.
+Every change is a compare-and-set on the node's version. A topic has a new id each time it is created. Folders, fetches
+and committed offsets include the id, so that data of a deleted topic never counts as its successor's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT = 1
 DAY_MS = 24 * 60 * 60 * 1000
 
 PARTITIONS_MAX = 10_000
-"""Of one topic. A plan names each of a group's partitions in one node, and a node holds less than 1 MiB."""
+"""Partitions of one topic. A plan names all partitions of a group in one node, and a node holds less than 1 MiB."""
 
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 """The protocol's limit, `metamq.wire.limits.MESSAGE_BYTES_MAX`; `zk` and `wire` do not import each other."""
@@ -48,7 +48,7 @@ Watcher = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class FlushEvery:
-    """Flush to disk after so many messages or milliseconds, whichever comes first; None: not by this measure."""
+    """Flushes to disk after this many messages or milliseconds, whichever comes first; None: no limit."""
 
     messages: int | None = None
     ms: int | None = 1000
@@ -58,18 +58,18 @@ Flush = Literal["ack"] | FlushEvery
 
 
 def new_topic_id() -> str:
-    """16 random hexadecimal digits."""
+    """Makes an id of 16 random hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
 class TopicConfig:
-    """One topic's configuration.
+    """The configuration of one topic.
 
     `partitions`: broker id -> number of partitions there. `flush`: "ack" flushes before a write is acknowledged.
-    `retention_ms`, `retention_bytes` (per partition): None keeps for ever. `cleanup`: what happens to segments past
-    retention. `min_insync`: replicas that must be in sync for a write to be accepted. `replication`: "sync" answers a
-    write when every in-sync replica holds it.
+    `retention_ms`, `retention_bytes` (per partition): None keeps the data without limit. `cleanup`: the treatment of
+    segments past retention. `min_insync`: replicas that must be in sync for a write to be accepted. `replication`:
+    "sync" answers a write when every in-sync replica has it.
     """
 
     topic: str
@@ -84,20 +84,20 @@ class TopicConfig:
     min_insync: int = 1
     replication: Literal["async", "sync"] = "async"
     unknown: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a newer metamq found in the node; an alteration writes them back untouched."""
+    """Settings of a newer metamq in the node; an alteration keeps them unchanged."""
 
     @property
     def partition_names(self) -> list[str]:
-        """Every partition's name, in numeric order: 0-0, 0-1, ..., 0-10, 1-0."""
+        """The names of all partitions, in numeric order: 0-0, 0-1, ..., 0-10, 1-0."""
         return configured_partitions(self.partitions)
 
     @property
     def topic_partitions(self) -> list[TopicPartition]:
-        """As `partition_names`, with the topic."""
+        """All partitions, in the order of `partition_names`."""
         return [TopicPartition(self.topic, name) for name in self.partition_names]
 
     def validate(self) -> None:
-        """Raise ConfigError, naming the setting and its limits, unless every setting is within them."""
+        """Raises ConfigError, with the setting and its limits, unless every setting is within them."""
         check_topic(self.topic)
         if not isinstance(self.id, str) or not re.fullmatch(r"[0-9a-f]{16}", self.id):
             raise self._wrong("id", self.id, "16 hexadecimal digits")
@@ -157,7 +157,7 @@ _PLAIN_SETTINGS = (
 
 
 def to_json(config: TopicConfig) -> bytes:
-    """What the topic's node holds."""
+    """The content of the topic's node."""
     flush = config.flush
     document: dict[str, Any] = dict(config.unknown)
     document["format"] = FORMAT
@@ -168,10 +168,10 @@ def to_json(config: TopicConfig) -> bytes:
 
 
 def from_json(topic: str, data: bytes) -> TopicConfig:
-    """Read what a topic's node holds. Settings that this version does not know are kept in `unknown`.
+    """Reads the content of a topic's node. Settings that this version does not know are kept in `unknown`.
 
-    Raises CorruptData when it is no such document, ConfigError when a setting is out of its limits or the document is
-    of a newer format, whose known settings may mean something else.
+    Raises CorruptData if it is not such a document; ConfigError if a setting is out of its limits, or if the document
+    has a newer format, whose known settings may mean something else.
     """
 
     def read(document: dict[str, Any]) -> TopicConfig:
@@ -197,9 +197,9 @@ def from_json(topic: str, data: bytes) -> TopicConfig:
 def spread_partitions(
     count: int, broker_ids: Iterable[int], present: Mapping[int, int] | None = None
 ) -> dict[int, int]:
-    """Spread `count` partitions in all over brokers as evenly as can be without taking any of `present` away.
+    """Spreads `count` partitions in total over brokers, as evenly as possible without removing any of `present`.
 
-    Ties go to the lower broker id. Raises ConfigError without brokers, or when `count` is below what is present.
+    Ties go to the lower broker id. Raises ConfigError if there is no broker, or if `count` is below the present number.
     """
     spread = dict(present or {})
     missing = count - sum(spread.values())
@@ -220,7 +220,7 @@ def spread_partitions(
 
 
 def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
-    """Raise ConfigError unless `after` may follow `before`: valid, the same topic, no partition fewer."""
+    """Raises ConfigError unless `after` may follow `before`: valid, the same topic, no partition fewer."""
     after.validate()
     if (after.topic, after.id) != (before.topic, before.id):
         raise ConfigError(f"topic {before.topic!r} keeps its name and its id {before.id}", hint="Make a new topic.")
@@ -234,10 +234,10 @@ def check_alteration(before: TopicConfig, after: TopicConfig) -> None:
 
 
 class TopicStore:
-    """Reads and changes topic configurations. All methods raise ConnectionLost when ZooKeeper is away.
+    """Reads and changes topic configurations. All methods raise ConnectionLost if ZooKeeper is not available.
 
-    So they do where another ZooKeeper has come in its place: that a topic is not there is believed of the cluster only
-    in which topics were found before.
+    They also raise it if another ZooKeeper has replaced the first one: the absence of a topic counts only in the
+    cluster in which topics were found before.
     """
 
     def __init__(self, session: Session) -> None:
@@ -245,9 +245,9 @@ class TopicStore:
         self._cluster = b""
 
     async def create(self, config: TopicConfig) -> TopicConfig:
-        """Create a topic. Raises ConfigError for a wrong setting, TopicExists.
+        """Creates a topic. Raises ConfigError for a wrong setting, TopicExists.
 
-        After ConnectionLost the topic may exist: `get` and compare the id.
+        After ConnectionLost the topic may exist: call `get` and compare the id.
         """
         config.validate()
         try:
@@ -257,14 +257,14 @@ class TopicStore:
         return config
 
     async def get(self, topic: str, watch: Watcher | None = None) -> TopicConfig:
-        """The topic's configuration; `watch` is called once it changes or goes away. Raises TopicNotFound."""
+        """The topic's configuration; `watch` is called once if it changes or disappears. Raises TopicNotFound."""
         config = await self.get_or_none(topic, watch)
         if config is None:
             raise await self._not_found(topic)
         return config
 
     async def get_or_none(self, topic: str, watch: Watcher | None = None) -> TopicConfig | None:
-        """As `get`, but None for a topic that does not exist; `watch` is then called once it does."""
+        """Returns the result of `get`, or None if the topic does not exist; `watch` is then called when it exists."""
         check_node("topic", topic)
         node = await self._session.get_or_none(self._path(topic), watch=watch)
         if node is None or not self._cluster:
@@ -272,7 +272,7 @@ class TopicStore:
         return None if node is None else from_json(topic, node.data)
 
     async def _check_cluster(self, *, is_found: bool) -> None:
-        """Remembers the cluster that has a topic; raises ConnectionLost where it is another one now, or none."""
+        """Remembers the cluster that has a topic; raises ConnectionLost if there is now another one, or none."""
         node = await self._session.get_or_none(self._session.paths.cluster())
         present = b"" if node is None else node.data
         if is_found:
@@ -280,21 +280,21 @@ class TopicStore:
         elif self._cluster not in (b"", present):
             known, found = (data.decode(errors="replace") for data in (self._cluster, present))
             there = f"cluster {found}" if found else "no cluster"
-            reason = f"another ZooKeeper is there: it has {there}, and this client's is {known}"
+            reason = f"another ZooKeeper answers there: it has {there}, but this client's is {known}"
             raise ConnectionLost(self._session.servers, reason, outcome="not_done")
 
     async def names(self, watch: Watcher | None = None) -> list[str]:
-        """The names of all topics, sorted; `watch` is called once a topic is created or deleted."""
+        """The names of all topics, sorted; `watch` is called once if a topic is created or deleted."""
         names = await self._session.children_or_none(self._session.paths.topic_configs(), watch) or []
         if not names:
             await self._check_cluster(is_found=False)
         return sorted(names)
 
     async def alter(self, topic: str, change: Callable[[TopicConfig], TopicConfig]) -> TopicConfig:
-        """Replace the configuration by `change` of it, which is called again when somebody else was faster.
+        """Replaces the configuration by `change` of it. If another client changes it first, `change` is called again.
 
         Raises TopicNotFound, ConfigError (a wrong setting, fewer partitions). After ConnectionLost it may be done;
-        doing it again is harmless as long as `change` depends on nothing but its argument.
+        repeating it is harmless as long as `change` depends only on its argument.
         """
         check_topic(topic)
         path = self._path(topic)
@@ -312,7 +312,7 @@ class TopicStore:
             return after
 
     async def delete(self, topic: str) -> TopicConfig | None:
-        """Delete the topic; brokers remove its data. Gives what was deleted, None when nobody can read that.
+        """Deletes the topic; brokers remove its data. Returns the deleted configuration, None if it cannot be read.
 
         Raises TopicNotFound.
         """
@@ -325,7 +325,7 @@ class TopicStore:
             try:
                 config = from_json(topic, node.data)
             except (ConfigError, CorruptData) as error:
-                log.info("a topic is deleted whose configuration is of no use: %s", error)
+                log.info("deleting a topic with an unusable configuration: %s", error)
                 config = None
             try:
                 await self._session.delete(path, node.version)

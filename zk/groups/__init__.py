@@ -1,1 +1,1 @@
-"""What consumer groups keep in ZooKeeper: members, plans, owners and offsets."""
+"""The nodes of consumer groups in ZooKeeper: members, plans, owners and offsets."""

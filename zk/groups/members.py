@@ -1,4 +1,4 @@
-"""The members of a consumer group: one ephemeral node each, which also says from outside how the member is doing."""
+"""The members of a consumer group: one ephemeral node each, which also shows the member's progress to other clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError
-from metamq.zk.documents import number, passing_over, read_document, text, texts
+from metamq.zk.documents import number, read_document, skip_unreadable, text, texts
 from metamq.zk.errors import NodeExists, NoNode
 from metamq.zk.groups.ownership import drop_owner
 from metamq.zk.nodes import ANY_VERSION, Create, Delete, Node, Op
@@ -23,10 +23,10 @@ Watcher = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member as its node tells. Times are in milliseconds since 1970.
+    """One member by its node. Times are in milliseconds since 1970.
 
-    `progress_ms` is when it last finished a message, or found none; `assigned` counts the partitions it consumes.
-    `session_timeout_ms` is how long its node outlives it. `joined` orders members by when they joined.
+    `progress_ms` is when it last finished a message, or found none. `assigned` is the number of partitions that it
+    consumes. `session_timeout_ms` is how long its node outlives it. `joined` orders members by the time of joining.
     """
 
     consumer_id: str
@@ -43,9 +43,10 @@ class Member:
 
 
 async def join(session: Session, group: str, member: Member, *, left: Watcher) -> Member | None:
-    """Register the member in this session. None: done. Else who has the id now; `left` is called once that one is gone.
+    """Registers the member in this session. Returns None if it did; else the member that has the id at present, and
+    `left` is called once when that one is gone.
 
-    Raises ConnectionLost; join again.
+    Raises ConnectionLost; then join again.
     """
     path = session.paths.member(group, member.consumer_id)
     operations: list[Op] = [Create(path, _to_json(member), ephemeral=True)]
@@ -61,19 +62,19 @@ async def join(session: Session, group: str, member: Member, *, left: Watcher) -
                 continue
             if node.ephemeral_owner != session.session_id:
                 return _from_node(group, member.consumer_id, node)
-            # Ours, by a call whose answer was lost, or by a consumer of this id that this session had before.
+            # This session made it: the answer of an earlier call was lost, or it had a consumer of this id before.
             operations = [Delete(path, ANY_VERSION), Create(path, _to_json(member), ephemeral=True)]
             continue
         return None
 
 
 async def beat(session: Session, group: str, member: Member) -> None:
-    """Tell how the member is doing. Raises NoNode when it was evicted, ConnectionLost."""
+    """Publishes the member's progress. Raises NoNode if it was evicted, ConnectionLost."""
     await session.set(session.paths.member(group, member.consumer_id), _to_json(member), ANY_VERSION)
 
 
 async def leave(session: Session, group: str, consumer_id: str) -> None:
-    """Unregister our own member; nothing happens when it is gone. Raises ConnectionLost."""
+    """Unregisters this session's member; does nothing if it is gone. Raises ConnectionLost."""
     path = session.paths.member(group, consumer_id)
     node = await session.get_or_none(path)
     if node is not None and node.ephemeral_owner == session.session_id:
@@ -84,9 +85,9 @@ async def leave(session: Session, group: str, consumer_id: str) -> None:
 
 
 async def read_members(session: Session, group: str, watch: Watcher | None = None) -> dict[str, Member]:
-    """The members now, by consumer id. `watch` is called once one joins or leaves, not when one tells of itself.
+    """The present members, by consumer id. `watch` is called once when one joins or leaves, not when one publishes.
 
-    One whose node cannot be read is passed over: it takes no part, and the others go on.
+    Skips a member whose node cannot be read: it takes no part, and the others continue.
     """
     folder = session.paths.members(group)
     try:
@@ -98,14 +99,14 @@ async def read_members(session: Session, group: str, watch: Watcher | None = Non
     nodes = await asyncio.gather(*(session.get_or_none(session.paths.member(group, name)) for name in names))
     found: dict[str, Member] = {}
     for name, node in zip(names, nodes, strict=True):
-        with passing_over(f"group {group}: a member is passed over"):
+        with skip_unreadable(f"group {group}: a member is skipped"):
             if node is not None:
                 found[name] = _from_node(group, name, node)
     return found
 
 
 async def owned_partitions(session: Session, group: str) -> dict[TopicPartition, str]:
-    """Who owns what at this moment: partition -> consumer id."""
+    """The present owners: partition -> consumer id."""
     topics = await _children(session, session.paths.owned_topics(group))
     names = await asyncio.gather(*(_children(session, session.paths.owners(group, topic)) for topic in topics))
     items = [TopicPartition(topic, name) for topic, owned in zip(topics, names, strict=True) for name in owned]
@@ -116,10 +117,10 @@ async def owned_partitions(session: Session, group: str) -> dict[TopicPartition,
 
 
 async def evict(session: Session, group: str, consumer_id: str) -> list[TopicPartition]:
-    """Put a member out of its group although its session lives, and free the partitions it held, which are given back.
+    """Removes a member from its group although its session lives, and frees its partitions, which are returned.
 
-    What it did not commit is delivered to the next owners; its own later commits are refused. Raises ConfigError when
-    the group has no such member, ConnectionLost; evict again.
+    Messages that it did not commit go to the next owners; its own later commits are refused. Raises ConfigError if the
+    group has no such member, ConnectionLost; then evict again.
     """
     present = await owned_partitions(session, group)
     held = [item for item, owner in present.items() if owner == consumer_id]
@@ -130,7 +131,7 @@ async def evict(session: Session, group: str, consumer_id: str) -> list[TopicPar
             members = sorted(await read_members(session, group))
             known = f"Its members are: {', '.join(members)}." if members else "It has no members."
             raise ConfigError(f"group {group!r} has no member {consumer_id!r}", hint=known) from error
-    # One that is well sees that it was put out, and may let go of them by itself before.
+    # A running member sees that it was evicted, and may release them itself first.
     await asyncio.gather(*(drop_owner(session, group, item, consumer_id) for item in held))
     return held
 

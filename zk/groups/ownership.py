@@ -1,21 +1,21 @@
-"""Who owns a partition in a group, and the offset committed for it: the fence that every commit passes.
+"""The owner of a partition in a group, and its committed offset: every commit is fenced.
 
-Two nodes per partition. The ephemeral *owner* node says who consumes it; ZooKeeper removes it with the owner's session.
-The persistent *offset* node holds the committed offset and the generation of the last claim.
+There are two nodes per partition. The ephemeral *owner* node names the consumer; ZooKeeper removes it with the owner's
+session. The persistent *offset* node has the committed offset and the generation of the last claim.
 
     claim     one transaction: create the owner node, write the offset node with a new generation
-    commit    write the offset node, if it still has the version that our claim, or our commit since, left behind
+    commit    write the offset node, if it still has the version of our claim, or of our last commit
     release   one transaction: the last offset (or a check of the version), delete the owner node
 
-A former owner fails on the version, since the next claim has written the node. To check the owner node instead would
-be no fence: made again by the next owner it has the same version as before.
+A former owner fails on the version, since the next claim has written the node. A check of the owner node would be no
+fence: the node that the next owner makes has the same version as the old one.
 
-No answer is no verdict. After a lost connection the write may have been done, and the version is then one higher than
-we know. So a write that meets another version reads the node: only the claim with its generation writes that
-generation, and if it is still ours, the version there is the work of our own lost write, and we go on from it.
+A lost answer decides nothing. After a lost connection the write may have been done, and the version is then one higher
+than known. So a write that meets another version reads the node. Only the claim with a generation writes that
+generation. If the generation is still ours, our own lost write made that version, and we continue from it.
 
-Generations grow by at least one and are no lower than the clock's milliseconds. They therefore go on growing when the
-offset nodes are deleted while a database, whose rows are fenced by the same generation, keeps its rows.
+Generations grow by at least one and are at least the clock's milliseconds. So they also grow if the offset nodes are
+deleted while a database, whose rows are fenced by the same generation, keeps its rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import OwnershipLost
-from metamq.zk.documents import number, passing_over, read_document, text
+from metamq.zk.documents import number, read_document, skip_unreadable, text
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.nodes import ANY_VERSION, Check, Create, Delete, Node, Op, SetData
 from metamq.zk.partitions import TopicPartition
@@ -41,9 +41,9 @@ Watcher = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class CommittedOffset:
-    """A committed position: `offset` is the next message to read, `epoch` the master's term that wrote the one before.
+    """A committed position: `offset` is the next message to read, `epoch` that of the message before it.
 
-    `topic_id` is that of the topic when it was committed; another id now means that the topic was made anew.
+    `topic_id` is the topic's id at the commit; if the topic has another id now, it was made again.
     """
 
     offset: int
@@ -53,10 +53,10 @@ class CommittedOffset:
 
 @dataclass(frozen=True, slots=True)
 class OffsetRecord:
-    """What an offset node holds. `consumer` made the claim with `generation`, whether or not it still owns.
+    """The content of an offset node. `consumer` made the claim with `generation`, even if it no longer owns.
 
-    `kept_by` names what its group keeps the offset in where that is not this node: "DatabaseOffsets". Then `published`
-    is how far its owner said to be, for others to look at: nobody begins there.
+    `kept_by` names the store of the group's offset if it is not this node: "DatabaseOffsets". Then `published` is the
+    owner's last position for other clients to see: no consumer begins there.
     """
 
     generation: int
@@ -68,9 +68,9 @@ class OffsetRecord:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Ownership of one partition. `version` is that of the offset node after our last write to it.
+    """The ownership of one partition. `version` is that of the offset node after our last write to it.
 
-    `committed` is what is committed; on a claim it may carry another topic id than `topic_id`, the present one.
+    `committed` is the committed position; on a claim it may have another topic id than `topic_id`, the present one.
     """
 
     group: str
@@ -85,14 +85,14 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Another session holds the partition; `owner` is its consumer id."""
+    """The result if another session holds the partition; `owner` is its consumer id."""
 
     tp: TopicPartition
     owner: str
 
 
 def next_generation(previous: int, now_ms: int) -> int:
-    """The generation of the claim after `previous`."""
+    """Returns the generation of the claim after `previous`."""
     return max(previous + 1, now_ms)
 
 
@@ -106,10 +106,10 @@ async def claim(
     freed: Watcher,
     kept_by: str = "",
 ) -> Ownership | NotYet:
-    """Take the partition if nobody has it. On NotYet, `freed` is called once it may be free.
+    """Claims the partition if no other session owns it. On NotYet, `freed` is called once when it may be free.
 
-    A node of our own session is taken over: it is what is left of a claim whose answer was lost. Raises ConnectionLost,
-    after which the claim may stand: claim again.
+    Takes over a node of our own session, which is from a claim whose answer was lost. Raises ConnectionLost: the claim
+    may then exist, so claim again.
     """
     owner_path = session.paths.owner(group, *tp)
     offset_path = session.paths.offset(group, *tp)
@@ -141,7 +141,7 @@ async def claim(
 
 
 async def prepare(session: Session, group: str, topic: str) -> None:
-    """Make the folders that claims of the topic's partitions need. `claim` does so too, once for each partition."""
+    """Makes the folders for claims of the topic's partitions. `claim` also makes them, once per partition."""
     await session.ensure(session.paths.owners(group, topic))
     await session.ensure(session.paths.offsets(group, topic))
 
@@ -154,10 +154,10 @@ def _next_record(before: OffsetRecord | None, consumer_id: str) -> OffsetRecord:
 
 
 async def commit(session: Session, held: Ownership, offset: int, epoch: int) -> Ownership:
-    """Commit `offset`, the next message to read, and give the claim as it stands then.
+    """Commits `offset`, the next message to read, and returns the new state of the claim.
 
-    Raises OwnershipLost when the partition has been claimed since, ConnectionLost when it is not known whether it is
-    committed: commit again, the same or a later offset, with the claim of before. One at a time per partition.
+    Raises OwnershipLost if the partition has been claimed since. Raises ConnectionLost if it is unknown whether the
+    commit was done: then commit again, the same or a later offset, with the old claim. Not concurrently per partition.
     """
     committed = CommittedOffset(offset, epoch, held.topic_id)
     while True:
@@ -171,22 +171,22 @@ async def commit(session: Session, held: Ownership, offset: int, epoch: int) -> 
 
 
 async def publish(session: Session, held: Ownership, offset: int) -> None:
-    """Say how far the owner is, where the offset is kept elsewhere. Nothing is done when the claim is not the last one.
+    """Publishes the owner's position, if the offset is kept elsewhere. Does nothing if the claim is not the last one.
 
-    The claim's next write finds another version, and that the claim is still its own. Raises ConnectionLost.
+    The claim's next write then meets another version, and finds that the claim is still its own. Raises ConnectionLost.
     """
     stored = await read_offset(session, held.group, held.tp)
     if stored is None or (stored[0].generation, stored[0].consumer) != (held.generation, held.consumer_id):
         return
     record = replace(stored[0], published=CommittedOffset(offset, -1, held.topic_id))
-    with contextlib.suppress(BadVersion, NoNode):  # whoever wrote since knows better
+    with contextlib.suppress(BadVersion, NoNode):  # a newer write has a newer position
         await session.set(session.paths.offset(held.group, *held.tp), _to_json(record), stored[1])
 
 
 async def release(session: Session, held: Ownership, final: tuple[int, int] | None = None) -> None:
-    """Give the partition up, committing `final` (offset, epoch) in the same transaction.
+    """Releases the partition, and commits `final` (offset, epoch) in the same transaction.
 
-    Raises OwnershipLost when it has been claimed since, ConnectionLost when the outcome is not known: release again.
+    Raises OwnershipLost if it has been claimed since, ConnectionLost if the outcome is unknown: then release again.
     """
     owner_path = session.paths.owner(held.group, *held.tp)
     while True:
@@ -195,7 +195,7 @@ async def release(session: Session, held: Ownership, final: tuple[int, int] | No
         except BadVersion:
             held = await _still_ours(session, held)
         except NoNode:
-            # The offset node is gone, which _still_ours tells, or the owner node is: released before, or evicted.
+            # The offset node is gone, which _still_ours reports, or the owner node is gone: released or evicted.
             held = await _still_ours(session, held)
             if await session.exists(owner_path) is None:
                 if final is not None:
@@ -215,7 +215,7 @@ def _last_write(session: Session, held: Ownership, final: tuple[int, int] | None
 
 
 async def _still_ours(session: Session, held: Ownership) -> Ownership:
-    """The claim with the version that its offset node has now, if the last claim is still this one."""
+    """The claim with the present version of its offset node. Raises OwnershipLost if there is a later claim."""
     stored = await read_offset(session, held.group, held.tp)
     if stored is None:
         raise OwnershipLost(*held.tp, reason=f"the offsets of group {held.group!r} were deleted")
@@ -228,21 +228,21 @@ async def _still_ours(session: Session, held: Ownership) -> Ownership:
 
 
 async def read_offset(session: Session, group: str, tp: TopicPartition) -> tuple[OffsetRecord, int] | None:
-    """What the offset node holds, and its version; None when the group never claimed the partition."""
+    """The content of the offset node, and its version; None if the group never claimed the partition."""
     node = await session.get_or_none(session.paths.offset(group, *tp))
     return None if node is None else (_from_json(group, tp, node.data), node.version)
 
 
 async def reset_offset(session: Session, group: str, tp: TopicPartition, committed: CommittedOffset | None) -> None:
-    """Set the committed position from outside (None: as if never committed). An owner's next commit is refused.
+    """Sets the committed position from outside (None: as if never committed). An owner's next commit is refused.
 
-    Raises ConnectionLost; doing it again is harmless.
+    Raises ConnectionLost; repeating it is harmless.
     """
     path = session.paths.offset(group, *tp)
     while True:
         node = await session.get_or_none(path)
         before = None
-        with passing_over("it is written anew"):
+        with skip_unreadable("it is overwritten"):
             before = None if node is None else _from_json(group, tp, node.data)
         record = replace(_next_record(before, consumer_id=""), committed=committed)
         try:
@@ -256,9 +256,9 @@ async def reset_offset(session: Session, group: str, tp: TopicPartition, committ
 
 
 async def drop_owner(session: Session, group: str, tp: TopicPartition, consumer_id: str) -> bool:
-    """Take the partition away from a member that does not release it; True when it had it.
+    """Takes the partition away from a member that does not release it; True if the member had it.
 
-    The check of the offset node, read first, keeps this from deleting the node of an owner that came in between.
+    The offset node is read first and checked, so that a new owner's node is never deleted.
     """
     owner_path = session.paths.owner(group, *tp)
     offset_path = session.paths.offset(group, *tp)
@@ -300,7 +300,7 @@ def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
     def read(document: dict[str, Any]) -> OffsetRecord:
         committed = None
         if document["next"] is not None:
-            epoch = number(document["epoch"], low=-1)  # -1: set from outside, and not known
+            epoch = number(document["epoch"], low=-1)  # -1: set from outside, and unknown
             committed = CommittedOffset(number(document["next"]), epoch, text(document["topic_id"]))
         kept_by = text(document.get("kept_by", ""))
         published = document.get("published")
@@ -308,5 +308,5 @@ def _from_json(group: str, tp: TopicPartition, data: bytes) -> OffsetRecord:
             published = CommittedOffset(number(published[0]), -1, text(published[1]))
         return OffsetRecord(number(document["generation"]), text(document["consumer"]), committed, kept_by, published)
 
-    hint = "`metamq group reset` writes it anew."
+    hint = "`metamq group reset` writes it again."
     return read_document(f"the offset of group {group!r} for {tp} in ZooKeeper", data, read, hint=hint)

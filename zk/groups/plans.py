@@ -1,15 +1,15 @@
-"""A group's plan: one node that says who gets what, from which inputs, and with which generation.
+"""A group's plan: one node with the assignment of partitions, its inputs, and its generation.
 
-Anyone computes it, the first to store it wins by compare-and-set, and all follow what stands in the node. So there is
-one plan, made from one set of inputs, even while members see members and topics change at different moments.
+Any member computes it, the first to store it by compare-and-set wins, and all members follow the node. So there is one
+plan from one set of inputs, even if members see changes of members and topics at different times.
 
-A small plan is JSON with names in clear. A larger one names each topic and member once, and numbers from then on:
+A small plan is JSON with full names. A larger one has each topic and member name once, and numbers afterwards:
 
     metamq-plan-2\n, then deflated JSON: {"generation", "strategy", "topics": [[name, id, {broker: partitions}]],
     "subscriptions": [[topic's number]], "members": [[id, subscription's number]],
     "owners": for each topic, for each partition in order: [member's number, or -1]}
 
-A number behind the marker that is not known here is a plan of a newer metamq: it stands, and is not taken for damaged.
+An unknown number in the marker means a plan of a newer metamq: the plan stays, and does not count as damaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metamq.errors import ConfigError, CorruptData
-from metamq.zk.documents import broker_number, fields, items, number, passing_over, read_document, text, texts
+from metamq.zk.documents import broker_number, fields, items, number, read_document, skip_unreadable, text, texts
 from metamq.zk.errors import BadVersion, NodeExists, NoNode
 from metamq.zk.names import is_partition
 from metamq.zk.partitions import TopicPartition, configured_partitions
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 Watcher = Callable[[], None]
 
 PLAN_BYTES_MAX = 1_000_000
-"""ZooKeeper refuses nodes of 1 MiB, and breaks the connection of who tries."""
+"""ZooKeeper refuses nodes of 1 MiB, and breaks the connection of a client that tries."""
 PLAN_HINT = (
     "Give the group fewer topics or partitions, or shorter names, or split it into groups with fewer topics each."
 )
 PLAIN_BYTES_MAX = 64 << 10
-"""A larger plan is packed. Members of a metamq that cannot read packed ones take them for damaged and make another."""
+"""A larger plan is packed. A metamq that cannot read packed plans takes them for damaged and makes another plan."""
 PACKED_FORMAT = 2
 _UNPACKED_BYTES_MAX = 16 << 20
 _MARKER = re.compile(rb"metamq-plan-([0-9]{1,9})\n")
@@ -48,20 +48,20 @@ _NEW_ONE = "Its members make a new one."
 
 @dataclass(frozen=True, slots=True)
 class TopicInput:
-    """What a plan needs to know of a topic: its id and the partitions configured per broker id."""
+    """The inputs of a plan from one topic: its id, and its configured partitions per broker id."""
 
     id: str
     partitions: Mapping[int, int]
 
     @property
     def partition_names(self) -> list[str]:
-        """Every partition's name, in numeric order."""
+        """The names of all partitions, in numeric order."""
         return configured_partitions(self.partitions)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a plan depends on besides the plan before: consumer id -> topics (sorted), topic -> its configuration."""
+    """All inputs of a plan, except for the previous plan: consumer id -> topics (sorted), topic -> configuration."""
 
     members: Mapping[str, tuple[str, ...]]
     topics: Mapping[str, TopicInput]
@@ -69,7 +69,7 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who gets what. `generation` grows by one with each plan of the group."""
+    """The assignment of partitions. `generation` grows by one with each plan of the group."""
 
     generation: int
     strategy: str
@@ -79,9 +79,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A plan and the version of its node; None where nobody can read what stands there: it is to be replaced.
+    """A plan and the version of its node. `plan` is None if the node cannot be read: then it must be replaced.
 
-    `newer_format`: it is of a newer metamq, which can read it. It is not to be replaced here. `size_bytes`: its node's.
+    `newer_format`: a newer metamq made the node and can read it, so it must not be replaced. `size_bytes`: its size.
     """
 
     plan: Plan | None
@@ -90,21 +90,21 @@ class StoredPlan:
     newer_format: int | None = None
 
     def check_format(self, group: str) -> None:
-        """Raise ConfigError where a newer metamq made the plan."""
+        """Raises ConfigError if a newer metamq made the plan."""
         if self.newer_format is not None:
             raise ConfigError(
-                f"the plan of group {group!r} has format {self.newer_format}, of a newer metamq; this one reads up to "
-                f"{PACKED_FORMAT}",
+                f"the plan of group {group!r} has format {self.newer_format}, of a newer metamq; this one reads "
+                f"formats up to {PACKED_FORMAT}",
                 hint="Upgrade this program to the metamq that the group's other members have.",
             )
 
 
 class PlanTooLarge(ConfigError):
-    """A group's plan, of `size_bytes`, fits in no node of ZooKeeper."""
+    """A group's plan, of `size_bytes`, is too large for a node of ZooKeeper."""
 
     def __init__(self, group: str, size_bytes: int) -> None:
         super().__init__(
-            f"the plan of group {group!r} takes {size_bytes:,} bytes, ZooKeeper holds {PLAN_BYTES_MAX:,}",
+            f"the plan of group {group!r} takes {size_bytes:,} bytes, but ZooKeeper holds {PLAN_BYTES_MAX:,}",
             hint=PLAN_HINT,
         )
         self.group = group
@@ -112,22 +112,22 @@ class PlanTooLarge(ConfigError):
 
 
 async def read_plan(session: Session, group: str, watch: Watcher | None = None) -> StoredPlan | None:
-    """The group's plan, None before its first; `watch` is called once there is another."""
+    """The group's plan, or None before the first one; `watch` is called once if it changes."""
     node = await session.get_or_none(session.paths.plan(group), watch=watch)
     if node is None:
         return None
     found = _MARKER.match(node.data)
     if found is not None and int(found[1]) > PACKED_FORMAT:
         return StoredPlan(None, node.version, len(node.data), newer_format=int(found[1]))
-    with passing_over(f"group {group}: its plan is made anew"):
+    with skip_unreadable(f"group {group}: its plan is made again"):
         return StoredPlan(from_bytes(group, node.data), node.version, len(node.data))
     return StoredPlan(None, node.version, len(node.data))
 
 
 async def store_plan(session: Session, group: str, plan: Plan, before: StoredPlan | None) -> bool:
-    """Store `plan` if `before` is still the group's plan; False when somebody else was faster.
+    """Stores `plan` if `before` is still the group's plan; False if another member was faster.
 
-    Raises PlanTooLarge for a node, ConnectionLost (it may be stored: read).
+    Raises PlanTooLarge, ConnectionLost (it may be stored: read it).
     """
     data = to_bytes(group, plan)
     path = session.paths.plan(group)
@@ -142,7 +142,7 @@ async def store_plan(session: Session, group: str, plan: Plan, before: StoredPla
 
 
 def to_bytes(group: str, plan: Plan) -> bytes:
-    """What the plan's node holds. Raises PlanTooLarge."""
+    """The content of the plan's node. Raises PlanTooLarge."""
     data = to_json(plan)
     if len(data) > PLAIN_BYTES_MAX:
         data = _packed(group, plan)
@@ -152,7 +152,7 @@ def to_bytes(group: str, plan: Plan) -> bytes:
 
 
 def from_bytes(group: str, data: bytes) -> Plan:
-    """Read what a plan's node holds, in either form. Raises CorruptData."""
+    """Reads the content of a plan's node, in either form. Raises CorruptData."""
     found = _MARKER.match(data)
     if found is None:
         return from_json(group, data)
@@ -171,7 +171,7 @@ def from_bytes(group: str, data: bytes) -> Plan:
 
 def _packed(group: str, plan: Plan) -> bytes:
     topics, members = sorted(plan.inputs.topics), sorted(plan.inputs.members)
-    # Topics that members want and that do not exist have numbers, too.
+    # Topics that members subscribe to and that do not exist have numbers, too.
     wanted = {topic for subscribed in plan.inputs.members.values() for topic in subscribed}
     names = [*topics, *sorted(wanted.difference(topics))]
     topic_numbers = {topic: number for number, topic in enumerate(names)}
@@ -220,7 +220,7 @@ def _read_packed(document: dict[str, Any]) -> Plan:
     ids = list(members)
     assignment = {}
     for (topic, its), owners in zip(topics.items(), items(document["owners"]), strict=True):
-        if sum(its.partitions.values()) != len(items(owners)):  # before as many names are made
+        if sum(its.partitions.values()) != len(items(owners)):  # checked before the names are made
             raise ValueError(f"it has {len(owners)} owners for {sum(its.partitions.values())} partitions of {topic!r}")
         for name, owner in zip(its.partition_names, owners, strict=True):
             if number(owner, -1, len(ids) - 1) >= 0:
@@ -229,7 +229,7 @@ def _read_packed(document: dict[str, Any]) -> Plan:
 
 
 def to_json(plan: Plan) -> bytes:
-    """What the node of a small plan holds."""
+    """The content of the node of a small plan."""
     per_topic: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for item, consumer_id in plan.assignment.items():
         per_topic[item.topic][consumer_id].append(item.partition)
@@ -248,7 +248,7 @@ def to_json(plan: Plan) -> bytes:
 
 
 def from_json(group: str, data: bytes) -> Plan:
-    """Read what the node of a small plan holds. Raises CorruptData."""
+    """Reads the content of the node of a small plan. Raises CorruptData."""
     what = f"the plan of group {group!r} in ZooKeeper"
     return read_document(what, data, _read, hint=_NEW_ONE)
 
@@ -268,7 +268,7 @@ def _read(document: dict[str, Any]) -> Plan:
     if not {tp.topic for tp in assignment} <= topics.keys():
         raise ValueError("it assigns partitions of topics that it does not know")
     if not all(is_partition(tp.partition) for tp in assignment):
-        raise ValueError("it assigns what is no partition")
+        raise ValueError("it assigns a name that is not a partition")
     return Plan(number(document["generation"]), text(document["strategy"]), PlanInputs(members, topics), assignment)
 
 

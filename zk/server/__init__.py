@@ -1,1 +1,1 @@
-"""The embedded ZooKeeper server, and the Java and the jars that it runs with."""
+"""The embedded ZooKeeper server, and its Java and jars."""

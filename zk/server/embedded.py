@@ -1,17 +1,17 @@
 """A real ZooKeeper server as a child process: for tests, the demo and `metamq up`.
 
-The server is Apache's own, started with five jars on a small JVM. It must never outlive its parent, not even a
-parent killed with -9, which cannot clean up. The means is a pipe whose write end only the parent has:
+The server is Apache's own, started with five jars on a small JVM. It must never outlive its parent. A parent killed
+with -9 cannot clean up, so there is a pipe whose write end only the parent has:
 
     parent ──pipe──> sh: a watcher in the background reads the pipe, the shell itself becomes Java (exec)
 
-When the parent dies in whatever way, the kernel closes the pipe, the watcher's `read` fails, and it kills Java.
-An orderly stop writes a line into the pipe first, which sends the watcher away before Java's process id can be
-used again. PR_SET_PDEATHSIG is not used: it is Linux only, needs code between fork and exec, and fires when the
-*thread* that started the child ends, not the process.
+When the parent ends for any reason, the kernel closes the pipe, the watcher's `read` fails, and the watcher kills Java.
+An orderly stop first writes a line into the pipe. This ends the watcher before Java's process id can be reused.
+PR_SET_PDEATHSIG is not used: it exists on Linux only, needs code between fork and exec, and fires when the *thread*
+that started the child ends, not the process.
 
-The port is chosen below the kernel's range of ephemeral ports. Within it, a client that tries again and again
-while the server is down may be given that very port as its own, connect to itself, and keep the server out.
+The port is chosen below the kernel's range of ephemeral ports. While the server is down, a client that reconnects again
+and again could otherwise get that very port as its own, connect to itself, and block the port for the server.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ MIN_SESSION_TIMEOUT_MS = 1_000
 MAX_SESSION_TIMEOUT_MS = 60_000
 
 MEMORY_BYTES = 512 << 20
-"""Of Java's heap, which holds every node. It is taken as it is needed: an empty server has a tenth of it."""
+"""Size of Java's heap, which has every node. Memory is taken as it is needed: an empty server takes a tenth of it."""
 MEMORY_BYTES_MIN, MEMORY_BYTES_MAX = 32 << 20, 1 << 40
 MEMORY_VARIABLE = "METAMQ_ZOOKEEPER_MEMORY"
 START_TIMEOUT_S = 600.0
-"""Much data on a busy machine takes minutes; a server that cannot start ends by itself."""
+"""Seconds. Much data on a busy machine takes minutes; a server that cannot start ends by itself."""
 
 log = logging.getLogger("metamq.zk")
 
 _MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 CLIENTS_OF_A_HOST_MAX = 4000
-"""Sessions of one address. ZooKeeper's own 60 are few where all programs run on one machine; without a limit one that
-opens sessions for ever takes all descriptors of the server."""
+"""Sessions of one address. ZooKeeper's default of 60 is too low if all programs run on one machine. Without a limit, a
+program that keeps opening sessions takes all descriptors of the server."""
 _WATCHED = 'umask g-w,o=; exec 3<&0; (read _ <&3 || kill -9 $$) & exec "$@" </dev/null 3<&-'
 _PORT_ATTEMPTS = 5
 _PROBE_INTERVAL_S = 0.01
-_SAYS_IT_WAITS_S = 10.0
-# A server that is starting takes connections which it then never answers: better to ask again than to wait.
+_WARN_EVERY_S = 10.0
+# A server that is starting accepts connections that it never answers: so the probe asks again soon.
 _ANSWER_S_MIN, _ANSWER_S_MAX = 0.1, 1.0
 _LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -69,12 +69,13 @@ _running: weakref.WeakSet[EmbeddedZooKeeper] = weakref.WeakSet()
 
 
 class EmbeddedZooKeeper:
-    """One ZooKeeper server, in a process of its own, that dies with this one.
+    """One ZooKeeper server in its own process, which ends with this one.
 
-    `data_dir` None is a temporary folder, removed by `stop`; a given folder is kept and holds the log of the
-    server, `zookeeper.log`. `port` 0 chooses a free one. `host` is what it listens on. `check` is called often during
-    a start; what it raises ends that. `memory_bytes` bounds Java's heap: a server that needs more ends. A context
-    manager; all methods block, for under a second as a rule, and are to be called by one thread at a time.
+    `data_dir` None means a temporary folder, which `stop` removes; a given folder is kept, and has the log of the
+    server, `zookeeper.log`. `port` 0 chooses a free one. `host` is the address that it listens on. `check` is called
+    often during a start; an error from it ends the start. `memory_bytes` limits Java's heap: a server that needs more
+    ends. It is a context manager. All methods block, usually for less than a second; one thread at a time may call
+    them.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class EmbeddedZooKeeper:
 
     @property
     def address(self) -> str:
-        """What a client on this machine connects to, "127.0.0.1:2181"; known once started."""
+        """The address for clients on this machine, "127.0.0.1:2181"; known after the start."""
         host = self._client_host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """The process id of the server; None when it does not run."""
+        """The process id of the server; None if it does not run."""
         return self._process.pid if self._process is not None else None
 
     @property
@@ -123,7 +124,7 @@ class EmbeddedZooKeeper:
 
     @property
     def log_path(self) -> Path:
-        """The server's log, which goes on over restarts. For a server that was started."""
+        """The server's log, which continues over restarts. Only after a start."""
         assert self._data_dir is not None
         return self._data_dir / "zookeeper.log"
 
@@ -140,11 +141,11 @@ class EmbeddedZooKeeper:
         self.stop()
 
     def start(self) -> Self:
-        """Start the server and wait until it serves; does nothing when it runs already.
+        """Starts the server and waits until it serves; does nothing if it already runs.
 
-        Raises ConfigError when the port or the data folder is taken, when there is no Java or no jars (the
-        hint names every way to get them), or when the server gives up (with the last lines of its log);
-        MetamqError when it needs more memory than it may have; Timeout when it does not serve within `start_timeout_s`.
+        Raises ConfigError if the port or the data folder is taken, or if Java or the jars are missing: the hint names
+        every way to get them. Also raises it if the server gives up, with the last lines of its log. Raises MetamqError
+        if it needs more memory than it may have; Timeout if it does not serve within `start_timeout_s`.
         """
         if self._process is not None:
             return self
@@ -158,9 +159,9 @@ class EmbeddedZooKeeper:
         return self
 
     def stop(self) -> None:
-        """End the server and remove temporary data. May be repeated; does not mind a server that is gone already."""
+        """Ends the server and removes temporary data. May be repeated, also if the server has already ended."""
         try:
-            # What is thrown away needs no orderly end.
+            # Temporary data needs no orderly end.
             self._end(signal.SIGTERM if self._given_dir is not None else signal.SIGKILL)
         finally:
             if self._lock is not None:
@@ -171,17 +172,17 @@ class EmbeddedZooKeeper:
                 self._data_dir = None
 
     def check_running(self) -> None:
-        """Raise MetamqError, saying how, when the server has ended by itself since it was started."""
+        """Raises MetamqError, with the reason, if the server has ended by itself since its start."""
         status = self._process.poll() if self._process is not None else None
         if status is not None:
             self._check_memory()
             raise MetamqError(f"ZooKeeper {how_it_ended(status)}{self._last_words()}", hint=self._log_hint())
 
     def _check_memory(self) -> None:
-        """Raise MetamqError when the server, which has ended, ran out of memory."""
+        """Raises MetamqError if the server ended because it ran out of memory."""
         if ran_out_of_memory(self.log_path, self._log_start):
             raise MetamqError(
-                f"ZooKeeper ended: what it holds needs more memory than its {size(self._memory_bytes)}",
+                f"ZooKeeper ended: its data needs more memory than its {size(self._memory_bytes)}",
                 hint=f"Start it with more, such as {MEMORY_VARIABLE}={_twice(self._memory_bytes)}: `metamq zookeeper "
                 f"--memory`, `metamq up --zookeeper-memory`. Its data is kept. {self._log_hint()}".rstrip(),
             )
@@ -195,21 +196,21 @@ class EmbeddedZooKeeper:
         return f"Its log is {self.log_path}." if self._given_dir is not None else ""
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would; port and data are kept for `restart`."""
+        """Kills the server with SIGKILL, like a crash; port and data are kept for `restart`."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Kill the server if it runs, and start it again on the same port and the same data."""
+        """Kills the server if it runs, and starts it again on the same port and data."""
         self.kill()
         self._choose_port = False
         self.start()
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay open and nothing is answered once this returns, until `thaw`."""
+        """Stops the server with SIGSTOP: on return connections stay open and get no answers, until `thaw`."""
         freeze(self._child().pid)
 
     def thaw(self) -> None:
-        """SIGCONT, after `freeze`."""
+        """Continues the server with SIGCONT, after `freeze`."""
         os.kill(self._child().pid, signal.SIGCONT)
 
     def _child(self) -> subprocess.Popen[bytes]:
@@ -245,7 +246,7 @@ class EmbeddedZooKeeper:
         raise _port_taken(self.host, self.port)
 
     def _launch(self, java: Path, jars: list[Path], folder: Path) -> bool:
-        """Whether it serves; False when the process ended instead."""
+        """Starts the process. Returns True if it serves; False if it ended instead."""
         config = folder / "zoo.cfg"
         config.write_text(self._config(folder))
         with self.log_path.open("ab") as output:
@@ -257,7 +258,7 @@ class EmbeddedZooKeeper:
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 bufsize=0,
-                # Ctrl-C goes to the whole foreground group: the parent decides when its server ends.
+                # Ctrl-C goes to the whole foreground group, but the parent decides when its server ends.
                 start_new_session=True,
             )
         _running.add(self)
@@ -273,7 +274,7 @@ class EmbeddedZooKeeper:
             if waited_s > self._start_timeout_s:
                 what = f"the start of ZooKeeper in {folder}{self._last_words()}"
                 raise Timeout(what, self._start_timeout_s, hint=self._log_hint())
-            if time.monotonic() - said >= _SAYS_IT_WAITS_S:
+            if time.monotonic() - said >= _WARN_EVERY_S:
                 said = time.monotonic()
                 what = f"ZooKeeper (process {self._process.pid}) does not serve yet after {waited_s:.0f} s"
                 log.warning("%s: waiting for it. Its log is %s", what, self.log_path)
@@ -282,7 +283,7 @@ class EmbeddedZooKeeper:
         return True
 
     def _command(self, java: Path, jars: list[Path], config: Path) -> list[str]:
-        # Out of memory, one thread fails after another, and what is left would serve nobody without ending.
+        # Without memory one thread fails after another, and the rest would not serve, but not end either.
         memory = ["-Xms16m", f"-Xmx{self._memory_bytes >> 10}k", "-XX:+ExitOnOutOfMemoryError"]
         flags = [*memory, "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:-UsePerfData"]
         # The default is 64 MB for each log file.
@@ -309,7 +310,7 @@ class EmbeddedZooKeeper:
         return "".join(f"{key}={value}\n" for key, value in settings.items())
 
     def _serves(self, folder: Path, timeout_s: float) -> bool:
-        """Asks for the configuration: the data folder in it tells our server from another at this port."""
+        """Asks for the configuration: its data folder distinguishes this server from another one at this port."""
         try:
             with socket.create_connection((self._client_host, self.port), timeout=timeout_s) as connection:
                 connection.sendall(b"conf")
@@ -340,10 +341,10 @@ class EmbeddedZooKeeper:
             process.stdin.close()
 
     def _forget_in_child(self) -> None:
-        """A fork has a copy of the pipe's write end, which would keep the server alive after its parent."""
+        """Closes a forked copy of the pipe's write end, which would keep the server alive after its parent."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-            # Popen warns of a process that still runs; to this one it is not even a child.
+            # Popen warns about a process that still runs, although it is not a child of the forked process.
             self._process.returncode = 0
             self._process = None
         if self._lock is not None:
@@ -353,7 +354,7 @@ class EmbeddedZooKeeper:
 
 
 def how_it_ended(status: int) -> str:
-    """The end of a process in words, by its `returncode`."""
+    """Describes the end of a process, by its `returncode`."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
@@ -362,9 +363,9 @@ def _twice(memory_bytes: int) -> str:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP to a child, which has stopped once this returns. Raises ProcessLookupError."""
+    """Sends SIGSTOP to a child, which has stopped on return. Raises ProcessLookupError."""
     os.kill(pid, signal.SIGSTOP)
-    if sys.platform == "linux":  # elsewhere it runs on for a moment
+    if sys.platform == "linux":  # elsewhere it continues for a moment
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
@@ -377,8 +378,8 @@ def _port_is_free(host: str, port: int) -> bool:
 
 def _port_taken(host: str, port: int) -> ConfigError:
     return ConfigError(
-        f"port {port} of {host} is taken, ZooKeeper cannot listen there",
-        hint="Choose another port, or end what listens there: it may be a ZooKeeper that can be used as it is.",
+        f"port {port} of {host} is taken, so ZooKeeper cannot listen there",
+        hint="Choose another port, or stop the program there: it may be a ZooKeeper that you can use as it is.",
     )
 
 

@@ -1,7 +1,7 @@
 """Finds the jars of the ZooKeeper server: METAMQ_ZOOKEEPER_JARS, the user's cache, Maven Central.
 
-Everything that is downloaded is pinned by SHA-512 here, is checked before it gets its name in the cache, and
-again each time it is used (4 MB hash in a few milliseconds), so a damaged cache heals itself.
+Every download is pinned by SHA-512 here. It is checked before it gets its name in the cache, and again at each use (4
+MB hash in a few milliseconds), so a damaged cache repairs itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ZOOKEEPER_VERSION = "3.9.6"
 DEFAULT_REPOSITORY = "https://repo1.maven.org/maven2"
 
 Progress = Callable[[str, int, int], None]
-"""Called with (file name, bytes so far, bytes in all) while a jar is downloaded."""
+"""Called with (file name, bytes so far, bytes in total) while a jar is downloaded."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ JARS = (
     ),
 )
 
-# Not needed to serve. With it ZooKeeper says in its log why it did not start; with slf4j-api alone it is mute.
+# Not needed to serve. With it, ZooKeeper logs why it did not start; with slf4j-api alone it logs nothing.
 LOGGING_JAR = Jar(
     "org/slf4j",
     "slf4j-simple",
@@ -105,15 +105,15 @@ _WAYS = (
     "METAMQ_ZOOKEEPER_JARS to the copy; the `lib` folder of ZooKeeper's own download, or the `jars` folder of an "
     "installed pyspark, will do as well; or allow the download from Maven Central "
     "(METAMQ_MAVEN names a mirror; HTTPS_PROXY and SSL_CERT_FILE are honoured); "
-    "or point METAMQ_ZOOKEEPER at a ZooKeeper that runs already."
+    "or point METAMQ_ZOOKEEPER at a ZooKeeper that already runs."
 )
 
 
 def find_jars(progress: Progress | None = None) -> list[Path]:
-    """The class path of the ZooKeeper server; downloads it into the user's cache when it is nowhere else.
+    """The class path of the ZooKeeper server; downloads it into the user's cache if it is nowhere else.
 
-    Blocks while it downloads (4 MB, once per user). Raises ConfigError, which names every way to provide the
-    jars, when there is none; CorruptData when a download does not have the pinned checksum.
+    Blocks during the download (4 MB, once per user). Raises ConfigError, which names every way to provide the jars, if
+    there are none; CorruptData if a download does not have the pinned checksum.
     """
     setting = os.environ.get("METAMQ_ZOOKEEPER_JARS")
     if setting:
@@ -123,13 +123,13 @@ def find_jars(progress: Progress | None = None) -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """Where downloaded jars are kept, one folder per ZooKeeper version."""
+    """The folder for downloaded jars, one per ZooKeeper version."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "metamq" / f"zookeeper-{ZOOKEEPER_VERSION}"
 
 
 def jars_in_folder(folder: Path) -> tuple[list[Path], list[str]]:
-    """The server's jars in `folder`, of whatever version, and the names of those that are missing."""
+    """The server's jars in `folder`, of any version, and the names of the missing ones."""
     found: list[Path] = []
     missing: list[str] = []
     for jar in JARS:
@@ -158,7 +158,7 @@ def _intact(path: Path, jar: Jar) -> bool:
 
 
 def fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
-    """The intact jar in the folder `cache`, downloaded when it is not there. Raises as `find_jars`."""
+    """The intact jar in the folder `cache`; downloads it if it is missing. Raises like `find_jars`."""
     path = cache / jar.file_name
     if not _intact(path, jar):
         repository = (os.environ.get("METAMQ_MAVEN") or DEFAULT_REPOSITORY).rstrip("/")
@@ -177,7 +177,7 @@ def fetched(jar: Jar, cache: Path, progress: Progress | None) -> Path:
 
 
 def _download(url: str, jar: Jar, path: Path, progress: Progress | None) -> None:
-    """Several processes may do this at once: each writes a file of its own, and the rename is atomic."""
+    """Downloads a jar. Several processes may do this at once: each writes its own file, and the rename is atomic."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{jar.file_name}.", dir=path.parent)
     try:
         digest = hashlib.sha512()

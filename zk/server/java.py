@@ -25,9 +25,9 @@ def _ways(oldest: int, purpose: str) -> str:
 
 
 def find_java(oldest: int = OLDEST_JAVA, purpose: str = "ZooKeeper") -> Path:
-    """The `java` program to run ZooKeeper, or Spark, with. A program's version is looked at once per process.
+    """The `java` program for ZooKeeper, or for Spark. The version of a program is checked once per process.
 
-    Raises ConfigError, which names every place looked at and every way out, when there is none.
+    Raises ConfigError, which names every searched place and every solution, if there is none.
     """
     setting = os.environ.get("METAMQ_JAVA")
     if setting:
@@ -50,7 +50,8 @@ def _explicit_java(setting: str, oldest: int, purpose: str) -> Path:
         raise ConfigError(f"METAMQ_JAVA={setting} is not a Java that runs", hint=_ways(oldest, purpose))
     if version < oldest:
         raise ConfigError(
-            f"METAMQ_JAVA={setting} is Java {version}, {purpose} needs {oldest} or later", hint=_ways(oldest, purpose)
+            f"METAMQ_JAVA={setting} is Java {version}, but {purpose} needs {oldest} or later",
+            hint=_ways(oldest, purpose),
         )
     return Path(program)
 
@@ -70,7 +71,7 @@ def _candidates() -> list[tuple[str, Path]]:
 
 @functools.cache
 def java_version(program: Path) -> int | None:
-    """The major version of the Java at `program`, or None when it does not run; looked at once per process."""
+    """The major version of the Java at `program`, or None if it does not run; checked once per process."""
     release = program.resolve().parent.parent / "release"
     if os.access(program, os.X_OK) and release.is_file():
         # A JDK's `release` file says the version without the cost of starting a virtual machine.

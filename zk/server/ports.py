@@ -1,4 +1,4 @@
-"""Ports for servers: whether one could listen on a port, and ports that are chosen and kept."""
+"""Ports for servers: checks if a port is free, and chooses and reserves ports."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import weakref
 from metamq.errors import ConfigError
 
 PORTS = range(20_000, 32_000)
-"""Below the range of ephemeral ports."""
+"""The ports to choose from, below the range of ephemeral ports."""
 _ATTEMPTS = 200
 
 
 def is_free(host: str, port: int) -> bool:
-    """Raises OSError when it is not that the port is taken, but that nobody could listen there."""
+    """True if a server can listen on the port. Raises OSError if listening fails for another reason."""
     with _socket(host) as probe:
-        # As servers do: a connection that still lingers in TIME_WAIT does not take the port.
+        # Like servers do: a connection in TIME_WAIT does not occupy the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return _bound(probe, host, port)
 
 
 class HeldPort:
-    """A port that was free, and that no other HeldPort or free_port chooses while this object lives.
+    """A port that was free, and that no other HeldPort or free_port chooses while this object exists.
 
-    A socket that is bound to it and never listens keeps it, also while the server it was chosen for is down. Linux lets
-    a server that allows reuse, as asyncio's and ZooKeeper's do, bind beside such a socket. Elsewhere nothing is kept.
-    Raises ConfigError where nobody could listen on the host, or no port is free.
+    A bound socket that never listens reserves the port, also while the port's server is down. Linux lets a server that
+    allows reuse, like those of asyncio and ZooKeeper, bind next to such a socket. On other systems nothing is reserved.
+    Raises ConfigError if listening on the host is impossible, or if no port is free.
     """
 
     def __init__(self, host: str) -> None:
@@ -43,18 +43,18 @@ class HeldPort:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on, nor holds. Another process may take it. Raises as HeldPort."""
+    """A TCP port that no process listens on or holds. Another process may take it. Raises like HeldPort."""
     number, keeper = _chosen(host)
     keeper.close()
     return number
 
 
 def _chosen(host: str) -> tuple[int, socket.socket]:
-    """A port, and the socket that is bound to it, which allows no reuse: so it is neither held by somebody else."""
+    """A port, and the socket that is bound to it without reuse, so that no other process holds the port."""
     with contextlib.ExitStack() as undo:
         keeper = undo.enter_context(_socket(host))
         for _ in range(_ATTEMPTS):
-            # Not `random`: processes that seed it alike would choose alike.
+            # Not `random`: processes with the same seed would choose the same ports.
             port = secrets.choice(PORTS)
             try:
                 if _bound(keeper, host, port):

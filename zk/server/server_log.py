@@ -1,8 +1,8 @@
-"""The one line of ZooKeeper's log, or of Java's last words, that says what went wrong.
+"""Finds the line in the log of ZooKeeper, or of Java, that says what went wrong.
 
-An entry is "[thread] LEVEL class - text", and may be followed by an exception: its own line, its frames, its causes.
-What Java says before ZooKeeper runs has no such form. The log goes on over restarts, so only what came since the start
-counts.
+An entry is "[thread] LEVEL class - text". An exception may follow it: its own line, its frames, its causes. The output
+of Java before ZooKeeper runs does not have this form. The log continues over restarts, so only entries since the start
+count.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _FRAME = re.compile(r"\s+(at |\.\.\. )")
 _CAUSE = "Caused by: "
 _PACKAGES = re.compile(r"^(?:[a-z]\w*\.)+(?=[A-Z])")
 _CHATTER = ("SLF4J", "OpenJDK", "WARNING:")
-_OF_NO_MATTER = (
+_IRRELEVANT = (
     "Exiting JVM with code",  # after the error
-    "Error closing a command socket",  # our own question whether it serves, which came early
+    "Error closing a command socket",  # our own probe, which came too early
 )
 _OUT_OF_MEMORY = b"Terminating due to java.lang.OutOfMemoryError"
 _TAIL_BYTES = 64 << 10
 
 
 def what_went_wrong(log: Path, since_byte: int) -> str:
-    """ "" when the log does not tell."""
+    """Returns the line with the reason; "" if the log has none."""
     try:
         with log.open("rb") as file:
             file.seek(since_byte)
@@ -34,14 +34,14 @@ def what_went_wrong(log: Path, since_byte: int) -> str:
     except OSError:
         return ""
     entries = list(_entries(lines))
-    if not entries:  # it did not get that far
+    if not entries:  # Java ended before ZooKeeper ran
         return next((line.strip() for line in lines if line.strip() and not line.startswith(_CHATTER)), "")
-    errors = [text for level, text in entries if level == "ERROR" and not text.startswith(_OF_NO_MATTER)]
+    errors = [text for level, text in entries if level == "ERROR" and not text.startswith(_IRRELEVANT)]
     return errors[-1] if errors else ""
 
 
 def ran_out_of_memory(log: Path, since_byte: int) -> bool:
-    """Whether Java's last words are that no memory was left; its exit status 3 has other meanings, too."""
+    """True if Java's last output says that no memory was left. Its exit status 3 also has other meanings."""
     try:
         with log.open("rb") as file:
             file.seek(max(since_byte, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

@@ -1,1 +1,1 @@
-"""The session with ZooKeeper, its lease and its watches. Only this room imports kazoo."""
+"""The session with ZooKeeper, its lease and its watches. Only this folder imports kazoo."""

@@ -1,4 +1,4 @@
-"""kazoo's answers and exceptions as values and errors of metamq. Pure: no connection, no loop."""
+"""Converts kazoo's answers and exceptions into values and errors of metamq. Pure: no connection, no loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REFUSALS: dict[type[Exception], type[ZooKeeperError]] = {
     kazoo_errors.NotEmptyError: NotEmpty,
 }
 
-# ConnectionClosedError is a SessionExpiredError to kazoo; here it says nothing about the session.
+# In kazoo ConnectionClosedError is a SessionExpiredError; here it says nothing about the session.
 _UNKNOWN_OUTCOMES = (
     kazoo_errors.ConnectionLoss,
     kazoo_errors.ConnectionClosedError,
@@ -30,12 +30,12 @@ _UNKNOWN_OUTCOMES = (
     kazoo_errors.DataInconsistency,
 )
 
-# In the answer to a transaction: what stands before and after the operation that failed.
+# In the answer to a transaction: the results before and after the failed operation.
 _NOT_THE_CAUSE = (kazoo_errors.RolledBackError, kazoo_errors.RuntimeInconsistency)
 
 
 def error_of(error: BaseException, servers: str, path: str, index: int | None = None) -> MetamqError:
-    """The error of metamq for what kazoo raised about `path`, or about operation `index` of a transaction."""
+    """The error of metamq for a kazoo exception about `path`, or about operation `index` of a transaction."""
     for theirs, ours in _REFUSALS.items():
         if isinstance(error, theirs):
             return ours(path, index)
@@ -47,19 +47,19 @@ def error_of(error: BaseException, servers: str, path: str, index: int | None = 
 
 
 def stat_of(stat: Any) -> Stat:
-    """kazoo's ZnodeStat as a Stat."""
+    """Converts kazoo's ZnodeStat into a Stat."""
     return Stat(stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, stat.numChildren)
 
 
 def node_of(data: bytes | None, stat: Any) -> Node:
-    """A node's data and kazoo's ZnodeStat as a Node."""
+    """Converts a node's data and kazoo's ZnodeStat into a Node."""
     return Node(
         stat.version, stat.czxid, stat.mzxid, stat.ephemeralOwner, stat.ctime, stat.mtime, stat.numChildren, data or b""
     )
 
 
 def commit(operations: Sequence[tuple[Op, str]], client: Any) -> Any:
-    """Hand a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`."""
+    """Passes a transaction of (operation, path below the root of ZooKeeper) to kazoo's `client`."""
     transaction = client.transaction()
     for operation, full in operations:
         match operation:
@@ -75,14 +75,14 @@ def commit(operations: Sequence[tuple[Op, str]], client: Any) -> Any:
 
 
 def failure_of(results: Sequence[Any]) -> tuple[int, Exception] | None:
-    """The place of the operation that made a transaction fail, and kazoo's exception; None when it succeeded."""
+    """The index of the operation that made a transaction fail, and kazoo's exception; None if it succeeded."""
     failures = [(index, result) for index, result in enumerate(results) if isinstance(result, Exception)]
     causes = [failure for failure in failures if not isinstance(failure[1], _NOT_THE_CAUSE)]
     return next(iter(causes or failures), None)
 
 
 def version_after(operation: Op, result: Any) -> int | None:
-    """The version of the node after an operation of a transaction that succeeded; None where there is none."""
+    """The version of the node after an operation of a successful transaction; None for other operations."""
     if isinstance(operation, Create):
         return 0
     return int(result.version) if isinstance(operation, SetData) else None

@@ -1,4 +1,4 @@
-"""Why there is no connection yet: what became of the last attempt at each address of each server."""
+"""The results of the last attempt to connect, for each address of each server: the reasons for a missing connection."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _REFUSALS = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EA
 class _Failure(NamedTuple):
     reason: str
     is_refusal: bool
-    """Trying again soon is not going to help; silence may be a server that is busy."""
+    """True if an early retry will not help; after silence it may help, since the server may be busy."""
 
 
 class ConnectAttempts:
-    """Written by one thread, read by any: a dictionary keeps its keys once it can be seen."""
+    """One thread writes it, any thread reads it: a dictionary keeps its keys once other threads can see it."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.closed = 0
-        """How often a server took the connection and closed it, instead of giving a session."""
+        """Number of connections that a server accepted and closed, instead of giving a session."""
         self._servers = tuple(dict.fromkeys(servers))
         self._failures: dict[Server, dict[str, _Failure | None]] = {server: {"": None} for server in self._servers}
 
     def begin(self, addresses: Iterable[tuple[str, str, int]]) -> None:
-        """These (name, IP address, port) are about to be tried; a server that is not among them does not resolve."""
+        """Notes the addresses (name, IP address, port) to try next; a server without an address does not resolve."""
         failures: dict[Server, dict[str, _Failure | None]] = {server: {} for server in self._servers}
         for name, ip, port in addresses:
             failures[name, port][ip] = self._failures[name, port].get(ip)
@@ -46,12 +46,12 @@ class ConnectAttempts:
         self._failures = failures
 
     def failed(self, name: str, ip: str, port: int, error: Exception) -> None:
-        """One attempt has failed."""
+        """Notes a failed attempt."""
         failure = self._failures[name, port][ip] = _failure(error)
         self.closed += failure.reason == CLOSED
 
     def all_refused(self) -> bool:
-        """Whether every address of every server has refused actively."""
+        """True if every address of every server has actively refused."""
         return all(
             failure is not None and failure.is_refusal
             for found in self._failures.values()
@@ -59,7 +59,7 @@ class ConnectAttempts:
         )
 
     def reason(self) -> str:
-        """One for all servers when it is the same: "connection refused"; else "zk1:2181 no answer, zk2:2181 ..."."""
+        """One reason if all servers have the same: "connection refused"; else "zk1:2181 no answer, zk2:2181 ..."."""
         reasons = {}
         for (name, port), found in self._failures.items():
             told = dict.fromkeys(one.reason if one else NO_ANSWER_YET for one in found.values())

@@ -1,18 +1,19 @@
-"""The lease: until when this process may believe that its session with ZooKeeper lives.
+"""The lease: the time until which this process may assume that its session with ZooKeeper lives.
 
-Theory of operation. kazoo cannot be asked: cut off, it says SUSPENDED for ever, and its own thread keeps the session
-alive while the event loop hangs. So the event loop itself sends a small request every sixth of the session time-out,
-and the lease runs from the moment an *answered* request was *sent* for two thirds of the time-out. ZooKeeper counts
-from when it received that request, which is later; the last third is for the step of its own clock, which ends
-sessions in ticks, and for what the caller does between asking and acting.
+Theory of operation. kazoo cannot answer this: without a connection it stays SUSPENDED without end, and its own thread
+keeps the session alive while the event loop hangs. So the event loop itself sends a small request every sixth of the
+session time-out. The lease runs from the moment when an *answered* request was *sent*, for two thirds of the time-out.
+ZooKeeper counts from the moment when it received that request, which is later. The last third is for the granularity of
+its clock, which ends sessions in ticks, and for the caller's work between the check and the action.
 
-The request is a `sync`, which goes through the leader: a follower that lost the leader still answers reads from
-memory while the leader lets the session expire. Where the session's life is not all that counts, the caller asks the
-rest after it, and a lease is only renewed by a yes: what is read then is no older than the `sync`.
+The request is a `sync`, which goes through the leader: a follower that lost the leader still answers reads from memory
+while the leader lets the session expire. If the caller needs more than a live session, its `confirm` checks that after
+the `sync`, and the lease is renewed only if it agrees: these reads are not older than the `sync`.
 
-The clock is CLOCK_BOOTTIME: it goes on while the machine sleeps, where CLOCK_MONOTONIC stands still on Linux.
+The clock is CLOCK_BOOTTIME, which continues while the machine sleeps; CLOCK_MONOTONIC stops then on Linux.
 
-A lease bounds, it does not prove: a process may be stopped between asking and acting. Safety never rests on it alone.
+A lease is a bound, not a proof: a process may be stopped between the check and the action. So safety never depends on
+the lease alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _RENEWALS_PER_TIMEOUT = 6
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """What one answered request grants: in which session, when it was sent, under which time-out."""
+    """The grant of one answered request: the session, the time when it was sent, the session's time-out."""
 
     generation: int
     sent_ns: int
@@ -42,28 +43,28 @@ class LeaseGrant:
 
     @property
     def end_ns(self) -> int:
-        """When the lease ends, on `now_ns`'s clock."""
+        """The end of the lease, on `now_ns`'s clock."""
         return self.sent_ns + self.timeout_ms * 1_000_000 * 2 // 3
 
 
-def renewed(term: LeaseGrant | None, answered: LeaseGrant) -> LeaseGrant:
-    """The lease after one more answer; answers may come in any order, and from a session that is over."""
-    if term is None or answered.generation > term.generation:
+def renewed(grant: LeaseGrant | None, answered: LeaseGrant) -> LeaseGrant:
+    """The lease after one more answer. Answers may come in any order, and from a session that is over."""
+    if grant is None or answered.generation > grant.generation:
         return answered
-    if answered.generation < term.generation or answered.end_ns <= term.end_ns:
-        return term
+    if answered.generation < grant.generation or answered.end_ns <= grant.end_ns:
+        return grant
     return answered
 
 
-def remaining_ns(term: LeaseGrant | None, generation: int, is_lost: bool, now_ns: int) -> int:
-    """How long the lease of session `generation` is still valid at `now_ns`; 0 when it is not."""
-    if term is None or is_lost or term.generation != generation:
+def remaining_ns(grant: LeaseGrant | None, generation: int, is_lost: bool, now_ns: int) -> int:
+    """Nanoseconds for which the lease of session `generation` is still valid at `now_ns`; 0 if it is not valid."""
+    if grant is None or is_lost or grant.generation != generation:
         return 0
-    return max(term.end_ns - now_ns, 0)
+    return max(grant.end_ns - now_ns, 0)
 
 
 def now_ns() -> int:
-    """Nanoseconds on the clock of leases, which also counts the time that the machine sleeps, where there is one."""
+    """Nanoseconds on the clock of leases, which includes the machine's sleep if the system has such a clock."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime_ns(clock)
 
@@ -71,61 +72,61 @@ def now_ns() -> int:
 class Lease:
     """Renews itself in the session's event loop from `start` to `close`; an async context manager.
 
-    `valid`, `over_s` and `remaining_ms` cost a clock reading and may be called from any thread. After LOST the lease is
-    not valid until the next session is there and has answered; whoever registered something compares
+    `valid`, `over_s` and `remaining_ms` cost a clock reading, and any thread may call them. After LOST the lease is
+    invalid until the next session exists and has answered. A caller that registered something must compare
     `session.generation`.
     """
 
     def __init__(self, session: Session, confirm: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """`confirm` asks what else is to hold for the lease to be renewed; it may raise ConnectionLost."""
+        """`confirm` checks the other conditions for a renewal of the lease; it may raise ConnectionLost."""
         self._session = session
         self._confirm = confirm
-        self._term: LeaseGrant | None = None
+        self._grant: LeaseGrant | None = None
         self._beginning = 0
-        """How often it was begun anew."""
+        """Number of calls of begin_again()."""
         self._timer: asyncio.Task[None] | None = None
         self._renewals: set[asyncio.Task[None]] = set()
 
     def valid(self) -> bool:
-        """Whether the session lives, and what else was to be confirmed holds, as far as clocks can tell."""
+        """True if the session lives and the confirmed conditions hold, as far as clocks can show."""
         return self._remaining_ns() > 0
 
     def over_s(self) -> float | None:
-        """For how many seconds it has not been valid; None while it is."""
+        """Seconds since it became invalid; None while it is valid."""
         if self.valid():
             return None
-        return 0.0 if self._term is None else max((now_ns() - self._term.end_ns) / 1e9, 0.0)
+        return 0.0 if self._grant is None else max((now_ns() - self._grant.end_ns) / 1e9, 0.0)
 
     def remaining_ms(self) -> int:
-        """For how many milliseconds yet, rounded down; 0 when it is not valid."""
+        """Milliseconds for which it is still valid, rounded down; 0 if it is not."""
         return self._remaining_ns() // 1_000_000
 
     def _remaining_ns(self) -> int:
         is_lost = self._session.state is SessionState.LOST
-        return remaining_ns(self._term, self._session.generation, is_lost, now_ns())
+        return remaining_ns(self._grant, self._session.generation, is_lost, now_ns())
 
     async def start(self) -> None:
-        """Take the lease, with one request, and keep renewing it. Raises ConnectionLost; then it is not started."""
+        """Takes the lease, with one request, and keeps renewing it. Raises ConnectionLost; then it is not started."""
         await self._renew()
         if self._timer is None:
             self._timer = asyncio.create_task(self._run(), name="metamq-lease")
 
-    async def begin_anew(self) -> None:
-        """What is to hold is something else from now on: what was confirmed before, or is being confirmed, does not
-        count. Waits for one answer, not for long; without it, the lease is valid once a later one is there."""
-        self._term = None
+    async def begin_again(self) -> None:
+        """Starts again with other conditions: earlier and running confirmations no longer count. Waits for one answer,
+        for a short time; without an answer the lease becomes valid with a later one."""
+        self._grant = None
         self._beginning += 1
         await asyncio.wait({self._begin_renewal()}, timeout=self._interval_s)
 
     async def close(self) -> None:
-        """Stop renewing; the lease is not valid from now on. May be repeated."""
-        self._term = None
+        """Stops renewing; the lease is invalid from now on. May be repeated."""
+        self._grant = None
         tasks = [task for task in (self._timer, *self._renewals) if task is not None]
         self._timer = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._term = None
+        self._grant = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -141,7 +142,7 @@ class Lease:
         remove = self._session.on_state(lambda _: woken.set())
         try:
             while not self._session.closed:
-                # A request that waits for its answer must not keep back the next one, which may be answered sooner.
+                # A request that waits for its answer must not block the next one, which may be answered sooner.
                 self._begin_renewal()
                 woken.clear()
                 with contextlib.suppress(TimeoutError):
@@ -170,4 +171,4 @@ class Lease:
         await self._session.sync()
         is_confirmed = self._confirm is None or await self._confirm()
         if is_confirmed and beginning == self._beginning:
-            self._term = renewed(self._term, LeaseGrant(generation, sent_ns, timeout_ms))
+            self._grant = renewed(self._grant, LeaseGrant(generation, sent_ns, timeout_ms))

@@ -1,22 +1,22 @@
-"""kazoo, tamed: one client whose threads only hand events over, and which never does what nobody asked for.
+"""A restricted kazoo client: its threads only pass events on, and it sends nothing on its own.
 
-What is changed, and why:
+The changes to kazoo, and their reasons:
 
-- Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client is
-  dead for good without a word.
+- Its connection thread survives every exception. In kazoo one unexpected answer ends the thread, and the client stays
+  dead without a message.
 - Reconnecting backs off to a tenth of the session time-out, at most a second. kazoo's own limit is an hour.
-- To connect and to shake hands are given a fraction of the session time-out each, and connecting can be interrupted.
-  kazoo gives either the whole time-out: one host in the dark, or a server that lost the request while it was starting
-  (ZooKeeper does that), and the session is over before anything else is tried.
-- The negotiated time-out is kept; kazoo only logs it. So is the reason why an attempt to connect failed.
-- `drop` cuts the connection. kazoo finds out that a server hangs by an idle time without an answer to its ping, and
-  every request postpones that ping; a client that asks often enough waits for ever.
-- A request is handed over under a lock, and only while the connection of the session that was asked for is up.
-  kazoo would keep it for the next connection. The link counts as down, under the same lock, before kazoo fails what it
-  holds: so each request is either refused, or sent on the connection for which it was meant, or failed with it. None
-  is carried out on a later connection, let alone in a later session.
+- Connecting and the handshake get a fraction of the session time-out each, and connecting can be interrupted. kazoo
+  gives each the whole time-out. With one unreachable host, or with a server that lost the request while it was starting
+  (ZooKeeper does that), the session would end before another server is tried.
+- The negotiated time-out is kept; kazoo only logs it. The reason of a failed attempt to connect is kept, too.
+- `drop` cuts the connection. kazoo detects a hanging server by an idle time without an answer to its ping, but every
+  request postpones that ping: a client with frequent requests would wait without end.
+- A request is passed on under a lock, and only while the connection of the right session is up. kazoo would keep it for
+  the next connection. Under the same lock, the link counts as down before kazoo fails its pending requests. So each
+  request is either refused, or sent on the connection for which it was meant, or failed with it. No request is carried
+  out on a later connection or in a later session.
 
-kazoo is told to log to "metamq.zk.kazoo", which is silent unless its level is set.
+kazoo logs to "metamq.zk.kazoo", which is silent unless its level is set.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         self.interrupted = threading.Event()
 
     def create_connection(self, address: tuple[str, int], **_: Any) -> socket.socket:
-        """A connected TCP socket to `address`. Raises OSError."""
+        """Connects a TCP socket to `address`. Raises OSError."""
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -90,11 +90,11 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
 
 class _Connection(ConnectionHandler):  # type: ignore[misc]
-    """kazoo's connection thread: survives every exception, keeps what was negotiated, can be cut."""
+    """kazoo's connection thread. It survives every exception, keeps the negotiated time-out, and can be cut."""
 
     negotiated_timeout_ms = 0
     is_over = False
-    """Whether the session is to be given up at the next attempt to connect."""
+    """True if the next attempt to connect must give up the session."""
 
     def __init__(self, client: KazooClient, patience_s: float, attempts: ConnectAttempts) -> None:
         super().__init__(client, client._conn_retry.copy(), logger=kazoo_log)
@@ -124,7 +124,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         try:
             result = super()._invoke(min(timeout, self._patience_s), request, xid)
         except self.handler.timeout_exception:
-            # An overloaded ensemble may need longer to begin a session: up to what kazoo would wait.
+            # An overloaded ensemble may need longer to begin a session: at most kazoo's own time.
             self._patience_s = min(self._patience_s * 2, timeout)
             raise
         self._patience_s = self._first_patience_s
@@ -137,12 +137,12 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
         except OSError as error:
             log.debug("ZooKeeper at %s:%d: %s", host, port, error)
         except Exception as error:
-            log.error("ZooKeeper at %s:%d sent what makes no sense, reconnecting: %r", host, port, error)
+            log.error("ZooKeeper at %s:%d sent an invalid answer, reconnecting: %r", host, port, error)
         self.client._session_callback(KeeperState.CONNECTING)
         return None
 
     def drop(self) -> None:
-        """Cut the connection, if there is one; the connection thread notices at once."""
+        """Cuts the connection, if there is one; the connection thread notices at once."""
         connection = self._socket
         if connection is not None:
             try:
@@ -152,7 +152,7 @@ class _Connection(ConnectionHandler):  # type: ignore[misc]
 
 
 class _Client(KazooClient):  # type: ignore[misc]
-    """kazoo's client; calls `before_break` before it fails the requests of a connection that is lost."""
+    """kazoo's client. It calls `before_break` before it fails the requests of a lost connection."""
 
     def __init__(self, before_break: Callable[[], None], **settings: Any) -> None:
         self._before_break = before_break
@@ -165,7 +165,7 @@ class _Client(KazooClient):  # type: ignore[misc]
 
 
 class Link:
-    """One kazoo client. All methods may be called from any thread; none waits for the network."""
+    """One kazoo client. Any thread may call all methods; none waits for the network."""
 
     def __init__(self, hosts: list[tuple[str, int]], timeout_ms: int, on_state: StateListener) -> None:
         timeout_s = timeout_ms / 1000
@@ -186,14 +186,14 @@ class Link:
             ),
             logger=kazoo_log,
         )
-        self.attempts = ConnectAttempts(client.hosts)  # as kazoo spells them
+        self.attempts = ConnectAttempts(client.hosts)  # in kazoo's spelling
         self._connection = _Connection(client, patience_s, self.attempts)
         client._connection = self._connection
         client.add_listener(self._state_changed)
         self._client = client
 
     def start(self) -> None:
-        """Begin to connect, in kazoo's thread. Raises TooManyThreads."""
+        """Begins to connect, in kazoo's thread. Raises TooManyThreads."""
         try:
             self._client.start_async()
         except RuntimeError as error:
@@ -201,11 +201,11 @@ class Link:
 
     @property
     def live_session_id(self) -> int | None:
-        """The session whose connection is up at this moment; None when none is."""
+        """The session whose connection is up now; None if none is."""
         return self._live_session_id
 
     def submit(self, session_id: int, call: Callable[[KazooClient], Any]) -> Any | None:
-        """The result of `call`, which is to be one of kazoo's `*_async` methods; None: refused, nothing is sent.
+        """Returns the result of `call`, which must be one of kazoo's `*_async` methods. None: refused, nothing is sent.
 
         It is refused unless the connection is up and belongs to session `session_id`.
         """
@@ -215,16 +215,16 @@ class Link:
             return call(self._client)
 
     def drop(self) -> None:
-        """Cut the connection: requests under way fail, and kazoo connects anew."""
+        """Cuts the connection: requests in flight fail, and kazoo connects again."""
         self._down()
         self._connection.drop()
 
     def give_up_session(self) -> None:
-        """Begin a new session with the next connection, as if a server had said that this one is over."""
+        """Begins a new session with the next connection, as if a server had ended this one."""
         self._connection.is_over = True
 
     def stop(self, done: Callable[[], None]) -> None:
-        """End the session and the threads, in a thread of its own, which calls `done` once all is gone."""
+        """Ends the session and the threads, in its own thread, which calls `done` when everything has ended."""
         if self._live_session_id is None:
             self._handler.interrupted.set()
 
@@ -233,7 +233,7 @@ class Link:
                 self._client.stop()
                 self._client.close()
             except Exception as error:
-                log.warning("a connection to ZooKeeper did not close in order: %r", error)
+                log.warning("a connection to ZooKeeper did not close cleanly: %r", error)
             finally:
                 done()
 
@@ -241,17 +241,17 @@ class Link:
         try:
             start(stopper)
             self._stopper = stopper
-        except TooManyThreads:  # in this one: the session ends by its time-out, since an answer is not waited for
+        except TooManyThreads:  # close in this thread, without waiting: the session ends by its time-out
             self.interrupt()
             stop()
 
     def join(self) -> None:
-        """After `stop` called `done`: until its thread, which does nothing more then, is gone too."""
+        """Waits, after `stop` called `done`, until its thread has ended, too."""
         if self._stopper is not None:
             self._stopper.join(_JOIN_LIMIT_S)
 
     def interrupt(self) -> None:
-        """After `stop`: wait for no server any longer."""
+        """Stops waiting for servers, after `stop`."""
         self._handler.interrupted.set()
         self._connection.drop()
 

@@ -1,4 +1,4 @@
-"""Whether a cluster is there: a wrong address or root is not an empty cluster, and nobody is to make it one."""
+"""Checks if there is a cluster: a wrong address or root is not an empty cluster, and must not become one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OWN_NODE = "zookeeper"
 
 
 async def missing_cluster(session: Session) -> ConfigError | None:
-    """What is wrong where no broker has ever been; None where one was. Raises ConnectionLost."""
+    """The problem if no broker has ever been registered; None if one was. Raises ConnectionLost."""
     if await session.exists(session.paths.broker_ids()) is not None:
         return None
     if session.chroot and await session.exists("/") is None:
         problem = f"there is no {session.chroot} in ZooKeeper at {session.servers.partition('/')[0]}"
         beside = await _beside(session.names_at, session.chroot)
-        choose = "It is the end of the ZooKeeper address: correct that"
+        choose = "It is the end of the ZooKeeper address: correct it"
     else:
         root = session.paths.root
         what = root if await session.exists(root) is None else f"broker below {root}"
@@ -39,18 +39,18 @@ async def missing_cluster(session: Session) -> ConfigError | None:
 
 
 async def warn_without_cluster(session: Session) -> None:
-    """Says in the log when no broker has ever been there. Its client waits for one all the same."""
+    """Logs a warning if no broker has ever been registered. The client waits for a broker anyway."""
     try:
         problem = await missing_cluster(session)
     except MetamqError as error:
-        log.debug("whether there is a cluster is not known: %s", error)
+        log.debug("it is unknown if there is a cluster: %s", error)
         return
     if problem is not None:
         log.warning("%s", problem)
 
 
 async def _beside(children_of: Callable[[str], Awaitable[list[str] | None]], place: str) -> list[str]:
-    """What stands where the first missing part of the path should, or beside the last."""
+    """The nodes at the place of the first missing part of the path, or next to the last part."""
     while place:
         missing, place = place, place.rpartition("/")[0]
         names = await children_of(place or "/")

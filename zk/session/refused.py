@@ -1,9 +1,9 @@
-"""Whether servers refuse one session for ever: a ZooKeeper that was replaced by another, or restored from a copy.
+"""Detects that servers refuse one session permanently: ZooKeeper was replaced by another, or restored from a copy.
 
-A server that is behind what a session has seen closes its connections, without a word, until it has caught up. That is
-right for one that lags behind its leader, and another server takes the session then. Where all of them went back in
-time none ever will. A server that is only starting, or has no leader, closes connections, too; but it gives nobody a
-session. So it is certain enough when between two refusals another session is given.
+A server that is behind the state that a session has seen closes its connections, without a message, until it has caught
+up. This is right for a server that lags behind its leader; another server then takes the session. If all servers went
+back in time, none ever will. A server that is only starting, or has no leader, also closes connections, but gives no
+client a session. So the conclusion is safe enough if another session is given between two refusals.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from metamq.zk.session.attempts import ConnectAttempts
 
 REFUSED_WITHIN_S = 3.0
-"""So long it takes at most to try once more after a server has closed the connection."""
+"""Maximum seconds until the next attempt after a server has closed the connection."""
 ASK_S = 2.0
 _LOOK_S = 0.05
 _CONNECT = struct.Struct(
@@ -29,7 +29,7 @@ _TIMEOUT_MS = 1000
 async def is_refused_alone(
     attempts: ConnectAttempts, is_suspended: Callable[[], bool], hosts: Sequence[tuple[str, int]]
 ) -> bool:
-    """Looks as long as the session has no connection; True once it is refused for ever."""
+    """Watches while the session has no connection; returns True when servers refuse it permanently."""
     while is_suspended():
         is_first = await _is_refused(attempts, is_suspended) and await _gives_session(hosts)
         if is_first and await _is_refused(attempts, is_suspended):
@@ -38,7 +38,7 @@ async def is_refused_alone(
 
 
 async def _is_refused(attempts: ConnectAttempts, is_suspended: Callable[[], bool]) -> bool:
-    """Whether a server closes the connection once more, in the time in which each is tried again."""
+    """True if a server closes the connection again, within the time in which each server is tried again."""
     loop = asyncio.get_running_loop()
     before, deadline = attempts.closed, loop.time() + REFUSED_WITHIN_S
     while is_suspended() and loop.time() < deadline:
@@ -49,9 +49,9 @@ async def _is_refused(attempts: ConnectAttempts, is_suspended: Callable[[], bool
 
 
 async def _gives_session(hosts: Sequence[tuple[str, int]]) -> bool:
-    """Whether one of the servers begins a session with somebody who has seen nothing yet; it is ended at once."""
-    asked = await asyncio.gather(*(_begins_session(host, port) for host, port in hosts))
-    return any(asked)
+    """True if one of the servers begins a session with a new client; that session is ended at once."""
+    begun = await asyncio.gather(*(_begins_session(host, port) for host, port in hosts))
+    return any(begun)
 
 
 async def _begins_session(host: str, port: int) -> bool:

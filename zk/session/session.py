@@ -1,28 +1,28 @@
-"""The session with ZooKeeper: every operation a coroutine, every answer a plain value, every wait bounded.
+"""The session with ZooKeeper: every operation is a coroutine, every answer a plain value, every wait bounded.
 
-Theory of operation. kazoo runs three threads (`metamq.zk.session.link`); this class lives in one event loop and never
-blocks it. A request is handed to kazoo at once, and its answer comes back by `call_soon_threadsafe`. Nothing is ever
-retried here: kazoo's retry repeats a write in a later session, where it may undo what another client did meanwhile. A
-caller that gets ConnectionLost with the outcome "unknown" reads before it concludes.
+Theory of operation. kazoo runs three threads (`metamq.zk.session.link`). This class belongs to one event loop and never
+blocks it. A request goes to kazoo at once, and its answer comes back by `call_soon_threadsafe`. This class never
+retries: kazoo's retry repeats a write in a later session, where it may undo another client's change. A caller that gets
+ConnectionLost with the outcome "unknown" must read before it decides.
 
-Three states, as the loop has seen them:
+There are three states, as the loop sees them:
 
     CONNECTED   the session lives and the server answers
-    SUSPENDED   the connection broke; the session may live, or be over already: nobody can know until a server answers
-    LOST        a server said that the session is over; its ephemeral nodes are gone. A new one follows by itself:
+    SUSPENDED   the connection broke; only the next answer of a server shows if the session lives or is over
+    LOST        a server said that the session is over; its ephemeral nodes are gone. A new one follows automatically:
                 CONNECTED with another `session_id` and a `generation` one higher
 
 A request belongs to the session in which its method was called. It is refused at once, with ConnectionLost and the
-outcome "not_done", unless the connection of that very session is up. One that is lost with its connection has the
-outcome "unknown"; the server may still be about to carry it out, but nothing ever sends it again.
+outcome "not_done", unless the connection of that session is up. A request that is lost with its connection has the
+outcome "unknown": the server may still carry it out, but it is never sent again.
 
-Time. A request that has no answer two thirds of the negotiated time-out after it was handed over fails with
-ConnectionLost, and the connection is cut: a server that answers nothing (SIGSTOP, a cut cable) holds nobody up, and
-the next server is tried while the session can still be saved. Beyond a hundred requests under way, others wait for
-their turn; they wait as long as answers come, and are refused when the connection is cut.
+Time. A request without an answer after two thirds of the negotiated time-out fails with ConnectionLost, and the
+connection is cut. So a server that answers nothing (SIGSTOP, a cut cable) delays no caller for long, and the next
+server is tried while the session can still be saved. Beyond a hundred requests in flight, others wait for their turn.
+They wait as long as answers come, and are refused when the connection is cut.
 
-Watches. A watch is called once: when its node changes, or when the connection is lost, since ZooKeeper does not keep
-the watches of a lost connection here. Whoever is called reads again, after `connected()`.
+Watches. A watch is called once: when its node changes, or when the connection is lost, since the watches of a lost
+connection are not kept. The callback must read again, after `connected()`.
 """
 
 from __future__ import annotations
@@ -78,21 +78,21 @@ __all__ = [
 log = logging.getLogger("metamq.zk")
 
 MAX_DATA_BYTES = 1_000_000
-"""ZooKeeper cuts the connection on anything beyond 1 MB, the rest of the request included."""
+"""ZooKeeper cuts the connection on a request beyond 1 MB, including its header."""
 
-# kazoo wakes its thread by a byte in a socket pair, which holds some 270 of them: with more, the loop would block.
+# kazoo wakes its thread by a byte in a socket pair, which holds about 270 bytes: with more, the loop would block.
 _MAX_IN_FLIGHT = 100
 _CLOSE_GRACE_S = 0.4
 _CLOSE_LIMIT_S = 0.5
 NO_SERVER_HINT = "Start one with `metamq up`, or set METAMQ_ZOOKEEPER to yours."
-TELL_AFTER_S = 1.0
-TELL_AGAIN_S = 10.0
+WARN_AFTER_S = 1.0
+WARN_AGAIN_S = 10.0
 _LOOK_S = 0.05
-"""How often the reasons are looked at while there is no connection."""
+"""Seconds between checks of the reasons while there is no connection."""
 
 
 class SessionState(enum.Enum):
-    """What is known of the session; see the module."""
+    """The known state of the session; see the module."""
 
     CONNECTED = "connected"
     SUSPENDED = "suspended"
@@ -109,13 +109,13 @@ _STATES = {
 class Session:
     """One session with ZooKeeper after another, for one event loop; made by `Session.open`.
 
-    All methods are to be called in the loop it was opened in. Cancelling one leaves the outcome of its request unknown.
-    Apart from what each method names, all raise ConnectionLost, SessionExpired, ClosedError after `close`, and
-    ConfigError for a path that is none. Paths are absolute, below the chroot.
+    Call all methods in the loop of `open`. If a call is cancelled, the outcome of its request is unknown. In addition
+    to their own errors, all methods raise ConnectionLost, SessionExpired, ClosedError after `close`, and ConfigError
+    for an invalid path. Paths are absolute, below the chroot.
     """
 
     def __init__(self, servers: str, *, timeout_ms: int, root: str, make_chroot: bool) -> None:
-        """Not for use from outside: `await Session.open(...)`."""
+        """Internal: use `await Session.open(...)`."""
         self.servers = servers
         self.paths = Paths(root)
         self.state = SessionState.LOST
@@ -146,13 +146,13 @@ class Session:
         make_chroot: bool = False,
         on_state: Callable[[SessionState], None] | None = None,
     ) -> Session:
-        """A connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot", made only on `make_chroot`.
+        """Opens a connected session. `servers` may end in a chroot, "zk1:2181,zk2:2181/chroot".
 
-        Without it nothing can be written where the chroot is missing: what makes parents raises ConfigError then.
-        `timeout_ms` is asked for; `negotiated_timeout_ms` says what the server grants. `on_state` is called with
-        each later state, see the method of that name.
-        Raises ConfigError for a wrong address or root, ConnectError when no server answers in `connect_timeout_s`
-        (None: tries for ever), or, unless it is to be `patient`, once every server has refused.
+        The chroot is made only with `make_chroot`. If it is missing otherwise, nothing can be written, and methods that
+        make parents raise ConfigError. `timeout_ms` is the wish; `negotiated_timeout_ms` is the server's decision.
+        `on_state` is called with each later state, see the method of that name. Raises ConfigError for a wrong address
+        or root. Raises ConnectError if no server answers in `connect_timeout_s` (None: tries without end), or, unless
+        `patient`, as soon as every server has refused.
         """
         if timeout_ms <= 0:
             raise ConfigError(f"the session time-out is {timeout_ms} ms", hint="It is in milliseconds, above 0.")
@@ -168,9 +168,9 @@ class Session:
         return session
 
     async def _come_up(self, timeout_s: float | None, patient: bool) -> None:
-        """Waits for the first connection, and says for what it waits."""
+        """Waits for the first connection, and logs the reasons of the wait."""
         began_s = self._loop.time()
-        tell_s = began_s + TELL_AFTER_S
+        warn_s = began_s + WARN_AFTER_S
         attempts = self._link.attempts
         coming = asyncio.ensure_future(self._first_connection())
         try:
@@ -180,8 +180,8 @@ class Session:
                     raise self._unreachable(f"{attempts.reason()}, tried for {timeout_s:g} s")
                 if not patient and attempts.all_refused():
                     raise self._unreachable(attempts.reason())
-                if now_s > tell_s:
-                    tell_s = now_s + TELL_AGAIN_S
+                if now_s > warn_s:
+                    warn_s = now_s + WARN_AGAIN_S
                     log.warning("waiting for ZooKeeper at %s: %s. %s", self.servers, attempts.reason(), NO_SERVER_HINT)
             await coming
         finally:
@@ -213,48 +213,50 @@ class Session:
     # Reading
 
     async def get(self, path: str, watch: Callable[[], None] | None = None) -> Node:
-        """The node. `watch` is called once it changes or is deleted. Raises NoNode, and then leaves no watch."""
-        asked_in, full = self._open_session_id(), self._full(path)
+        """The node. `watch` is called once if it changes or is deleted. Raises NoNode, and then leaves no watch."""
+        session_id, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
-            data, stat = await self._ask(asked_in, path, lambda client: client.get_async(full, watching.watch))
+            data, stat = await self._ask(session_id, path, lambda client: client.get_async(full, watching.watch))
         return node_of(data, stat)
 
     async def get_or_none(self, path: str, watch: Callable[[], None] | None = None) -> Node | None:
-        """The node, or None without one. `watch` is called once it changes, is deleted or is created."""
-        asked_in, full = self._open_session_id(), self._full(path)
+        """The node, or None if it does not exist. `watch` is called once if it changes, is deleted or is created."""
+        session_id, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
             while True:
                 try:
-                    data, stat = await self._ask(asked_in, path, lambda client: client.get_async(full, watching.watch))
+                    data, stat = await self._ask(
+                        session_id, path, lambda client: client.get_async(full, watching.watch)
+                    )
                     return node_of(data, stat)
                 except NoNode:
                     if watch is None:
                         return None
-                # Only `exists` leaves a watch for a node that is not there yet.
-                if not await self._ask(asked_in, path, lambda client: client.exists_async(full, watching.watch)):
+                # Only `exists` leaves a watch for a node that does not exist yet.
+                if not await self._ask(session_id, path, lambda client: client.exists_async(full, watching.watch)):
                     return None
 
     async def exists(self, path: str, watch: Callable[[], None] | None = None) -> Stat | None:
-        """The node's stat, or None without a node. `watch` is called once it changes, is deleted or is created."""
-        asked_in, full = self._open_session_id(), self._full(path)
+        """The node's stat, or None. `watch` is called once if the node changes, is deleted or is created."""
+        session_id, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
-            stat = await self._ask(asked_in, path, lambda client: client.exists_async(full, watching.watch))
+            stat = await self._ask(session_id, path, lambda client: client.exists_async(full, watching.watch))
         return stat_of(stat) if stat is not None else None
 
     async def children(self, path: str, watch: Callable[[], None] | None = None) -> list[str]:
-        """The names of the children, in no order. `watch` is called once one comes or goes, or the node is deleted.
+        """The children's names, unordered. `watch` is called once if one is added or removed, or the node is deleted.
 
         Raises NoNode, and then leaves no watch.
         """
-        asked_in, full = self._open_session_id(), self._full(path)
+        session_id, full = self._open_session_id(), self._full(path)
         with self._watches.leaving(watch) as watching:
             names: list[str] = await self._ask(
-                asked_in, path, lambda client: client.get_children_async(full, watching.watch)
+                session_id, path, lambda client: client.get_children_async(full, watching.watch)
             )
         return names
 
     async def children_or_none(self, path: str, watch: Callable[[], None] | None = None) -> list[str] | None:
-        """As `children`, but None without a node; `watch` is then called once it is created."""
+        """Returns the result of `children`, or None if the node does not exist; `watch` then waits for its creation."""
         while True:
             try:
                 return await self.children(path, watch)
@@ -263,7 +265,7 @@ class Session:
                     return None
 
     async def names_at(self, full: str) -> list[str] | None:
-        """The names of the children of a node outside of the chroot as well, None without a node."""
+        """The children's names of any node, also outside of the chroot; None if the node does not exist."""
         try:
             names: list[str] = await self._ask(
                 self._open_session_id(), full, lambda client: client.get_children_async(full)
@@ -273,22 +275,22 @@ class Session:
         return names
 
     async def sync(self) -> None:
-        """A round trip to ZooKeeper's leader, which saw the session alive; what is read next is no older than that."""
+        """Makes a round trip to ZooKeeper's leader, which saw the session alive. Later reads are not older."""
         await self._ask(self._open_session_id(), "/", lambda client: client.sync_async("/"))
 
     # Writing
 
     async def create(self, path: str, data: bytes = b"", *, ephemeral: bool = False, makepath: bool = False) -> Node:
-        """Create a node; `makepath` creates missing parents, as persistent nodes. The node as it was created.
+        """Creates a node and returns it. `makepath` also creates missing parents, as persistent nodes.
 
-        Raises NodeExists, NoNode when the parent is missing, MessageTooLarge.
+        Raises NodeExists, NoNode if the parent is missing, MessageTooLarge.
         """
-        asked_in, full = self._open_session_id(), self._full(path)
+        session_id, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
         while True:
             try:
                 _, stat = await self._ask(
-                    asked_in,
+                    session_id,
                     path,
                     lambda client: client.create_async(full, data, ephemeral=ephemeral, include_data=True),
                 )
@@ -297,42 +299,42 @@ class Session:
                 parent = _parent(full)
                 if not makepath or parent is None:
                     raise
-                await self._ensure(asked_in, parent)
+                await self._ensure(session_id, parent)
 
     async def set(self, path: str, data: bytes, version: int) -> Node:
-        """Write a node that has `version` (ANY_VERSION: any). The node as it is now, with its new version.
+        """Writes a node that has `version` (ANY_VERSION: any). Returns the node with its new version.
 
         Raises BadVersion, NoNode, MessageTooLarge.
         """
-        asked_in, full = self._open_session_id(), self._full(path)
+        session_id, full = self._open_session_id(), self._full(path)
         _check_data(path, data)
-        stat = await self._ask(asked_in, path, lambda client: client.set_async(full, data, version))
+        stat = await self._ask(session_id, path, lambda client: client.set_async(full, data, version))
         return node_of(data, stat)
 
     async def delete(self, path: str, version: int) -> None:
-        """Delete a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
-        asked_in, full = self._open_session_id(), self._full(path)
-        await self._ask(asked_in, path, lambda client: client.delete_async(full, version))
+        """Deletes a node that has `version` (ANY_VERSION: any). Raises BadVersion, NoNode, NotEmpty."""
+        session_id, full = self._open_session_id(), self._full(path)
+        await self._ask(session_id, path, lambda client: client.delete_async(full, version))
 
     async def ensure(self, path: str) -> None:
-        """Create the node and its parents, as persistent nodes without data, as far as they are missing."""
+        """Creates the node and its parents if they are missing, as persistent nodes without data."""
         await self._ensure(self._open_session_id(), self._full(path))
 
     async def multi(self, operations: Sequence[Op]) -> list[int | None]:
-        """All operations, or none. For each Create and SetData the node's version after it, else None.
+        """Carries out all operations or none. Returns the node's new version for each Create and SetData, else None.
 
-        Raises the error of the first operation that could not be done (NodeExists, NoNode, BadVersion, NotEmpty), with
-        its place in `.index`; MessageTooLarge.
+        Raises the error of the first operation that fails (NodeExists, NoNode, BadVersion, NotEmpty), with its place in
+        `.index`; MessageTooLarge.
         """
         if not operations:
             return []
-        asked_in = self._open_session_id()
+        session_id = self._open_session_id()
         full = [self._full(operation.path) for operation in operations]
         for operation in operations:
             if isinstance(operation, Create | SetData):
                 _check_data(operation.path, operation.data)
         results: list[Any] = await self._ask(
-            asked_in, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
+            session_id, operations[0].path, functools.partial(commit, list(zip(operations, full, strict=True)))
         )
         failure = failure_of(results)
         if failure is not None:
@@ -343,10 +345,10 @@ class Session:
     # State
 
     async def connected(self) -> None:
-        """Wait until the session is CONNECTED. Bounded by the caller only. Raises ClosedError."""
+        """Waits until the session is CONNECTED. Only the caller bounds the wait. Raises ClosedError."""
         while True:
             self._check_open()
-            # The link knows first. When it has lost what the loop still believes in, the event is on its way.
+            # The link knows first. If the loop's state is older, the event is on its way.
             if self.state is SessionState.CONNECTED and self._link.live_session_id == self.session_id:
                 return
             waiter = self._loop.create_future()
@@ -357,7 +359,7 @@ class Session:
                 self._state_waiters.discard(waiter)
 
     def on_state(self, callback: Callable[[SessionState], None]) -> Callable[[], None]:
-        """Call `callback` with each state from now on, in the loop; the answer ends that. `close` is no new state."""
+        """Calls `callback` with each later state, in the loop; the returned function ends this. `close` is no state."""
         self._listeners.append(callback)
 
         def remove() -> None:
@@ -368,13 +370,13 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._closed is not None
 
     async def close(self) -> None:
-        """End the session: its ephemeral nodes are removed, at once when the server is there, else when it times out.
+        """Ends the session. Its ephemeral nodes are removed: at once if the server answers, else when it times out.
 
-        Takes less than a second whatever the server does. Requests under way fail, watches are called. May be repeated.
+        Takes less than a second whatever the server does. Requests in flight fail, watches are called. May be repeated.
         """
         if self._closed is not None:
             await asyncio.wait({self._closed})
@@ -387,7 +389,7 @@ class Session:
             if not answer.done():
                 answer.set_exception(self._lost("the session was closed before an answer came"))
         self._wake()
-        # Whoever waits for a turn gets it, is refused, and passes it on.
+        # A request that waits for its turn gets it, is refused, and passes the turn on.
         self._slots.release()
         self._link.stop(lambda: self._in_loop(_settle, stopped, None))
         try:
@@ -401,14 +403,14 @@ class Session:
         if stopped.done():
             self._link.join()
         else:
-            log.warning("the connection to ZooKeeper at %s is still closing; left to itself", self.servers)
+            log.warning("the connection to ZooKeeper at %s is still closing in the background", self.servers)
             stopped.set_result(None)
 
     # Inside
 
-    async def _ensure(self, asked_in: int, full: str) -> None:
-        # An `exists` is answered by any server at once, a `create` that fails goes through the leader's log.
-        if await self._ask(asked_in, full, lambda client: client.exists_async(full)) is not None:
+    async def _ensure(self, session_id: int, full: str) -> None:
+        # Any server answers `exists` at once; a `create` that fails goes through the leader's log.
+        if await self._ask(session_id, full, lambda client: client.exists_async(full)) is not None:
             return
         if not self._make_chroot and f"{self.chroot}/".startswith(f"{full}/"):
             raise ConfigError(
@@ -416,28 +418,28 @@ class Session:
                 hint="The first broker makes it. Give the chroot that the brokers have in their address.",
             )
         try:
-            await self._ask(asked_in, full, lambda client: client.create_async(full, b""))
+            await self._ask(session_id, full, lambda client: client.create_async(full, b""))
         except NodeExists:
             return
         except NoNode:
             parent = _parent(full)
             if parent is None:
                 raise
-            await self._ensure(asked_in, parent)
-            await self._ensure(asked_in, full)
+            await self._ensure(session_id, parent)
+            await self._ensure(session_id, full)
 
-    async def _ask(self, asked_in: int, path: str, call: Callable[[Any], Any]) -> Any:
-        """Hand one request of session `asked_in` to kazoo, and wait for its answer."""
+    async def _ask(self, session_id: int, path: str, call: Callable[[Any], Any]) -> Any:
+        """Passes one request of session `session_id` to kazoo, and waits for its answer."""
         await self._slots.acquire()
         answer = self._loop.create_future()
         try:
-            result = self._link.submit(asked_in, call) if self._closed is None else None
+            result = self._link.submit(session_id, call) if self._closed is None else None
         except BaseException:
             self._slots.release()
             raise
         if result is None:
             self._slots.release()
-            # The event that says so is on its way: without this, a caller that tries again would keep it out.
+            # The event of the loss is on its way. Without this pause, a caller that retries would delay it.
             await asyncio.sleep(0)
             raise self._lost("it was lost, nothing was sent", outcome="not_done")
         self._answers.add(answer)
@@ -450,7 +452,7 @@ class Session:
             self._answers.discard(answer)
 
     def _finish(self, answer: asyncio.Future[Any], result: Any, path: str) -> None:
-        # Only here, not when the caller leaves: until now the request took a place in kazoo's queue.
+        # Only here, not when the caller leaves: until now the request was in kazoo's queue.
         self._slots.release()
         if answer.done():
             return
@@ -460,7 +462,7 @@ class Session:
             answer.set_result(result.value)
 
     def _expire(self, answer: asyncio.Future[Any], result: Any) -> None:
-        # A loop that hung for long finds the timer due and the answer in its queue: the answer counts.
+        # A loop that was blocked for long finds both the due timer and the answer: the answer counts.
         if answer.done() or result.ready():
             return
         answer.set_exception(self._lost(f"no answer within {self._limit_s():.1f} s"))
@@ -512,14 +514,14 @@ class Session:
             log.warning("ZooKeeper at %s: the session expired, starting a new one", self.servers)
         self._wake()
         if state is SessionState.SUSPENDED and (self._refused is None or self._refused.done()):
-            self._refused = asyncio.ensure_future(self._leave_what_refuses())
+            self._refused = asyncio.ensure_future(self._leave_refusing_servers())
         for listener in list(self._listeners):
             self._loop.call_soon(listener, state)
 
-    async def _leave_what_refuses(self) -> None:
+    async def _leave_refusing_servers(self) -> None:
         if await is_refused_alone(self._link.attempts, lambda: self.state is SessionState.SUSPENDED, self._hosts):
             log.warning(
-                "ZooKeeper at %s gives sessions, and refuses this one for ever: it was replaced, or restored from a "
+                "ZooKeeper at %s gives sessions, but refuses this one permanently: it was replaced, or restored from a "
                 "copy. Beginning a new session", self.servers,
             )  # fmt: skip
             self._link.give_up_session()

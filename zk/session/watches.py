@@ -1,7 +1,7 @@
-"""Watches: called once each, in the loop, when the node changes or the connection is lost.
+"""Watches: each is called once, in the loop, when the node changes or the connection is lost.
 
-kazoo calls a watch in one of its threads, and hands the answer that left the watch over in another. So the call may
-overtake the answer: it is kept until the caller has its answer, and forgotten when the answer is an error.
+kazoo calls a watch in one of its threads, and passes the answer of the request that left it in another. So the call may
+overtake the answer. It is held back until the caller has the answer, and dropped if the answer is an error.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class OneWatch:
-    """Who reads the same thing again and again: leaves a watch with it only once the one before has been called."""
+    """A watch for repeated reads of the same node: it is left again only after it was called."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
         self._is_left = False
 
     async def leave(self, read: Callable[[Callable[[], None] | None], Awaitable[T]]) -> T:
-        """What `read(watch)` reads."""
+        """Returns the result of `read(watch)`."""
         if self._is_left:
             return await read(None)
-        self._is_left = True  # before the answer: the watch may be called before it is here
+        self._is_left = True  # before the answer, since the watch may be called first
         try:
             return await read(self._called)
         except BaseException:
@@ -38,26 +38,26 @@ class OneWatch:
 
 
 class Watches:
-    """The watches of one session that have not been called yet. For use in the loop."""
+    """The watches of one session that have not been called yet. Use it in the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, in_loop: Callable[[Callable[[], None]], None]) -> None:
-        """`in_loop` hands a call over to the loop from any thread."""
+        """`in_loop` passes a call to the loop from any thread."""
         self.loop = loop
         self.in_loop = in_loop
         self.waiting: set[Watch] = set()
 
     def leaving(self, callback: Callable[[], None] | None) -> Leaving:
-        """Leaves `callback` as a watch when the block succeeds, and nothing when it fails."""
+        """Leaves `callback` as a watch if the block succeeds; drops it if the block fails."""
         return Leaving(Watch(self, callback) if callback is not None else None)
 
     def fire_all(self) -> None:
-        """Call every watch, soon: the connection that would have told of changes is gone."""
+        """Calls every watch soon: the connection that would have reported changes is gone."""
         for watch in list(self.waiting):
             self.loop.call_soon(watch.fire)
 
 
 class Watch:
-    """One watch; kazoo calls the object itself, in its thread."""
+    """One watch. kazoo calls the object itself, in its thread."""
 
     def __init__(self, watches: Watches, callback: Callable[[], None]) -> None:
         self._watches = watches
@@ -70,7 +70,7 @@ class Watch:
         self._watches.in_loop(self.fire)
 
     def fire(self) -> None:
-        """Call back, or remember to, unless that was done already."""
+        """Calls back, or remembers the call, unless it was already done."""
         self._watches.waiting.discard(self)
         if not self._fired:
             self._fired = True
@@ -78,19 +78,19 @@ class Watch:
                 self._callback()
 
     def arm(self) -> None:
-        """The caller has its answer: from now on the callback may be called."""
+        """Notes that the caller has its answer: from now on the callback may be called."""
         self._armed = True
         if self._fired:
             self._watches.loop.call_soon(self._callback)
 
     def forget(self) -> None:
-        """The caller got an error instead of an answer: never call back."""
+        """Notes that the caller got an error instead of an answer: the callback is never called."""
         self._fired = True
         self._watches.waiting.discard(self)
 
 
 class Leaving:
-    """The block in which a watch is left; `watch` is what kazoo is given."""
+    """The block in which a watch is left. `watch` is passed to kazoo."""
 
     def __init__(self, watch: Watch | None) -> None:
         self.watch = watch

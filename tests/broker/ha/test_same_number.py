@@ -84,7 +84,7 @@ def test_a_copy_of_the_folder_of_a_living_replica_ends(group: Group, copy: Copy,
     second = copy(number)
     first, terms = group.replicas[number], [statistics(replica)["epoch"] for replica in group.replicas]
     for _ in range(2):
-        assert "This data folder and the one in use there are copies of one another" in refused(second, first, number)
+        assert "This data folder and the one in use there are copies of each other" in refused(second, first, number)
     assert incarnation(second) == incarnation(first)
     values += send(group, topic, 5, b"after")
     group.wait_equal(0, 1)
