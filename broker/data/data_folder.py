@@ -198,8 +198,8 @@ class DataFolder:
         """Raises ConfigError unless this ZooKeeper has the folder's cluster; None: it has no cluster."""
         if self.cluster_id != cluster_id:
             raise ConfigError(
-                f"the data folder {self.path} belongs to cluster {self.cluster_id}, this ZooKeeper to "
-                f"{cluster_id or 'none'}",
+                f"the data folder {self.path} belongs to cluster {self.cluster_id}, but this ZooKeeper has "
+                f"{f'cluster {cluster_id}' if cluster_id else 'no cluster'}",
                 hint=RIGHT_ZOOKEEPER if cluster_id else f"{RIGHT_ZOOKEEPER} {LOST_ZOOKEEPER}",
             )
 
@@ -267,7 +267,9 @@ class DataFolder:
     def _raised(self, reason: str) -> None:
         self._is_known = False
         log.warning(
-            "this replica is a new incarnation, %d, and may lack what it acknowledged: %s", self.incarnation, reason
+            "this replica is a new incarnation, %d, and may lack messages that it acknowledged: %s",
+            self.incarnation,
+            reason,
         )
 
     def incarnation_known(self) -> None:

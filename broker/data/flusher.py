@@ -41,7 +41,7 @@ class Flusher:
 
     def __init__(self, failed: Callable[[MetamqError], None], *, threads: int = 4) -> None:
         self._failed = failed
-        self._handed_over: SimpleQueue[tuple[asyncio.AbstractEventLoop, Partition, FlushTicket] | None] = SimpleQueue()
+        self._to_sync: SimpleQueue[tuple[asyncio.AbstractEventLoop, Partition, FlushTicket] | None] = SimpleQueue()
         """(loop, partition, ticket) for the threads to fsync; None ends one thread."""
         self.flushes = 0
         """Number of flushes since the start: with group commit, fewer than the appends that they acknowledged."""
@@ -109,10 +109,10 @@ class Flusher:
             if ticket is None:
                 _answer(self._waiting.pop(partition, []), True)
                 continue
-            self._trouble.is_over("flushes go on")
+            self._trouble.is_over("flushes continue")
             self.flushes += 1
             self._running.add(partition)
-            self._handed_over.put((asyncio.get_running_loop(), partition, ticket))
+            self._to_sync.put((asyncio.get_running_loop(), partition, ticket))
 
     def _try_again(self, error: TooManyOpenFiles) -> None:
         self._trouble.lasts("flushes wait", error)
@@ -125,7 +125,7 @@ class Flusher:
 
     def _sync(self) -> None:
         """Runs in each of the threads."""
-        while (flush := self._handed_over.get()) is not None:
+        while (flush := self._to_sync.get()) is not None:
             loop, partition, ticket = flush
             error: Exception | None = None
             try:
@@ -200,7 +200,7 @@ class Flusher:
         """Waits for running fsyncs and ends the threads."""
         threads, self._threads = self._threads, []
         for _ in threads:
-            self._handed_over.put(None)
+            self._to_sync.put(None)
         for thread in threads:
             thread.join()
 

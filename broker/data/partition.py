@@ -284,7 +284,7 @@ class Partition:
             self.flush_began_ms = now_ms
         return ticket
 
-    def finish_flush(self, ticket: FlushTicket, before_telling: Callable[[Partition], None] | None = None) -> None:
+    def finish_flush(self, ticket: FlushTicket, before_notifying: Callable[[Partition], None] | None = None) -> None:
         """Notes the end of the ticket's sync, and notifies waiting appends and readers. Raises StorageError."""
         self.flushing = False
         if self.closed_by:
@@ -293,8 +293,8 @@ class Partition:
         log.finish_flush(ticket)
         # Appends during the flush wait since its begin at most.
         self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
-        if before_telling is not None:
-            before_telling(self)
+        if before_notifying is not None:
+            before_notifying(self)
         self.publish()
         if self.flushed_listener is not None:
             self.flushed_listener(self)

@@ -108,7 +108,7 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
     notes: list[str] = []
     questions: list[str] = []
     brokers = [_broker(broker_id, found, export, choices) for broker_id, found in sorted(by_broker.items())]
-    questions += [_which_master(broker) for broker in brokers if broker.state is None]
+    questions += [_ask_for_master(broker) for broker in brokers if broker.state is None]
     topics, settings_from = _topics(by_broker, export, choices, notes, questions)
     named = {broker_id for config in topics.values() for broker_id in config.partitions} | _states(export).keys()
     missing = named - by_broker.keys()
@@ -118,7 +118,7 @@ def plan_restore(reports: Sequence[FolderReport], export: ClusterExport | None, 
             hint=f"Brokers that they name, without a folder here: {', '.join(map(str, sorted(missing))) or 'none'}.",
         )
     topics = _without(topics, choices.without, notes)
-    questions += [_which_broker(number) for number in sorted(missing - choices.without)]
+    questions += [_ask_for_broker(number) for number in sorted(missing - choices.without)]
     nodes = {f"/brokers/ids/{one.broker_id}/state": state_json(one.state) for one in brokers if one.state is not None}
     nodes |= {f"/brokers/ids/{one.broker_id}/{HAD_SLAVES}": b"" for one in brokers if one.had_slaves}
     nodes |= {f"{TOPICS}{topic}": to_json(config) for topic, config in topics.items()}
@@ -181,7 +181,7 @@ def _broker(
     able = [report for report in reports if report.generation == newest]
     chosen = choices.masters.get(broker_id)
     if chosen is None:
-        master = _who_has_all(able, known)
+        master = _complete_replica(able, known)
     else:
         master = next((report for report in reports if report.replica == chosen), None)
         if master is None:
@@ -202,7 +202,7 @@ def _broker(
     return BrokerView(broker_id, state, views, had_slaves)
 
 
-def _who_has_all(able: Sequence[FolderReport], known: BrokerState | None) -> FolderReport | None:
+def _complete_replica(able: Sequence[FolderReport], known: BrokerState | None) -> FolderReport | None:
     """Chooses among the replicas that lack nothing. Prefers those that keep their incarnation, then the last master."""
     complete = [one for one in able if not any(_is_behind(one, other) for other in able)]
     former = known.master if known is not None else -1
@@ -217,17 +217,17 @@ def _is_in_sync(one: FolderReport, master: FolderReport | None, newest: int) -> 
 
 
 def _is_behind(one: FolderReport, other: FolderReport) -> bool:
-    return any(_lags(one, other, place) for place in other.logs)
+    return any(_may_lack(one, other, place) for place in other.logs)
 
 
-def _lags(one: FolderReport, other: FolderReport, place: Place) -> bool:
+def _may_lack(one: FolderReport, other: FolderReport, place: Place) -> bool:
     """True if the other's log of a partition may have acknowledged messages that this one lacks: see above."""
     mine, theirs = one.logs.get(place), other.logs[place]
     reach = _reach(one, place)
     if mine is None or mine.problem or theirs.problem:
         return reach < _reach(other, place)
     was_master_since = 0 < other.epoch <= one.reign
-    has_all = not _beyond(theirs, mine)
+    has_all = not _extra_messages(theirs, mine)
     is_later = reach[0] >= other.epoch and reach >= theirs.reach
     return not (was_master_since or has_all or is_later)
 
@@ -242,15 +242,15 @@ def _lacks(one: FolderReport, others: Sequence[FolderReport]) -> dict[str, int]:
     most: dict[Place, int] = {}
     for other in others:
         for place, log in other.logs.items():
-            if not log.problem and _lags(one, other, place):
-                most[place] = max(most.get(place, 0), _beyond(log, one.logs.get(place)))
+            if not log.problem and _may_lack(one, other, place):
+                most[place] = max(most.get(place, 0), _extra_messages(log, one.logs.get(place)))
     found: dict[str, int] = defaultdict(int)
     for (topic, _id, _index), messages in most.items():
         found[topic] += messages
     return dict(sorted(found.items()))
 
 
-def _beyond(log: LogReport, behind: LogReport | None) -> int:
+def _extra_messages(log: LogReport, behind: LogReport | None) -> int:
     """The number of messages of a log beyond its common part with a log that is behind it."""
     start = log.epochs[0].offset if log.epochs else log.end_offset
     agreed = start
@@ -266,7 +266,7 @@ def _ends(log: LogReport) -> dict[int, int]:
     return {epoch.epoch: end for epoch, end in zip(log.epochs, ends, strict=False)}
 
 
-def _which_master(broker: BrokerView) -> str:
+def _ask_for_master(broker: BrokerView) -> str:
     parts = []
     for view in broker.replicas:
         lacking = ", ".join(f"{count(number, 'message')} of {topic}" for topic, number in view.lacks.items())
@@ -277,7 +277,7 @@ def _which_master(broker: BrokerView) -> str:
     )
 
 
-def _which_broker(broker_id: int) -> str:
+def _ask_for_broker(broker_id: int) -> str:
     return (
         f"broker {broker_id} has partitions, but none of its folders is given. Give one with --data or --folder, or "
         f"give up broker {broker_id} and its partitions with --without-broker {broker_id}"
@@ -322,7 +322,7 @@ def _exported_topics(export: ClusterExport | None, notes: list[str]) -> dict[str
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _DatedSettings:
     """Settings of a topic, and the time at which they were valid."""
 
     config: TopicConfig
@@ -339,33 +339,33 @@ def _topics(
 ) -> tuple[dict[str, TopicConfig], dict[str, str]]:
     exported = _exported_topics(export, notes)
     counts = _counts(by_broker)
-    words = _words(by_broker, exported, export)
+    settings = _dated_settings(by_broker, exported, export)
     ids: dict[str, set[str]] = defaultdict(set)
     for name, its_id in counts:
         ids[name].add(its_id)
     configs: dict[str, TopicConfig] = {}
     sources: dict[str, str] = {}
     for topic in sorted(ids | exported.keys()):
-        of_export = exported.get(topic)
-        if topic not in ids and of_export is not None:
-            if of_export.partitions.keys() & by_broker.keys():
+        exported_config = exported.get(topic)
+        if topic not in ids and exported_config is not None:
+            if exported_config.partitions.keys() & by_broker.keys():
                 notes.append(f"Topic {topic} of the export has no folder: it was deleted later, so it is left out.")
                 continue
-            configs[topic], sources[topic] = of_export, "export"
+            configs[topic], sources[topic] = exported_config, "export"
             continue
-        candidates = ids[topic] | ({of_export.id} if of_export is not None else set())
-        topic_id = _which_id(topic, candidates, words, choices, questions)
+        candidates = ids[topic] | ({exported_config.id} if exported_config is not None else set())
+        topic_id = _which_id(topic, candidates, settings, choices, questions)
         if topic_id is None:
             continue
         _note_other_ids(topic, topic_id, ids[topic], by_broker, notes)
-        word = max(words.get((topic, topic_id), []), key=lambda one: one.at_ms, default=None)
-        config = word.config if word is not None else TopicConfig(topic, {}, topic_id)
+        newest = max(settings.get((topic, topic_id), []), key=lambda one: one.at_ms, default=None)
+        config = newest.config if newest is not None else TopicConfig(topic, {}, topic_id)
         partitions = dict(config.partitions)
         for broker_id, number in counts.get((topic, topic_id), {}).items():
             partitions[broker_id] = max(partitions.get(broker_id, 0), number)
         configs[topic] = replace(config, partitions=dict(sorted(partitions.items())))
-        sources[topic] = word.source if word is not None else ""
-        if export is not None and of_export is None:
+        sources[topic] = newest.source if newest is not None else ""
+        if export is not None and exported_config is None:
             notes.append(
                 f"Topic {topic} is in folders, but not in the export: it was made later, or deleted while a broker was "
                 f"down. `metamq topic delete {topic}` removes it."
@@ -385,24 +385,24 @@ def _counts(by_broker: Mapping[int, Sequence[FolderReport]]) -> dict[tuple[str, 
     return found
 
 
-def _words(
+def _dated_settings(
     by_broker: Mapping[int, Sequence[FolderReport]], exported: Mapping[str, TopicConfig], export: ClusterExport | None
-) -> dict[tuple[str, str], list[_Word]]:
-    found: dict[tuple[str, str], list[_Word]] = defaultdict(list)
+) -> dict[tuple[str, str], list[_DatedSettings]]:
+    found: dict[tuple[str, str], list[_DatedSettings]] = defaultdict(list)
     for reports in by_broker.values():
         for report in reports:
             for config, since_ms in report.settings.values():
-                found[config.topic, config.id].append(_Word(config, since_ms, "folder"))
+                found[config.topic, config.id].append(_DatedSettings(config, since_ms, "folder"))
     for topic, config in exported.items():
         assert export is not None
-        found[topic, config.id].append(_Word(config, export.exported_ms, "export"))
+        found[topic, config.id].append(_DatedSettings(config, export.exported_ms, "export"))
     return found
 
 
 def _which_id(
     topic: str,
     ids: set[str],
-    words: Mapping[tuple[str, str], list[_Word]],
+    settings: Mapping[tuple[str, str], list[_DatedSettings]],
     choices: Choices,
     questions: list[str],
 ) -> str | None:
@@ -415,7 +415,9 @@ def _which_id(
     if len(ids) == 1:
         return next(iter(ids))
     known = {
-        topic_id: max(word.at_ms for word in words[topic, topic_id]) for topic_id in ids if (topic, topic_id) in words
+        topic_id: max(one.at_ms for one in settings[topic, topic_id])
+        for topic_id in ids
+        if (topic, topic_id) in settings
     }
     if len(known) == len(ids):
         return max(known, key=lambda topic_id: known[topic_id])
@@ -464,7 +466,7 @@ def _of_clients(
     dropped = 0
     for path, data in export.nodes.items() if export is not None else ():
         if path.startswith(CLIENTS):
-            if _is_of_nothing(path, topics, choices):
+            if _is_not_restored(path, topics, choices):
                 dropped += 1
             else:
                 nodes[path] = data
@@ -473,7 +475,7 @@ def _of_clients(
     return nodes
 
 
-def _is_of_nothing(path: str, topics: Mapping[str, TopicConfig], choices: Choices) -> bool:
+def _is_not_restored(path: str, topics: Mapping[str, TopicConfig], choices: Choices) -> bool:
     match = _OFFSET.fullmatch(path)
     if match is None:
         return False

@@ -190,7 +190,7 @@ class _Recovery:
         if self.bad is not None:
             self._refuse_if_flushed(*self.bad)
         if self.end_position == self.point.position and self.end_offset != self.point.offset:
-            reason = f"offset {self.point.offset} was flushed up to here, the batches give {self.end_offset}"
+            reason = f"offset {self.point.offset} was flushed up to here, but the batches end at {self.end_offset}"
             raise _refusal(self.name, self.folder, reason, self.end_position)
         self._announce_loss()
         self._correct_the_point()
@@ -323,7 +323,7 @@ class _Recovery:
             self.on_loss(f"{self.name}: the bytes behind offset {self.end_offset} are torn")
         elif self.end_offset < self.stable_offset_before:
             seen = self.stable_offset_before
-            self.on_loss(f"{self.name}: it ends at offset {self.end_offset}, and readers had seen it up to {seen}")
+            self.on_loss(f"{self.name}: it ends at offset {self.end_offset}, but readers have seen it up to {seen}")
 
     # -- changing the files ---------------------------------------------------------------------------------------
 

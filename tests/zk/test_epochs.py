@@ -81,7 +81,7 @@ def test_where_no_state_is_the_broker_may_have_been_removed() -> None:
     told = taken_back(Known(), [claim(2, 1)])
     assert told.startswith(
         "ZooKeeper was taken back, or this broker was removed by `metamq cluster remove-broker`: "
-        "ZooKeeper has no epoch of it, and replica 2 has seen epoch 1. If it was removed, leave it off"
+        "ZooKeeper has no epoch of it, and replica 2 has seen epoch 1. If it was removed, do not start it"
     )
 
 

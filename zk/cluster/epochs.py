@@ -39,7 +39,7 @@ from typing import NamedTuple
 CLASSES = 16
 REIGNS_KEPT = 64
 GONE = "ZooKeeper was taken back, or this broker was removed by `metamq cluster remove-broker`"
-IF_REMOVED = "If it was removed, leave it off, or give it an empty data folder: it is a new broker then"
+IF_REMOVED = "If it was removed, do not start it, or give it an empty data folder: then it is a new broker"
 
 
 class KnownState(NamedTuple):

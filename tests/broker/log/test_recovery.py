@@ -480,7 +480,7 @@ def test_a_log_that_ends_before_what_readers_saw_has_lost_it(shelf: Any) -> None
     told: list[str] = []
     log = shelf.open(ONE_SEGMENT, on_loss=told.append)
     assert (log.end_offset, log.recovery.cut_bytes, log.recovery.stable_offset_before) == (2, 0, 3)
-    assert told == ["flights/0-0: it ends at offset 2, and readers had seen it up to 3"]
+    assert told == ["flights/0-0: it ends at offset 2, but readers have seen it up to 3"]
     log.close(clean=False)
     log = shelf.open(ONE_SEGMENT, on_loss=told.append)
     log.close()
