@@ -109,7 +109,7 @@ def test_what_another_zookeeper_lists_removes_nothing(tmp_path: Path, fill: Fill
         try:
             await scene.replace(fill)
             with pytest.raises(
-                ConfigError, match=r"(?s)belongs to cluster .*, but this ZooKeeper has (no cluster|cluster another)"
+                ConfigError, match=r"(?s)belongs to cluster .*, but this ZooKeeper has (no c|cluster another)"
             ):
                 await scene.broker._read_topics()
             async with asyncio.timeout(LIMIT_S):

@@ -153,7 +153,7 @@ def test_what_contradicts_a_restore_is_named_and_left_alone(servers: str) -> Non
     async def work() -> None:
         async with await opened(servers) as session:
             await session.create("/meta/config/topics/precious", b"{}", makepath=True)
-            with pytest.raises(ConfigError, match=r"something else below /meta .*: /config/topics/precious"):
+            with pytest.raises(ConfigError, match=r"there are other nodes below /meta .*: /config/topics/precious"):
                 await restore_cluster(session, ID, NODES)
             assert await known_cluster_id(session) is None
         async with await opened(f"{servers}/b") as session:
