@@ -259,7 +259,7 @@ def _types(cls: type[Any]) -> tuple[list[Any], tuple[tuple[int, Check, int], ...
 
 
 def unpack(cls: type[T], header: Any) -> T:
-    """A header, or one entry of a list of them, as its named tuple. Raises ProtocolError."""
+    """Unpacks a header, or one entry of a list, into its named tuple. Raises ProtocolError."""
     types, lists = _types(cls)  # type: ignore[arg-type]  # classes are hashable
     as_declared = type(header) is list and list(map(type, header)) == types
     if as_declared and not [at for at, check, limit in lists if len(header[at]) > limit or not check(header[at])]:
@@ -277,7 +277,7 @@ def unpack(cls: type[T], header: Any) -> T:
 
 
 def unpack_list(cls: type[T], header: Any) -> list[T]:
-    """A list of entries. Raises ProtocolError."""
+    """Unpacks a list of entries. Raises ProtocolError."""
     if not isinstance(header, list):
         raise ProtocolError(f"a list of {cls.__name__} is expected, got {reprlib.repr(header)}")
     if len(header) > REQUEST_ENTRIES_MAX:

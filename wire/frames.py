@@ -172,11 +172,11 @@ class FrameReader:
             large = self._grown(large, _GROWTH * len(large))
         return large[self._large_filled :]
 
-    def _grown(self, start: memoryview, room_bytes: int) -> memoryview:
-        """New memory for the large frame: `room_bytes`, or the whole frame if it is at most twice as large."""
+    def _grown(self, start: memoryview, wanted_bytes: int) -> memoryview:
+        """New memory for the large frame: `wanted_bytes`, or the whole frame if it is at most twice as large."""
         size = self.large_bytes
-        if size > 2 * room_bytes:
-            size = max(room_bytes, len(start) + 1)
+        if size > 2 * wanted_bytes:
+            size = max(wanted_bytes, len(start) + 1)
         grown = memoryview(self._allocate(size))[:size]
         grown[: len(start)] = start
         self._large, self._large_filled = grown, len(start)

@@ -71,7 +71,7 @@ FETCH_BYTES_MAX = 32 * 1024 * 1024
 """Maximum `bytes_max` of a GET. The last batch is whole, so an answer may have one batch more."""
 
 FETCH_RESULTS_MAX = 1000
-"""Partitions in one answer to a GET; the others keep their turn."""
+"""Partitions in one answer to a GET; the next answer has the others."""
 
 HAND_OVER_MS_MAX = 60 * 1000
 """Milliseconds for which a slave can ask its master to accept no writes."""
@@ -86,7 +86,7 @@ FETCH_WAIT_MS_MAX = 5 * 60 * 1000
 """Milliseconds for which a GET is parked at most."""
 
 BATCH_TARGET_BYTES = 1024 * 1024 - 4096
-"""Size at which a producer closes a batch: with header and padding it fits into 1 MiB, the default fetch size."""
+"""Size at which a producer closes a batch: with header and padding it fits into the 1 MiB of a consumer's request."""
 
 assert MESSAGE_BYTES_MAX < BATCH_BYTES_MAX < FRAME_BYTES_MAX < 2**31
 assert BATCH_TARGET_BYTES <= BATCH_BYTES_MAX

@@ -22,7 +22,7 @@ class FlushPolicy:
     every_ms: int | None = 1000
 
     def due(self, unflushed_messages: int, since_ms: float) -> bool:
-        """True if the log must be flushed now. `since_ms`: milliseconds since the last flush began."""
+        """True if the log must be flushed now. `since_ms`: age of the oldest unflushed message."""
         if unflushed_messages <= 0:
             return False
         if self.before_ack:

@@ -294,10 +294,10 @@ class DurableLog:
 
     # -- failing --------------------------------------------------------------------------------------------------
 
-    def _stored(self, ask: Callable[..., T], *what: object) -> T:
+    def _stored(self, query: Callable[..., T], *arguments: object) -> T:
         """Calls the store and returns its result. Raises StorageError if the store cannot read its files."""
         try:
-            return ask(*what)
+            return query(*arguments)
         except OSError as error:
             raise storage_error(self.name, "reading", error) from error
 

@@ -27,8 +27,8 @@ master also stores the version of the state node, durably, before it relies on a
 epoch means that ZooKeeper was taken back, too. The members of one epoch have the same master, whose folder has the
 version.
 
-There are 2**24 epoch numbers, which is 2**20 epochs per replica of a broker id. A replica's number must be below
-CLASSES: two replicas 16 apart would share a class and take the same number.
+There are 2**24 epoch numbers. A new epoch is at most CLASSES above the last one, so a broker id has at least 2**20
+epochs. A replica's number must be below CLASSES: two replicas 16 apart would share a class and take the same number.
 """
 
 from __future__ import annotations

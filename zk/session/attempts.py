@@ -62,8 +62,8 @@ class ConnectAttempts:
         """One reason if all servers have the same: "connection refused"; else "zk1:2181 no answer, zk2:2181 ..."."""
         reasons = {}
         for (name, port), found in self._failures.items():
-            told = dict.fromkeys(one.reason if one else NO_ANSWER_YET for one in found.values())
-            reasons[f"{name}:{port}"] = " and ".join(told)
+            distinct = dict.fromkeys(one.reason if one else NO_ANSWER_YET for one in found.values())
+            reasons[f"{name}:{port}"] = " and ".join(distinct)
         if len(set(reasons.values())) == 1:
             return next(iter(reasons.values()))
         return ", ".join(f"{server} {reason}" for server, reason in reasons.items())

@@ -46,7 +46,7 @@ from crc32c import crc32c
 FILE_NAME = "epochs"
 MAGIC = b"MQEP"
 VERSION = 1
-_HEADER = struct.Struct("<4sII")  # magic, version, entries; a CRC of it all ends the file
+_HEADER = struct.Struct("<4sII")  # magic, version, entries; the file ends with a CRC of all
 _ENTRY = struct.Struct("<IQQ")
 _CRC = struct.Struct("<I")
 _POSITION = attrgetter("position")

@@ -30,7 +30,7 @@ from metamq.wire.batch import NO_PRODUCER
 KEPT_BATCHES = 5
 MAGIC = b"MQPS"
 VERSION = 1
-_HEADER = struct.Struct("<4sIQQI")  # magic, version, offset, position, producers; a CRC of it all ends the file
+_HEADER = struct.Struct("<4sIQQI")  # magic, version, offset, position, producers; the file ends with a CRC of all
 _PRODUCER = struct.Struct("<QqI")  # id, last append, batches
 _BATCH = struct.Struct("<IQIq")
 _CRC = struct.Struct("<I")
