@@ -100,7 +100,7 @@ class AttachPartition(NamedTuple):
     end_position: int
     stable_offset: int
     epochs: list[tuple[int, int, int]]
-    """(epoch, offset, position) of each epoch's begin, oldest first; of a longer list the newest ATTACH_EPOCHS_MAX."""
+    """(epoch, offset, position) of each epoch's start, oldest first; of a longer list the newest ATTACH_EPOCHS_MAX."""
 
 
 class Attach(NamedTuple):

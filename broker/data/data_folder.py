@@ -17,10 +17,10 @@ published count as one.
 
 A folder may also replace another folder of the same replica: an empty one, or a copy, which may be older than the last
 state of the original. Its incarnation is random, not counted: the original may come back and continue its own count.
-`lock` stays the same file as long as the folder is in use. Files that are copied *over* a folder leave `lock` alone,
-but bring a meta.json that names another file than itself, because each version of meta.json is a new file. Such a
-folder is *replaced* while it may lack data of the original: without other replicas, it waits for an operator. Only a
-copy from after a clean stop, with the last epoch, certainly lacks nothing.
+`lock` stays the same file as long as the folder is in use. A copy of files *over* a folder leaves `lock` alone. But it
+brings a meta.json that names another file than itself, because each version of meta.json is a new file. Such a folder
+is *replaced* while it may lack data of the original: without other replicas, it waits for an operator. Only a copy from
+after a clean stop, with the last epoch, certainly lacks nothing.
 """
 
 from __future__ import annotations

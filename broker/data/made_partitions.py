@@ -12,10 +12,10 @@ copy as a whole, all marks are new; metamq.broker.data.data_folder decides what 
 after the partition's log is durable, and is durable before a client can store a message in the log. So a crash in
 between leaves a log without a line, and the next open adds the line.
 
-The record is a second witness, in addition to the folders. If it is missing or lacks lines (an older release made it,
-or an operator removed it or restored an old one), the existing logs are added with their marks. An incomplete line was
-never durable. After a failed write, "?" ends the partial line, which is then ignored. Giving a log up removes its line
-by `forget()`: `metamq log forget` does this, and the removal of a topic.
+The record is a second witness, in addition to the folders. An older release may have made it, or an operator may have
+removed it or restored an old one. So if lines are missing, the existing logs are added with their marks. A partial
+line was never durable. After a failed write, "?" ends the partial line, which is then ignored. Giving a log up removes
+its line by `forget()`: `metamq log forget` does this, and the removal of a topic.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ class Partition:
             return
         log = self.log
         log.finish_flush(ticket)
-        # Appends during the flush wait since its begin at most.
+        # An append during the flush has waited since the start of the flush at most.
         self.dirty_since_ms = None if log.flushed_position == log.end_position else self.flush_began_ms
         if before_notifying is not None:
             before_notifying(self)

@@ -71,7 +71,7 @@ class JournalStore:
         self._recent: dict[int, list[bytes]] = {}
         """Bodies of small entries by position, oldest first: most are committed soon, and not read from disk."""
         self._held: tuple[list[Record], list[memoryview]] = [], []
-        """The records and bodies at the begin of the next entry."""
+        """The records and bodies at the start of the next entry."""
         self.ended: MetamqError | None = None
         """The error that ended the epoch."""
 
@@ -99,7 +99,7 @@ class JournalStore:
         return self.partition.closed_by is None and self.partition.log.stable_offset >= written.end_offset
 
     def hold(self, records: list[Record], bodies: list[memoryview]) -> Entry:
-        """Holds records and their bodies for the begin of the next entry. The caller must append that entry in the same
+        """Holds records and their bodies for the start of the next entry. The caller must append that entry in the same
         turn of the loop, since nothing is written yet."""
         self.append_held()
         self._held = records, bodies

@@ -68,7 +68,7 @@ class Unknown:
 async def register_slave(session: Session, registration: Registration) -> None:
     """Registers as a slave, and no longer as the master. Call it again after every lost session.
 
-    An existing correct node stays: a new one would wake all watchers, including this process.
+    If the node already exists and is correct, it stays: a new node would wake all watchers, including this process.
 
     Waits for the session of another process with the same number unless that one has certainly ended. Raises
     ConfigError if that process is still there after its session time-out; ConnectionLost: then call it again.

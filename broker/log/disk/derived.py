@@ -199,8 +199,8 @@ def _epoch_at(files: FileCache, segment: Segment, position: int) -> int:
 def superfluous(snapshots: list[SnapshotName], segments: list[Segment]) -> list[SnapshotName]:
     """The snapshots that are not needed: neither among the last two nor at the start of a segment.
 
-    A snapshot at a segment's start allows to rebuild the states after a cut at any place. A snapshot from before the
-    log's start is harmful: the batches after it are gone, so producers would seem to have skipped batches.
+    With a snapshot at each segment's start, the states can be rebuilt after a cut at any place. A snapshot from before
+    the log's start is harmful: the batches after it are gone, so producers would seem to have skipped batches.
     """
     bases = {segment.base_position for segment in segments}
     start = segments[0].base_position
