@@ -506,7 +506,7 @@ def _notes_of(
     unknown = [topic for topic in topics if not settings_from.get(topic)]
     if unknown:
         yield (
-            f"Settings are unknown of: {', '.join(unknown)}. They get the defaults (retention 7 days, flush once "
+            f"The settings of {', '.join(unknown)} are unknown. They get the defaults (retention 7 days, flush once "
             "a second, replication async). Set them with `metamq topic alter` before the brokers start."
         )
     for broker in brokers:

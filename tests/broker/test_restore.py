@@ -277,7 +277,7 @@ def test_the_newer_settings_win(
 def test_settings_that_nobody_knows_are_told_and_partitions_are_those_of_the_folders() -> None:
     found = plan(folder(0, log_report([]), log_report([], 4)))
     assert found.topics == {"t": TopicConfig("t", {0: 5}, ID)}
-    assert any(note.startswith("Settings are unknown of: t.") for note in found.notes)
+    assert any(note.startswith("The settings of t are unknown.") for note in found.notes)
 
 
 def test_an_export_that_is_older_than_the_folders_does_not_take_epochs_back() -> None:
