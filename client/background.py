@@ -1,10 +1,10 @@
-"""The background loop of the blocking API: one asyncio loop in one thread a process, started on first use.
+"""The background loop of the blocking API: one asyncio loop in one thread per process, started on first use.
 
-A fork copies the client objects but not the thread: see metamq.client.forks. New ones in the child start a loop of
+A fork copies the client objects but not the thread: see metamq.client.forks. New clients in the child start a loop of
 their own.
 
-The loop is stopped at the end of the process, after all who may still need it: while Python is taken down uvloop must
-not call back into it. What the main thread calls later still runs, in that thread.
+The loop stops at the end of the process, after all code that may still need it: uvloop must not call back into Python
+while Python shuts down. Coroutines that the main thread runs later still work, in the main thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from metamq.threads import start
 T = TypeVar("T")
 
 STOP_S = 2.0
-"""So long the end of the process waits for a callback that does not end."""
+"""Seconds that the end of the process waits for a callback that does not return."""
 
 
 class BackgroundLoop:
@@ -31,7 +31,8 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self.loop = _new_loop()
         self._stopped_by: threading.Thread | None = None
-        """Runs the loop by itself, since, for what it calls; others, as daemon threads, wait until the process ends."""
+        """The thread that stopped the loop. Its later calls run the loop in this thread; daemon threads wait until the
+        end."""
         self._thread = threading.Thread(target=self._run, name="metamq", daemon=True)
         start(self._thread)
 
@@ -40,27 +41,28 @@ class BackgroundLoop:
         self.loop.run_forever()
 
     def stop(self) -> None:
-        """Ends the thread. Not to be called by it."""
+        """Stops the loop and joins the thread. The loop's own thread must not call it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_S)
         if not self._thread.is_alive():
             self._stopped_by = threading.current_thread()
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
-        """Runs `callback(*args)` in the loop; returns at once."""
+        """Runs `callback(*args)` in the loop. Returns at once. Thread-safe."""
         self.loop.call_soon_threadsafe(callback, *args)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the loop and waits for its result.
+        """Runs a coroutine in the loop and waits for its result. Thread-safe.
 
-        Ctrl-C ends the wait at once and cancels the coroutine. Raises ConfigError in the loop's own thread, as in a
-        delivery's callback, where waiting would be for ever; ClosedError when its client was closed meanwhile.
+        Ctrl-C ends the wait at once and cancels the coroutine. Raises ConfigError in the loop's own thread (in a
+        delivery's callback, for example), where the wait would never end. Raises ClosedError if the client is closed
+        during the call.
         """
         caller = threading.current_thread()
         if caller is self._thread:
             coroutine.close()
             raise ConfigError(
-                "the call waits, and callbacks of deliveries must not: they run in the loop that it waits for",
+                "the call waits, but a delivery's callback must not wait: it runs in the loop that the call waits for",
                 hint="Do it in another thread, or use metamq.aio.",
             )
         if caller is self._stopped_by:
@@ -74,7 +76,7 @@ class BackgroundLoop:
             raise
         try:
             return call.result()
-        except asyncio.CancelledError:  # what it waited for was, by close() in another thread
+        except asyncio.CancelledError:  # close() in another thread cancelled what the coroutine waited for
             closed = closed_client("client", "by another thread, while this call waited for an answer")
             raise closed.with_unknown_outcome() from None
 
@@ -89,26 +91,26 @@ class _Call(Generic[T]):
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
         self.ended = threading.Lock()
-        """Free once there is a result."""
+        """A lock that is free once there is a result."""
         self.ended.acquire()
 
     def begin(self) -> None:
-        """In the loop, as cancel()."""
+        """Starts the coroutine. Runs in the loop, like cancel()."""
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if not task.cancelled():
-            task.exception()  # whoever waited may be gone: no warning about an error that nobody fetched
+            task.exception()  # the waiting thread may be gone: asyncio must not warn about an error that is not fetched
         self.ended.release()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancels the coroutine: the thread does not wait for it any more."""
         assert self._task is not None
         self._task.cancel()
 
     def result(self) -> T:
-        """Once it has ended."""
+        """Returns the result, or raises the error, of the ended coroutine."""
         assert self._task is not None
         return self._task.result()
 
@@ -127,7 +129,7 @@ _current: BackgroundLoop | None = None
 
 
 def background() -> BackgroundLoop:
-    """This process's background loop, started when it is not running yet."""
+    """Returns this process's background loop. Starts it on the first call. Thread-safe."""
     global _current
     with _lock:
         if _current is None:
@@ -137,7 +139,7 @@ def background() -> BackgroundLoop:
 
 @atexit.register
 def _stop_at_exit() -> None:
-    """Runs after the handlers that were registered later, as those of who imports this are."""
+    """Runs after the handlers that were registered later, for example by the modules that import this one."""
     if _current is not None:
         _current.stop()
 

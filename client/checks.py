@@ -1,4 +1,4 @@
-"""Arguments of a wrong type: an error names the argument, what it must be, and what it was."""
+"""Checks of arguments. An error names the argument, the required type, and the given value."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from metamq.zk.partitions import TopicPartition
 
 
 def wrong_type(argument: str, wanted: str, value: object) -> WrongType:
-    """The error, to be raised."""
+    """Returns the error for an argument of a wrong type."""
     return WrongType(f"{argument} must be {wanted}, not {reprlib.repr(value)}")
 
 
 def not_picklable(client: object) -> WrongType:
-    """The error, to be raised: a client has connections and a loop of its process."""
-    return WrongType(f"a {type(client).__name__} cannot be pickled", hint="Make it in the process that is to use it.")
+    """Returns the error for pickling a client: a client has connections and a loop of its process."""
+    return WrongType(f"a {type(client).__name__} cannot be pickled", hint="Make it in the process that uses it.")
 
 
 def check_timeout(name: str, value: object) -> None:
-    """Raises ConfigError unless it is a time to wait, or None. One below 0 is over already, as Python's own are."""
+    """Raises ConfigError unless the value is a timeout in seconds or None. A negative timeout has expired already."""
     if value is not None and not is_number(value):
         raise wrong_type(f"`{name}`", "a number of seconds", value)
     if isinstance(value, int | float) and not value <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"`{name}` must be a number of seconds, or None to wait for ever, not {value!r}")
+        raise ConfigError(f"`{name}` must be a number of seconds, or None to wait without limit, not {value!r}")
 
 
 def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
-    """Raises ConfigError unless it is a number, 0 or more; or None, where it is `optional`."""
+    """Raises ConfigError unless the value is a number of seconds, 0 or more. None is allowed if `optional`."""
     if not (value is None and optional) and not is_number(value):
         raise wrong_type(f"`{name}`", "a number of seconds", value)
     if isinstance(value, int | float) and not 0 <= value <= threading.TIMEOUT_MAX:
@@ -41,20 +41,23 @@ def check_seconds(name: str, value: object, *, optional: bool = True) -> None:
 
 
 def check_callables(**arguments: object) -> None:
-    """Raises WrongType for the first that is neither None nor callable."""
+    """Raises WrongType for the first argument that is neither None nor callable."""
     for name, value in arguments.items():
         if value is not None and not callable(value):
             raise wrong_type(f"`{name}`", "a callable", value)
 
 
 def check_whole(name: str, value: object, low: int) -> None:
-    """Raises ConfigError unless it is a whole number, `low` or more."""
+    """Raises ConfigError unless the value is a whole number, `low` or more."""
     if not is_whole(value) or value < low:  # type: ignore[operator]
         raise ConfigError(f"`{name}` must be a whole number, {low} or more, not {value!r}")
 
 
 def check_ranges(owner: str, settings: object, limits: Mapping[str, tuple[Any, Any]], real: str = "") -> None:
-    """Raises ConfigError for the first of the settings that is no number within its limits; `real` may be fractions."""
+    """Raises ConfigError for the first setting that is not a number within its limits.
+
+    `real` lists the settings that may be fractions, separated by spaces.
+    """
     for name, (low, high) in limits.items():
         value = getattr(settings, name)
         is_real = name in real.split()
@@ -65,17 +68,17 @@ def check_ranges(owner: str, settings: object, limits: Mapping[str, tuple[Any, A
 
 
 def is_number(value: object) -> bool:
-    """An int or float, no bool."""
+    """Returns True for an int or a float, but not for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_whole(value: object) -> bool:
-    """An int, no bool."""
+    """Returns True for an int, but not for a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def partition_of(value: Any) -> TopicPartition:
-    """A TopicPartition of what a user gave for one. Raises WrongType; ConfigError for a partition's name that is none.
+    """Returns the TopicPartition of a user's argument. Raises WrongType, or ConfigError for a wrong partition name.
 
     >>> partition_of(("orders", "0-3"))
     TopicPartition(topic='orders', partition='0-3')
@@ -88,22 +91,22 @@ def partition_of(value: Any) -> TopicPartition:
 
 
 def check_listener(value: object) -> None:
-    """Raises WrongType unless run() can call it with a message."""
+    """Raises WrongType unless run() can call the listener with a message."""
     if not callable(value):
         raise wrong_type("`listener`", "a callable that takes a message", value)
 
 
 def check_plain_listener(value: object) -> None:
-    """As check_listener, and it must be one that has done its work when it returns."""
+    """Checks like check_listener, and the listener must have finished its work when it returns."""
     check_listener(value)
     if any(map(inspect.iscoroutinefunction, (value, type(value).__call__))):
         raise awaitable_listener(value)
 
 
 def awaitable_listener(value: object) -> WrongType:
-    """The error for a listener of the blocking run() that would have to be awaited."""
+    """Returns the error for a coroutine function as the listener of the blocking run()."""
     name = getattr(value, "__qualname__", None) or reprlib.repr(value)
     return WrongType(
-        f"`listener` must be a plain function: nobody awaits what {name} returns",
-        hint="metamq.aio.Consumer awaits its listener, or make it a function without `async`.",
+        f"`listener` must be a plain function: the blocking run() does not await what {name} returns",
+        hint="Use metamq.aio.Consumer, which awaits its listener, or make it a function without `async`.",
     )

@@ -1,4 +1,5 @@
-"""A fork copies a client, but not its threads: its core is told in the child, and raises when it is used."""
+"""A fork copies a client, but not its threads. In the child the client's core is notified and raises when it is
+used."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ class Forkable(Protocol):
     """The core of a client."""
 
     def forked(self) -> None:
-        """Called in the child after a fork; every later use is to raise ForkedError."""
+        """Called in the child after a fork. Every later use must raise ForkedError."""
 
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def tell_of_forks(client: Forkable) -> None:
-    """Registers it, for as long as it is referenced."""
+def register_for_forks(client: Forkable) -> None:
+    """Registers a client for as long as the client is referenced."""
     _clients.add(client)
 
 

@@ -1,4 +1,4 @@
-"""The values that users see: a partition's name, what `send` gives back, and a message."""
+"""The values that users receive: a partition's name, the receipt of `send`, and a message."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def time_of(timestamp: int) -> datetime:
-    """The aware datetime (UTC) of a timestamp in microseconds since 1970."""
+    """Returns the aware datetime (UTC) of a timestamp in microseconds since 1970."""
     return EPOCH + timedelta(microseconds=timestamp)
 
 
 class Receipt(NamedTuple):
-    """Where one message was stored. `timestamp`: microseconds since 1970, UTC."""
+    """The place where one message is stored. `timestamp` is in microseconds since 1970, UTC."""
 
     topic: str
     partition: str
@@ -32,14 +32,14 @@ class Receipt(NamedTuple):
 
     @property
     def time(self) -> datetime:
-        """`timestamp` as an aware datetime, UTC."""
+        """The `timestamp` as an aware datetime, UTC."""
         return time_of(self.timestamp)
 
 
-# No NamedTuple: a field `count` would hide tuple.count.
+# Not a NamedTuple: a field `count` would hide tuple.count.
 @dataclass(frozen=True, slots=True)
 class ReceiptRange:
-    """Where `count` messages of one `send_many` were stored: at `offset`, `offset + 1`, and so on."""
+    """The place of `count` messages of one `send_many`: they have the offsets `offset`, `offset + 1`, and so on."""
 
     topic: str
     partition: str
@@ -48,9 +48,9 @@ class ReceiptRange:
 
 
 class Message(NamedTuple, Generic[T]):
-    """One message as a consumer gets it; `T` is `bytes`, or what `decode=` returns.
+    """One message that a consumer receives. `T` is `bytes`, or the type that `decode=` returns.
 
-    `offset` counts messages of the partition from 0; `timestamp` is in microseconds since 1970, UTC.
+    `offset` counts the messages of the partition from 0. `timestamp` is in microseconds since 1970, UTC.
     """
 
     topic: str
@@ -63,9 +63,9 @@ class Message(NamedTuple, Generic[T]):
 
     @property
     def time(self) -> datetime:
-        """`timestamp` as an aware datetime, UTC."""
+        """The `timestamp` as an aware datetime, UTC."""
         return time_of(self.timestamp)
 
 
 message_of: Callable[[Iterable[Any]], Message[Any]] = partial(tuple.__new__, Message)
-"""A message of its fields, as `Message._make` but at C speed."""
+"""Makes a message from its fields, like `Message._make` but at C speed."""

@@ -1,7 +1,7 @@
-"""One loop over a consumer at a time: a message is done when the next one is asked for, whoever asks.
+"""One loop over a consumer at a time: a message is done when the loop asks for the next one.
 
-A loop may be handed on from thread to thread, or left and begun anew. A second one, in another thread or task while the
-first is under way, would call the first one's message done while that is still being handled: it is refused.
+A loop may move from thread to thread, or end and start again. A second loop, in another thread or task while the first
+one runs, would mark the first one's message as done while that message is still being processed. It raises ConfigError.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Worker = threading.Thread | asyncio.Task[Any] | None
 
 
 class OneLoop:
-    """Knows the loop over one consumer, and who is at it."""
+    """The current loop over one consumer, and the thread or task that runs the loop."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -27,9 +27,10 @@ class OneLoop:
 
     @contextmanager
     def begun(self, worker: Callable[[], Worker]) -> Iterator[Callable[[], None]]:
-        """A loop, to be ended with the block; what it gives is to be called before each step.
+        """Starts a loop, which ends with the block. The caller must call the yielded function before each step.
 
-        That raises ConfigError while the loop of another worker is under way. `worker` tells who is at it.
+        The function raises ConfigError while the loop of another worker runs. `worker` returns the current thread or
+        task.
         """
         loop = object()
         try:

@@ -1,4 +1,4 @@
-"""What the asyncio Producer and Consumer have in common: they are made first, and opened in their loop."""
+"""The common base of the asyncio Producer and Consumer: they are created first and opened later, in their loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from metamq.errors import ConfigError
 
 
 class OpenedLater:
-    """A client whose `_core`, on which everything works, is made by open()."""
+    """A client whose `_core` is created by open(). All methods need the core."""
 
     _opened = False
 
@@ -20,7 +20,7 @@ class OpenedLater:
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def _open_once(self) -> None:
-        """Raises ConfigError the second time."""
+        """Raises ConfigError on the second call."""
         if self._opened:
             raise ConfigError(f"this {type(self).__name__} was opened before", hint="Make another one.")
         self._opened = True

@@ -1,10 +1,11 @@
-"""Settings: one TOML file, then METAMQ_… in the environment, then arguments; a later one wins.
+"""Settings: one TOML file, then METAMQ_… in the environment, then arguments; a later source wins.
 
-A setting is a field of a frozen dataclass. Unknown keys are errors with a suggestion, and an error names the source
-of the value, so that nobody has to guess which of three places was wrong.
+A setting is a field of a frozen dataclass. An unknown key is an error with a suggestion. An error names the source of
+the value, so that the user knows which of the three places is wrong.
 
-The environment is shared with others: a Kubernetes Service called metamq puts METAMQ_PORT into every pod. So a variable
-is an error when it begins like those of the section, as METAMQ_BROKER_…, or is very much like one that is known.
+Other programs use the environment too: a Kubernetes Service called metamq puts METAMQ_PORT into every pod. So a
+variable is an error only if it begins with the prefix of the section, as METAMQ_BROKER_…, or is very similar to a known
+variable.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ VARIABLES = (
     CONFIG_FILE_VARIABLE, ZOOKEEPER_VARIABLE, ROOT_VARIABLE, "METAMQ_JAVA", "METAMQ_ZOOKEEPER_JARS", "METAMQ_MAVEN",
     "METAMQ_ZOOKEEPER_MEMORY",
 )  # fmt: skip
-"""Those of no section."""
+"""The variables that belong to no section."""
 KEYS = ("zookeeper", "root", *SECTIONS)
-"""What may stand at the top of the file."""
+"""The keys that are allowed at the top level of the file."""
 NEAR = 0.85
-"""How much alike two names are that are taken for each other; of 1, which is equal."""
+"""The similarity from which on one name counts as a misspelling of another; 1 means that they are equal."""
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -55,10 +56,10 @@ def load(
     arguments: Mapping[str, Any],
     others: type | None = None,
 ) -> T:
-    """An instance of the dataclass `cls` from the file's `[section]`, the environment and the arguments.
+    """Returns an instance of the dataclass `cls` from the file's `[section]`, the environment and the arguments.
 
-    Arguments that are None count as not given. `others`: the class that takes them takes more by name, and a wrong one
-    may be one of these misspelt. Raises ConfigError, naming the source and the key.
+    Arguments that are None are ignored. `others` is the class that passes the arguments on: its own parameters count as
+    known names in suggestions for a misspelled argument. Raises ConfigError that names the source and the key.
     """
     values: dict[str, Any] = {}
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
@@ -79,12 +80,12 @@ def load(
 
 
 def variable(section: str, key: str) -> str:
-    """The variable of a setting: METAMQ_BROKER_PORT."""
+    """Returns the name of a setting's environment variable, as METAMQ_BROKER_PORT."""
     return f"{ENVIRONMENT_PREFIX}{section}_{key}".upper()
 
 
 def check_environment(names: Collection[str] = (), section: str = "") -> None:
-    """Raise ConfigError for a variable that is none of VARIABLES nor of the section's `names`, but is meant to be."""
+    """Raises ConfigError for a variable that is probably a misspelling of one of VARIABLES or the section's `names`."""
     known = {*VARIABLES, *names}
     others = tuple(variable(other, "") for other in SECTIONS if other != section)
     for name in sorted(os.environ):
@@ -98,7 +99,7 @@ def check_environment(names: Collection[str] = (), section: str = "") -> None:
 
 
 def read_file(file: str | Path | None) -> dict[str, Any]:
-    """The TOML file's content; without one, that of $METAMQ_CONFIG, else nothing. Raises ConfigError."""
+    """Returns the content of the TOML file; by default of the file $METAMQ_CONFIG, else {}. Raises ConfigError."""
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
     if file is None:
         return {}
@@ -117,7 +118,7 @@ def read_file(file: str | Path | None) -> dict[str, Any]:
 
 
 def read_section(file: str | Path | None, section: str) -> dict[str, Any]:
-    """One section of the file, empty when it is not there."""
+    """Returns one section of the file, empty if the file does not have the section."""
     values = read_file(file).get(section, {})
     if not isinstance(values, dict):
         raise ConfigError(f"{section!r} in {file} must be a table, [{section}]")
@@ -125,19 +126,19 @@ def read_section(file: str | Path | None, section: str) -> dict[str, Any]:
 
 
 def zookeeper_servers(given: str | None, file: str | Path | None = None) -> str:
-    """Where ZooKeeper is: the argument, $METAMQ_ZOOKEEPER, `zookeeper` in the file, else 127.0.0.1:2181."""
+    """Returns ZooKeeper's address: the argument, $METAMQ_ZOOKEEPER, `zookeeper` in the file, else 127.0.0.1:2181."""
     return _text("zookeeper", given, ZOOKEEPER_VARIABLE, file, DEFAULT_ZOOKEEPER, "zk1:2181,zk2:2181/chroot")
 
 
 def zookeeper_root(given: str | None, file: str | Path | None = None) -> str:
-    """The znode that all is kept below: the argument, $METAMQ_ROOT, `root` in the file, else /meta."""
+    """Returns the root znode of metamq: the argument, $METAMQ_ROOT, `root` in the file, else /meta."""
     return _text("root", given, ROOT_VARIABLE, file, DEFAULT_ROOT, DEFAULT_ROOT)
 
 
 def _text(key: str, given: str | None, name: str, file: str | Path | None, default: str, example: str) -> str:
     check_environment()
     file = file or os.environ.get(CONFIG_FILE_VARIABLE)
-    stored = read_file(file).get(key)  # also when it does not count: a file that is wrong is to be known
+    stored = read_file(file).get(key)  # reads the file in every case: a wrong file must raise an error
     found = given or os.environ.get(name) or stored or default
     if not isinstance(found, str):
         raise wrong_type(f"`{key}`" if given else f"{key} in {file}", f"a string like {example!r}", found)
@@ -145,7 +146,7 @@ def _text(key: str, given: str | None, name: str, file: str | Path | None, defau
 
 
 def unknown(key: str, known: list[str], where: str, prefix: str = "") -> ConfigError:
-    """The error for a key nobody knows, with the nearest that somebody does. All begin with `prefix`."""
+    """Returns the error for an unknown key, with the most similar known key. All keys begin with `prefix`."""
     near = difflib.get_close_matches(key.removeprefix(prefix), [name.removeprefix(prefix) for name in known], 1)
     hint = f"Did you mean {prefix + near[0]!r}?" if near else f"Known: {', '.join(sorted(known))}."
     return ConfigError(f"unknown setting {key!r} in {where}", hint=hint)
@@ -160,7 +161,7 @@ def _field(cls: type[Any], key: str, where: str, others: type | None = None) -> 
 
 
 def _convert(cls: type[Any], field: dataclasses.Field[Any], value: Any, source: str) -> Any:
-    """`value` as the field's type; strings from the environment are parsed."""
+    """Returns `value` as the field's type. Parses strings from the environment."""
     kinds = _kinds(typing.get_type_hints(cls)[field.name])
     if isinstance(value, str) and str not in kinds:
         value = _parse(value, field.name, kinds, source)
@@ -172,7 +173,7 @@ def _convert(cls: type[Any], field: dataclasses.Field[Any], value: Any, source: 
 
 
 def _check_argument(cls: type[Any], field: dataclasses.Field[Any], value: Any) -> None:
-    """Raises WrongType. Callables have checks of their own."""
+    """Raises WrongType. The callables are checked elsewhere."""
     kinds = _kinds(typing.get_type_hints(cls)[field.name])
     if not all(isinstance(kind, type) for kind in kinds):
         return
@@ -182,7 +183,7 @@ def _check_argument(cls: type[Any], field: dataclasses.Field[Any], value: Any) -
 
 
 def _wanted(name: str, kinds: tuple[type, ...]) -> str:
-    """In words, what a setting has to be."""
+    """Returns a description of the values that a setting accepts."""
     words = {bool: "true or false", int: measure(name, whole=True), float: measure(name, whole=False), str: "a string"}
     return " or ".join(words[kind] for kind in kinds if kind in words)
 

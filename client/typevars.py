@@ -1,7 +1,7 @@
-"""The type of a message's value: bytes, unless `encode=` or `decode=` make it another.
+"""The type of a message's value: bytes, unless `encode=` or `decode=` change it.
 
-The default (PEP 696) spares users an annotation. Type checkers know typing_extensions whether it is installed or not;
-at run time nothing needs it.
+The default (PEP 696) saves users an annotation. Type checkers know typing_extensions even if it is not installed;
+nothing needs it at run time.
 """
 
 from typing import TYPE_CHECKING

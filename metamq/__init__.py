@@ -1,7 +1,7 @@
 """metamq: a pull-style message queue for Python and Spark.
 
-The public names live here and are imported on first use (PEP 562), so that `import metamq` costs nothing.
-The asyncio twins of `Producer`, `Consumer` and `Admin` are in `metamq.aio`.
+The public names are in this module and are imported on first use (PEP 562), so that `import metamq` costs nothing.
+The asyncio versions of `Producer`, `Consumer` and `Admin` are in `metamq.aio`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# In a checkout the packages stand beside this folder, not in it. With this, Python started there finds them too.
+# In a checkout the packages are beside this folder, not in it. This lets a Python started there find them too.
 if not (Path(__path__[0]) / "client").is_dir():
     __path__.append(str(Path(__path__[0]).parent))
 

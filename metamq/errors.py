@@ -1,43 +1,43 @@
 """Every error that metamq raises.
 
     MetamqError
-    ├── ConnectError              nobody answers at an address, or the connection broke
+    ├── ConnectError              no server answers at an address, or the connection broke
     │   └── UnsupportedVersion    the other side speaks another protocol version
     ├── ProtocolError             the other side sent bytes that are not the protocol
     ├── ConfigError               a setting, name or argument is wrong
     │   ├── WrongType             an argument has the wrong type                  (also TypeError)
-    │   └── ForkedError           a client is used in a process that did not make it
+    │   └── ForkedError           a client is used in a process that did not create it
     ├── TopicNotFound             no such topic
     │   └── PartitionNotFound     the topic has no such partition
-    ├── TopicExists               a topic of that name is there already
+    ├── TopicExists               a topic of that name exists already
     ├── MessageTooLarge           a message or batch is over the limit
-    ├── BufferFull                the producer's buffer is full and may not wait      (also BufferError)
+    ├── BufferFull                the producer's buffer is full, and waiting is off   (also BufferError)
     ├── DeliveryTimeout           no answer in time; the outcome may be unknown       (also TimeoutError)
-    ├── Timeout                   a wait of the caller's ended first                  (also TimeoutError)
+    ├── Timeout                   the caller's own time limit ended                   (also TimeoutError)
     ├── NotEnoughReplicas         too few in-sync replicas to accept a write
-    ├── Fenced                    the broker is no longer, or not yet, the master
+    ├── Fenced                    the broker is not the master
     ├── SequenceGap               a producer's batch came before its predecessor
-    ├── OffsetOutOfRange          the offset is not, or no longer, in the log
+    ├── OffsetOutOfRange          the log does not have the offset
     ├── CorruptData               a checksum or a length on disk or on the wire is wrong
-    │   └── UndecodableBatch      a stored batch has right checksums, and its messages cannot be read
+    │   └── UndecodableBatch      a stored batch has right checksums, but its messages are unreadable
     ├── DecodeError               a consumer's `decode` rejects a message             (also ValueError)
     ├── StorageError              the broker's disk failed
     │   ├── DiskFull              too little disk is left to accept writes
-    │   └── TooManyOpenFiles      the process, or the system, has no descriptor left
-    ├── TooManyThreads            the system lets the process start no further thread
+    │   └── TooManyOpenFiles      the process or the system has no free file descriptor
+    ├── TooManyThreads            the system starts no further thread for the process
     ├── OwnershipLost             another member owns the partition now
-    ├── TransactionError          a transaction could not be carried out
-    │   ├── RolledBack            it was rolled back: do it again in a new one
-    │   ├── OutcomeUnknown        nobody knows yet whether it was done: ask again
+    ├── TransactionError          a transaction failed
+    │   ├── RolledBack            it was rolled back: do it again in a new transaction
+    │   ├── OutcomeUnknown        it may be done or not: ask again
     │   ├── BranchNotKnown        the broker does not know the branch
-    │   ├── HeuristicOutcome      an operator has decided about it
-    │   ├── BranchMisuse          the call is not allowed there
-    │   └── TryLater              not now; the branch is as it was
-    └── ClosedError               used after close()
+    │   ├── HeuristicOutcome      an operator has decided the branch
+    │   ├── BranchMisuse          the call is not allowed in the branch's state
+    │   └── TryLater              the call is not possible now; the branch is unchanged
+    └── ClosedError               the object is used after close()
 
-Every error carries fields, builds its own sentence from them, and says the next step in `.hint`.
-`.retriable` tells whether the same call may succeed later; `.outcome` whether the request was certainly
-`not_done` or its outcome is `unknown`. All of them pickle.
+Each error carries fields, builds its own sentence from them, and gives the next step in `.hint`.
+`.retriable` is True if the same call may succeed later. `.outcome` is `not_done` if the request certainly has no
+effect, and `unknown` if it may have taken effect. All errors can be pickled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _rebuild(cls: type[MetamqError], args: tuple[Any, ...], fields: dict[str, An
 
 
 class MetamqError(Exception):
-    """The root. `str()` gives the problem, then the hint."""
+    """The base class of all errors of metamq. `str()` gives the problem, then the hint."""
 
     retriable: bool = False
     outcome: Outcome = "not_done"
@@ -75,7 +75,7 @@ class MetamqError(Exception):
             self.outcome = outcome
 
     def with_unknown_outcome(self) -> Self:
-        """A copy, for whoever had asked for something that may have been done all the same."""
+        """Returns a copy with the outcome `unknown`, for a caller whose request may have taken effect."""
         unknown = copy.copy(self)
         unknown.outcome = "unknown"
         return unknown
@@ -88,7 +88,7 @@ class MetamqError(Exception):
 
 
 class ConnectError(MetamqError):
-    """Nobody answers at `address`, or the connection to it broke."""
+    """No server answers at `address`, or the connection to it broke."""
 
     retriable = True
 
@@ -99,7 +99,7 @@ class ConnectError(MetamqError):
 
 
 class UnsupportedVersion(ConnectError):
-    """The other side speaks protocol versions `theirs` (lowest, highest); this side speaks `ours`."""
+    """The other side speaks the protocol versions `theirs` (lowest, highest); this side speaks `ours`."""
 
     retriable = False
 
@@ -112,7 +112,7 @@ class UnsupportedVersion(ConnectError):
 
 
 class ProtocolError(MetamqError):
-    """The peer's bytes are not the protocol; the connection is closed after it."""
+    """The peer sent bytes that do not follow the protocol. The connection is closed after this error."""
 
 
 class ConfigError(MetamqError):
@@ -124,7 +124,7 @@ class WrongType(ConfigError, TypeError):
 
 
 class ForkedError(ConfigError):
-    """A client was made in one process and used in a fork of it."""
+    """A client was created in one process and used in a fork of that process."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -134,7 +134,7 @@ class ForkedError(ConfigError):
 
 
 class TopicNotFound(MetamqError):
-    """No topic of that name."""
+    """No topic of that name exists."""
 
     def __init__(self, topic: str, *, hint: str | None = None) -> None:
         super().__init__(
@@ -145,14 +145,14 @@ class TopicNotFound(MetamqError):
 
     @classmethod
     def made_anew(cls, topic: str, now: str, before: str) -> TopicNotFound:
-        """There is another topic of that name by now: its id is `now`, not `before`."""
+        """Returns the error for a topic that was deleted and created again: its id is `now` and was `before`."""
         error = TopicNotFound(topic, hint=f"Its id is {now} now, and was {before}.")
-        error.problem = f"topic {topic!r} was deleted and made anew"
+        error.problem = f"topic {topic!r} was deleted and created again"
         return error
 
 
 class PartitionNotFound(TopicNotFound):
-    """The topic exists, the partition does not."""
+    """The topic exists, but it has no such partition."""
 
     def __init__(
         self, topic: str, partition: str, partitions: tuple[str, ...] = (), *, hint: str | None = None
@@ -170,7 +170,7 @@ class PartitionNotFound(TopicNotFound):
 
 
 class TopicExists(MetamqError):
-    """A topic of that name is there already."""
+    """A topic of that name exists already."""
 
     def __init__(self, topic: str) -> None:
         super().__init__(
@@ -181,16 +181,16 @@ class TopicExists(MetamqError):
 
 
 MESSAGE_BYTES_MOST = 4 * 1024 * 1024
-"""What a topic's limit can be raised to."""
+"""The highest value of a topic's limit, in bytes."""
 _RAISE_THE_LIMIT = (
     "Send less at once, or raise the topic's limit, to 4 MiB at most: `metamq topic alter TOPIC "
     "--max-message-bytes 4MiB`."
 )
-_NO_TOPIC_TAKES_IT = "No topic takes a message of more than 4 MiB: split it, or store it elsewhere and send its place."
+_NO_TOPIC_TAKES_IT = "No topic takes a message of more than 4 MiB: split it, or send a link to it."
 
 
 class MessageTooLarge(MetamqError):
-    """A message, or the batch it is in, has `size` bytes where `limit` are allowed."""
+    """A message, or the batch that contains it, has `size` bytes, which is more than the allowed `limit`."""
 
     def __init__(self, what: str, size: int, limit: int, *, hint: str | None = None) -> None:
         super().__init__(
@@ -202,7 +202,7 @@ class MessageTooLarge(MetamqError):
 
 
 class BufferFull(MetamqError, BufferError):
-    """The producer's buffer holds `limit` bytes that are not acknowledged yet."""
+    """The producer's buffer holds `limit` bytes of messages that are not acknowledged yet."""
 
     retriable = True
 
@@ -215,7 +215,7 @@ class BufferFull(MetamqError, BufferError):
 
 
 class DeliveryTimeout(MetamqError, TimeoutError):
-    """A message was not acknowledged within `timeout_s`. It may be stored all the same."""
+    """A message was not acknowledged within `timeout_s` seconds. It may be stored nevertheless."""
 
     retriable = True
     outcome: Outcome = "unknown"
@@ -224,7 +224,7 @@ class DeliveryTimeout(MetamqError, TimeoutError):
         tail = f" (last error: {reason})" if reason else ""
         super().__init__(
             f"{what} was not acknowledged within {timeout_s:g} s{tail}",
-            hint="See whether the broker is up with `metamq doctor`.",
+            hint="Check that the broker is up with `metamq doctor`.",
             outcome=outcome,
         )
         self.timeout_s = timeout_s
@@ -232,7 +232,7 @@ class DeliveryTimeout(MetamqError, TimeoutError):
 
 
 class Timeout(MetamqError, TimeoutError):
-    """The caller's own time limit ended; what it waited for goes on."""
+    """The caller's own time limit ended. The operation that the caller waited for continues."""
 
     retriable = True
     outcome: Outcome = "unknown"
@@ -244,7 +244,7 @@ class Timeout(MetamqError, TimeoutError):
 
 
 class NotEnoughReplicas(MetamqError):
-    """The in-sync set has `have` members where the topic asks for `need`."""
+    """The in-sync set has `have` members, and the topic requires `need`."""
 
     retriable = True
 
@@ -259,7 +259,7 @@ class NotEnoughReplicas(MetamqError):
 
 
 class Fenced(MetamqError):
-    """The broker is not the master now: the caller is to look up the master again."""
+    """The broker is not the master now. The caller must look up the master again."""
 
     retriable = True
 
@@ -280,9 +280,9 @@ class SequenceGap(MetamqError):
 
 
 class OffsetOutOfRange(MetamqError):
-    """The log holds the offsets `start` to `end` (exclusive), `offset` is outside.
+    """The log holds the offsets `start` to `end` (exclusive), and `offset` is outside of them.
 
-    Where a consumer raises it, `topic` and `partition` name the log.
+    If a consumer raises this error, `topic` and `partition` name the log.
     """
 
     topic = ""
@@ -301,21 +301,21 @@ class OffsetOutOfRange(MetamqError):
 
 
 class OffsetDiverged(OffsetOutOfRange):
-    """What was read before `offset` is not what the log has there: its loss was accepted with a promotion.
+    """The messages that were read before `offset` differ from those that the log has: a promotion accepted their loss.
 
-    `agreed` is up to where the two are the same, and `epoch` is that of the message before it.
+    The two are the same before the offset `agreed`. `epoch` is the epoch of the message before `offset`.
     """
 
     def __init__(self, what: str, offset: int, start: int, end: int, agreed: int, epoch: int) -> None:
-        reason = f"what was read from {agreed} on was given up by a promotion with an accepted loss"
+        reason = f"a promotion with an accepted loss discarded what was read from {agreed} on"
         super().__init__(what, offset, start, end, reason)
-        self.hint = "Seek to where reading is to go on, or choose `on_data_loss='earliest'|'latest'`."
+        self.hint = "Seek to the offset to continue at, or choose `on_data_loss='earliest'|'latest'`."
         self.agreed = agreed
         self.epoch = epoch
 
 
 class CorruptData(MetamqError):
-    """Bytes on disk or on the wire fail their checksum or their lengths."""
+    """Bytes on disk or on the wire do not match their checksum or their lengths."""
 
     def __init__(self, what: str, reason: str, *, position: int | None = None, hint: str | None = None) -> None:
         place = f" at byte {position:,}" if position is not None else ""
@@ -325,15 +325,16 @@ class CorruptData(MetamqError):
 
 
 class UndecodableBatch(CorruptData):
-    """A batch is stored as its producer sent it, and its messages cannot be read: `offset` up to before `end_offset`.
+    """A batch is stored as its producer sent it, but its messages cannot be read.
 
-    A seek of `(topic, partition)` to `end_offset` passes it.
+    The batch has the offsets `offset` to `end_offset` (exclusive). A seek of `(topic, partition)` to `end_offset` skips
+    it.
     """
 
     def __init__(self, topic: str, partition: str, offset: int, end_offset: int, reason: str) -> None:
         what = f"the batch of {topic}/{partition} with the offsets {offset} to {end_offset - 1}"
         hint = (
-            f"Its producer made it so: no consumer can read it. Pass it with `seek`, or for a group that does not run: "
+            f"Its producer encoded it wrongly, no consumer can read it. Skip it with `seek`, or in a stopped group: "
             f"`metamq group reset GROUP {topic} --partition {partition}={end_offset}`."
         )
         super().__init__(what, reason, hint=hint)
@@ -344,15 +345,16 @@ class UndecodableBatch(CorruptData):
 
 
 class DecodeError(MetamqError, ValueError):
-    """A consumer's `decode` rejects a message; what it raised is the cause. `value` is as stored."""
+    """A consumer's `decode` rejects a message. The cause (`__cause__`) is the error of `decode`; `value` is as
+    stored."""
 
     def __init__(
         self, topic: str, partition: str, offset: int, key: bytes | None, value: bytes, reason: BaseException
     ) -> None:
         super().__init__(
             f"`decode` rejects offset {offset} of {topic}/{partition}: {type(reason).__name__}: {reason}",
-            hint=f"It comes again. `consumer.seek(({topic!r}, {partition!r}), {offset + 1})` passes it; `run()` sends "
-            "it to the dead-letter topic.",
+            hint=f"It is delivered again. `consumer.seek(({topic!r}, {partition!r}), {offset + 1})` skips it; `run()` "
+            "sends it to the dead-letter topic.",
         )
         self.topic = topic
         self.partition = partition
@@ -362,15 +364,15 @@ class DecodeError(MetamqError, ValueError):
 
 
 class StorageError(MetamqError):
-    """A write or an fsync failed; its outcome is unknown and it is never retried."""
+    """A write or an fsync failed. Its outcome is unknown, and the broker never retries it."""
 
     outcome: Outcome = "unknown"
 
 
 class DiskFull(StorageError):
-    """Less disk is free than the broker keeps in reserve: writes are refused, reads go on.
+    """The free space on the disk is below the broker's reserve: the broker refuses writes, and reads continue.
 
-    With a reserve of 0 the disk itself has refused a write: it is full, or out of inodes, or a quota is used up.
+    With a reserve of 0 the disk itself refused a write: the disk is full, has no free inode, or a quota is used up.
     """
 
     retriable = True
@@ -380,7 +382,7 @@ class DiskFull(StorageError):
         problem = f"{path} has {free_bytes:,} bytes free, the broker keeps {reserve_bytes:,} in reserve"
         hint = "Free disk, shorten the retention of a topic, or lower `disk_reserve_bytes`."
         if not reserve_bytes:
-            problem = f"{path}: no room is left on the disk"
+            problem = f"{path}: no space is left on the disk"
             hint = "Free disk, inodes or quota (`df`, `df -i`, `quota`), or shorten the retention of a topic."
         super().__init__(problem, hint=hint)
         self.path = path
@@ -389,7 +391,7 @@ class DiskFull(StorageError):
 
 
 class TooManyOpenFiles(StorageError):
-    """`what` needs a file, and the process has `limit` descriptors, all in use; None: the system has no more.
+    """`what` needs a file descriptor, but all are in use: `limit` of the process, or those of the system if it is None.
 
     Nothing was changed. The same call works once descriptors are free.
     """
@@ -422,12 +424,12 @@ class TooManyThreads(MetamqError):
 
 
 class OwnershipLost(MetamqError):
-    """The partition has another owner now; what was not committed will be delivered to it."""
+    """Another consumer owns the partition now. It receives the messages that were not committed."""
 
     def __init__(self, topic: str, partition: str, reason: str) -> None:
         super().__init__(
             f"partition {partition} of {topic!r} is no longer owned by this consumer: {reason}",
-            hint="Roll back the results of its uncommitted messages: the new owner reads them again.",
+            hint="Roll back the results of its uncommitted messages: the new owner receives them again.",
         )
         self.topic = topic
         self.partition = partition
@@ -435,9 +437,9 @@ class OwnershipLost(MetamqError):
 
 
 class TransactionError(MetamqError):
-    """A transaction could not be carried out. Its classes say what the caller is to do.
+    """A transaction failed. The subclass says what the caller must do.
 
-    `code` is the XA code (metamq.wire.xa.XACode), `xid` the branch as `str(Xid)`.
+    `code` is the XA code (metamq.wire.xa.XACode), `xid` is the branch as `str(Xid)`.
     """
 
     code: int = -3  # XAER_RMERR
@@ -453,14 +455,14 @@ class TransactionError(MetamqError):
 
 
 class RolledBack(TransactionError):
-    """The branch was rolled back, or can only be (XA_RB*): nothing of it will be seen."""
+    """The branch was rolled back, or can only be rolled back (XA_RB*). None of its messages becomes visible."""
 
     retriable = True
-    hint = "Do the work again, in a new transaction."
+    hint = "Repeat the work in a new transaction."
 
 
 class OutcomeUnknown(TransactionError):
-    """No answer (XAER_RMFAIL): it may be done or not, and is not to be taken for rolled back."""
+    """No answer came (XAER_RMFAIL). The call may be done or not: the caller must not assume a rollback."""
 
     retriable = True
     outcome: Outcome = "unknown"
@@ -468,9 +470,9 @@ class OutcomeUnknown(TransactionError):
 
 
 class BranchNotKnown(TransactionError):
-    """The broker does not know the branch (XAER_NOTA): it never was, or is finished and forgotten.
+    """The broker does not know the branch (XAER_NOTA): it never existed, or it is finished and forgotten.
 
-    `finished` is "committed" when the broker still remembers that it was.
+    `finished` is "committed" if the broker still remembers that the branch was committed.
     """
 
     finished: str = ""
@@ -483,23 +485,23 @@ class HeuristicOutcome(TransactionError):
 
 
 class BranchMisuse(TransactionError):
-    """The call does not fit the branch's state or the call before it (XAER_PROTO, _INVAL, _DUPID, _OUTSIDE)."""
+    """The call does not fit the branch's state or the previous call (XAER_PROTO, _INVAL, _DUPID, _OUTSIDE)."""
 
 
 class TryLater(TransactionError):
-    """It cannot be done at present (XA_RETRY); the branch is as it was."""
+    """The call is not possible now (XA_RETRY). The branch is unchanged."""
 
     retriable = True
     hint = "Call again a little later."
 
 
 class ClosedError(MetamqError):
-    """Used after close()."""
+    """The object is used after close()."""
 
     def __init__(self, what: str, reason: str = "", *, hint: str = "") -> None:
         super().__init__(f"this {what} is closed" + (f": {reason}" if reason else ""), hint=hint)
 
 
 def closed_client(what: str, reason: str = "") -> ClosedError:
-    """The error of a user's client that was closed."""
+    """Returns the error for a user's client that was closed."""
     return ClosedError(what, reason, hint="Make a new one.")

@@ -1,7 +1,7 @@
-"""Files with messages, offsets and decisions: their owner may change them, their group may read them, nobody else.
+"""Files with messages, offsets and decisions: the owner may write them, the group may read them, others have no access.
 
-That is so for all that metamq's own processes make, whatever the umask; a stricter umask stays. What a library of
-somebody else's process makes is opened with these modes, and the process's umask is left alone.
+All files that metamq's own processes create are like this, whatever the umask; a stricter umask stays in force. A
+library in an application's process opens its files with these modes and does not change the umask of the process.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ _FOR_OTHERS = 0o027
 
 
 def restrict_process() -> None:
-    """What this process and its children make from now on is private; for processes that are metamq's own."""
+    """Sets the umask: all files that this process and its children create are private. Only for metamq's own
+    processes."""
     os.umask(os.umask(0o077) | _FOR_OTHERS)
 
 
 def opener(path: str, flags: int) -> int:
-    """For open(): a new file gets FILE_MODE."""
+    """Opens a file for open(); a new file gets FILE_MODE."""
     return os.open(path, flags, FILE_MODE)
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Makes a folder, and those above it that are missing, unless it is there. Raises OSError."""
+    """Creates a folder and its missing parents. An existing folder is kept. Raises OSError."""
     folder = Path(path)
     if not folder.parent.is_dir():
         make_folder(folder.parent)
@@ -33,7 +34,8 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def too_open(path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with the mode of a folder, with the command that mends it; None: nothing is. Raises OSError."""
+    """Returns the problem with a folder's mode and the command that repairs it, or None if the mode is right. Raises
+    OSError."""
     mode = os.stat(path).st_mode & 0o777
     if not mode & _FOR_OTHERS:
         return None

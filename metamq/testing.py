@@ -1,6 +1,6 @@
-"""Real parts for tests: an embedded ZooKeeper and broker processes, started for a test and gone after it.
+"""Real parts for tests: an embedded ZooKeeper and broker processes that run only as long as a test.
 
-    def test_orders(metamq_cluster):                       # the pytest fixture: one cluster a session
+    def test_orders(metamq_cluster):                       # the pytest fixture: one cluster per session
         metamq_cluster.create_topic("orders")
         with metamq_cluster.producer() as producer:
             producer.send("orders", b"1").result()
@@ -8,7 +8,7 @@
     with cluster() as running:                             # without pytest
         ...
 
-Nothing is faked: what passes here passes against a cluster of one's own.
+Nothing is faked: a test that passes here passes against a real cluster.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ LOG_CHARACTERS = 2000
 
 
 class BrokerProcess:
-    """One broker as a process of its own, on a port that it keeps over restarts; it ends when this process does."""
+    """One broker as a process of its own, on a port that stays the same over restarts. It ends when this process
+    ends."""
 
     command: tuple[str, ...] = (sys.executable, "-m", "metamq.broker")
     popen: Callable[..., Any] = staticmethod(subprocess.Popen)
 
     def __init__(self, zookeeper: str, data: Path, broker_id: int = 0, **settings: object) -> None:
-        """`settings` are those of metamq.broker.config.BrokerConfig."""
+        """`settings` are the settings of metamq.broker.config.BrokerConfig."""
         self.broker_id = broker_id
         self.data = data
         self.port: int = 0
@@ -58,9 +59,10 @@ class BrokerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, *, wait: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Starts the process and waits until it serves. Raises MetamqError with the end of its log when it does not."""
+        """Starts the process and waits until it serves. Raises MetamqError with the end of its log if it does not
+        serve."""
         assert self._process is None
-        # Not one that the system chooses: while the broker is down it might give that to somebody's connection.
+        # The system must not choose the port: while the broker is down, the system could give the port to a connection.
         if not self.port:
             self._held = HeldPort(str(self.settings.get("host", "127.0.0.1")))
             self.port = self._held.number
@@ -75,14 +77,15 @@ class BrokerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # Ctrl-C goes to the whole foreground group: the tests decide when their brokers end.
+                # Ctrl-C signals the whole foreground group, but only the tests decide when their brokers end.
                 start_new_session=True,
             )
         if wait:
             self.wait_ready(timeout_s)
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Waits until a started process serves. Raises as `start`; Timeout when it takes too long, and ends it."""
+        """Waits until a started process serves. Raises as `start`, or Timeout after `timeout_s` seconds and kills
+        it."""
         assert self._process is not None
         assert self._process.stdout is not None
         answer = select.poll()
@@ -104,40 +107,40 @@ class BrokerProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process id."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether there is a process, frozen or not."""
+        """True if the process exists, frozen or not."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> int:
-        """SIGTERM: the graceful stop. Returns the exit status; 0 when it was not running."""
+        """Sends SIGTERM, which stops the broker gracefully. Returns the exit status; 0 if it was not running."""
         return self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, as a crash."""
+        """Sends SIGKILL, which is like a crash."""
         self._end(signal.SIGKILL)
 
     def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Waits for a process that ends by itself; returns its exit status."""
+        """Waits for a process that ends by itself. Returns its exit status."""
         assert self._process is not None
         status = self._process.wait(timeout_s)
         self._closed()
         return status
 
     def freeze(self) -> None:
-        """SIGSTOP; it has stopped once this returns."""
+        """Sends SIGSTOP. The process has stopped when this call returns."""
         freeze(self.pid)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def restart(self) -> None:
-        """A graceful stop, and a start on the same port and data."""
+        """Stops the broker gracefully, and starts it on the same port and data."""
         self.stop()
         self.start()
 
@@ -167,7 +170,7 @@ class BrokerProcess:
 
 
 class Cluster:
-    """A running ZooKeeper and its brokers. `zookeeper` is the address that clients take."""
+    """A running ZooKeeper and its brokers. `zookeeper` is the address for clients."""
 
     def __init__(self, zookeeper: EmbeddedZooKeeper | str, folder: Path) -> None:
         self._zookeeper = zookeeper
@@ -177,13 +180,13 @@ class Cluster:
 
     @property
     def zookeeper(self) -> str:
-        """ "host:port" of the ZooKeeper server, and its chroot if there is one."""
+        """The "host:port" of the ZooKeeper server, with its chroot if there is one."""
         return self._zookeeper if isinstance(self._zookeeper, str) else self._zookeeper.address
 
     @property
     def zookeeper_server(self) -> EmbeddedZooKeeper:
         """The server that was started for this cluster."""
-        assert not isinstance(self._zookeeper, str), "the cluster uses a server that was there before"
+        assert not isinstance(self._zookeeper, str), "the cluster uses a server that it did not start"
         return self._zookeeper
 
     @property
@@ -200,7 +203,8 @@ class Cluster:
         return broker
 
     def add_slave(self, broker_id: int = 0, **settings: object) -> BrokerProcess:
-        """Starts one more replica of a broker, with its settings. `admin().replicas()` tells when it is in sync."""
+        """Starts one more replica of a broker, with the broker's settings. `admin().replicas()` shows if it is in
+        sync."""
         first = self.brokers[broker_id]
         number = 1 + sum(slave.broker_id == broker_id for slave in self.slaves)
         folder = first.data.with_name(f"{first.data.name}-replica-{number}")
@@ -210,25 +214,25 @@ class Cluster:
         return slave
 
     def producer(self, **settings: Any) -> Producer[Any]:
-        """A Producer for this cluster."""
+        """Returns a Producer for this cluster."""
         from metamq import Producer
 
         return Producer(self.zookeeper, **settings)
 
     def consumer(self, **settings: Any) -> Consumer[Any]:
-        """A Consumer for this cluster."""
+        """Returns a Consumer for this cluster."""
         from metamq import Consumer
 
         return Consumer(self.zookeeper, **settings)
 
     def admin(self) -> Admin:
-        """An Admin for this cluster."""
+        """Returns an Admin for this cluster."""
         from metamq import Admin
 
         return Admin(self.zookeeper)
 
     def create_topic(self, topic: str, partitions: int = 4, **settings: Any) -> None:
-        """Creates a topic and waits until it can be written to."""
+        """Creates a topic and waits until it accepts messages."""
         with self.admin() as admin:
             admin.create_topic(topic, partitions=partitions, **settings)
 
@@ -237,10 +241,10 @@ class Cluster:
 def cluster(
     *, brokers: int = 1, folder: Path | None = None, zookeeper: str | None = None, **settings: object
 ) -> Iterator[Cluster]:
-    """A cluster for the length of a `with` block. `folder` keeps its data; by default it is removed at the end.
+    """Runs a cluster for a `with` block. `folder` keeps its data; by default the data is removed at the end.
 
-    `zookeeper` is the address of a running server, best with a chroot of the cluster's own: "host:port/chroot"; by
-    default the cluster starts a server. `settings` are those of metamq.broker.config.BrokerConfig, for all brokers.
+    `zookeeper` is the address of a running server, best with a chroot of its own: "host:port/chroot". By default the
+    cluster starts a server. `settings` are the settings of metamq.broker.config.BrokerConfig, for all brokers.
     """
     own = Path(tempfile.mkdtemp(prefix="metamq-")) if folder is None else None
     place = own or folder
@@ -265,12 +269,12 @@ def cluster(
 def _fixture() -> Any:
     try:
         import pytest
-    except ImportError:  # the cluster is of use without pytest
+    except ImportError:  # the cluster is useful without pytest
         return None
 
     @pytest.fixture(scope="session", name="metamq_cluster")
     def running_cluster() -> Iterator[Cluster]:
-        """A ZooKeeper and one broker, for the test session."""
+        """A ZooKeeper and one broker for the test session."""
         with cluster() as running:
             yield running
 

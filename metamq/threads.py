@@ -1,4 +1,4 @@
-"""Threads that are started when they are needed, or all at once; and the error where the system gives no more."""
+"""Starts threads, one at a time or a whole pool at once. If the system gives no more threads: TooManyThreads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def start(thread: threading.Thread) -> None:
     """Starts a thread. Raises TooManyThreads."""
     try:
         thread.start()
-    except RuntimeError as error:  # that is all that Python says
+    except RuntimeError as error:  # Python raises no more specific error
         raise TooManyThreads(thread.name) from error
 
 
 def start_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads all run already: none is to be started later, when there may be no more. Raises
+    """Returns a pool whose threads all run already. A later start could fail for lack of threads. Raises
     TooManyThreads."""
     pool = ThreadPoolExecutor(threads, name)
     all_run = threading.Barrier(threads + 1)

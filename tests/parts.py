@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from metamq.broker.config import BrokerConfig
 from metamq.broker.process.server import Broker
-from metamq.client.net.in_pieces import ask_statistics
+from metamq.client.net.paged_requests import ask_statistics
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConnectError, DeliveryTimeout, MetamqError
 from metamq.testing import BrokerProcess

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from metamq.client.admin.admin_model import BrokerDescription, BrokerStatistics, PartitionStatistics
-from metamq.client.net import in_pieces
+from metamq.client.net import paged_requests
 from metamq.client.net.cluster import MASTER, ClusterClient
 from metamq.errors import ConfigError, MetamqError
 from metamq.wire import status
@@ -102,7 +102,7 @@ async def _ask_one(
         for tp, (topic_id, timestamp_us) in asked.items()
     ]
     try:
-        results = await in_pieces.ask_offsets(await cluster.connection(broker_id, replica), entries)
+        results = await paged_requests.ask_offsets(await cluster.connection(broker_id, replica), entries)
     except MetamqError as error:
         return dict.fromkeys(asked, error)
     return {
@@ -118,7 +118,7 @@ async def broker_statistics(cluster: ClusterClient, broker_id: int) -> BrokerSta
         known = f"There are: {', '.join(map(str, described))}." if described else "There is none yet."
         raise ConfigError(f"there is no broker {broker_id!r}", hint=known)
     connection = await cluster.connection(broker_id)
-    return _statistics(connection.address, await in_pieces.ask_statistics(connection))
+    return _statistics(connection.address, await paged_requests.ask_statistics(connection))
 
 
 def _statistics(address: str, header: Any) -> BrokerStatistics:
@@ -161,7 +161,7 @@ async def sizes_on_disk(cluster: ClusterClient, broker_ids: list[int]) -> dict[T
     async def ask(broker_id: int) -> tuple[PartitionStatistics, ...]:
         try:
             connection = await cluster.connection(broker_id)
-            return _statistics(connection.address, await in_pieces.ask_statistics(connection)).partitions
+            return _statistics(connection.address, await paged_requests.ask_statistics(connection)).partitions
         except MetamqError:
             return ()
 

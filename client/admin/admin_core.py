@@ -31,7 +31,7 @@ from metamq.client.admin.admin_model import (
     TopicDescription,
     TopicSettings,
 )
-from metamq.client.forks import tell_of_forks
+from metamq.client.forks import register_for_forks
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.errors import ClosedError, ForkedError, MetamqError, closed_client
@@ -51,7 +51,7 @@ class AdminCore:
             "admin", "it was never opened", hint="Use `async with Admin()`."
         )
         self._open_cluster: ClusterClient | None = None
-        tell_of_forks(self)
+        register_for_forks(self)
 
     async def open(self, servers: str, root: str) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""

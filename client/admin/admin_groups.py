@@ -28,7 +28,7 @@ from metamq.client.checks import is_whole, partition_of, wrong_type
 from metamq.client.group.rebalance_decisions import why_idle
 from metamq.client.group.strategies import explain
 from metamq.client.net.cluster import ClusterClient
-from metamq.client.producer.producer_face import asked_time_us
+from metamq.client.producer.producer_api import requested_time_us
 from metamq.errors import ConfigError, MetamqError, OffsetOutOfRange, PartitionNotFound
 from metamq.wire.commands import EARLIEST, LATEST
 from metamq.words import count
@@ -334,7 +334,7 @@ def _wanted(config: TopicConfig, to: ResetTo) -> dict[TopicPartition, int | None
 
 def _question(to: ResetTo) -> int:
     if isinstance(to, datetime):
-        return asked_time_us(to)
+        return requested_time_us(to)
     return EARLIEST if to == "earliest" else LATEST
 
 

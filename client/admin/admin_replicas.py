@@ -10,7 +10,7 @@ from typing import Any
 from metamq.client.admin.admin_groups import children
 from metamq.client.admin.admin_model import BrokerReplicas, PromotionPlan, ReplicaDescription
 from metamq.client.admin.promotion_plan import Has, Loss, loss_of
-from metamq.client.net import in_pieces
+from metamq.client.net import paged_requests
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ConfigError, ConnectError, MetamqError
@@ -234,4 +234,4 @@ async def _connected(cluster: ClusterClient, replica: BrokerAddress) -> BrokerCo
 
 
 async def _ask(cluster: ClusterClient, address: BrokerAddress) -> dict[str, Any]:
-    return await in_pieces.ask_statistics(await _connected(cluster, address))
+    return await paged_requests.ask_statistics(await _connected(cluster, address))

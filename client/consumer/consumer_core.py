@@ -26,7 +26,7 @@ from metamq.client.fetch.message_batch import MessageBatch, own_part
 from metamq.client.fetch.room import Room
 from metamq.client.fetch.sources import Sources
 from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
-from metamq.client.forks import tell_of_forks
+from metamq.client.forks import register_for_forks
 from metamq.client.group.assignment import AssignedPartition, not_assigned
 from metamq.client.group.rebalance import ZKLoadRebalanceListener
 from metamq.client.net.cluster import MASTER, ClusterClient, Source
@@ -87,7 +87,7 @@ class ConsumerCore:
         self._callback_error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._session: Session | None = None
-        tell_of_forks(self)
+        register_for_forks(self)
 
     async def open(self, servers: str, root: str) -> None:
         """Connects, joins the group, starts. Raises ConnectError, TopicNotFound, ConfigError."""

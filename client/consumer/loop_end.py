@@ -141,7 +141,7 @@ class LoopEnd:
         if found is None and self._is_told:
             log.info("all that is to be read can be read again")
             self._is_told = False
-        elif found is not None and not self._is_told and time.monotonic() - found.since >= outages.TELL_AFTER_S:
+        elif found is not None and not self._is_told and time.monotonic() - found.since >= outages.WARN_AFTER_S:
             what = found.error.what if isinstance(found.error, Timeout) else found.error.problem
             log.warning("not all that is to be read can be read at present: %s", what)
             self._is_told = True

@@ -22,7 +22,7 @@ async def watch_progress(inbox: Inbox, assignment: Assignment, outages: Outages,
     before: dict[TopicPartition, int] = {}
     for number in count():
         await asyncio.sleep(PROGRESS_CHECK_S)
-        outages.tell()
+        outages.warn()
         end.tell()
         with inbox.lock:
             done = done_offsets(inbox)

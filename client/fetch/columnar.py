@@ -113,7 +113,7 @@ class ColumnarSender:
             cluster, codec, delivery_timeout_s=delivery_timeout_s, request_timeout_s=request_timeout_s
         )
         self._sender.on_done = self._done
-        self._sender.on_room = self._sender.pump
+        self._sender.on_capacity = self._sender.pump
         self._ticker = asyncio.ensure_future(self._sender.run())
 
     def changed_cluster(self) -> None:

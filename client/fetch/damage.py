@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from metamq.client.net import in_pieces
+from metamq.client.net import paged_requests
 from metamq.client.net.cluster import ClusterClient, Source
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import MetamqError
@@ -30,7 +30,7 @@ async def report_to(replica: BrokerAddress, entry: OffsetsEntry) -> None:
     try:
         connection = await BrokerConnection.open(replica.host, replica.port)
         try:
-            await in_pieces.ask_offsets(connection, [entry])
+            await paged_requests.ask_offsets(connection, [entry])
         finally:
             await connection.close()
     except MetamqError as error:
@@ -40,6 +40,6 @@ async def report_to(replica: BrokerAddress, entry: OffsetsEntry) -> None:
 async def report_damage(cluster: ClusterClient, source: Source, entry: OffsetsEntry) -> None:
     """Tells the replica. One that cannot be told now is told when the same bytes come again."""
     try:
-        await in_pieces.ask_offsets(await cluster.connection(*source), [entry])
+        await paged_requests.ask_offsets(await cluster.connection(*source), [entry])
     except MetamqError as error:
         log.info("%s was not told that its batch at offset %d came damaged: %s", source, entry.damaged, error)

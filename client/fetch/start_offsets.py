@@ -16,8 +16,8 @@ from typing import NamedTuple
 from metamq.client.fetch.consumer_options import Start
 from metamq.client.group.assignment import AssignedPartition
 from metamq.client.net.cluster import MASTER, ClusterClient
-from metamq.client.net.in_pieces import ask_offsets
-from metamq.client.producer.producer_face import asked_time_us
+from metamq.client.net.paged_requests import ask_offsets
+from metamq.client.producer.producer_api import requested_time_us
 from metamq.errors import ConnectError, MetamqError, OffsetOutOfRange
 from metamq.wire import status
 from metamq.wire.commands import EARLIEST, LATEST, OffsetsEntry, OffsetsResult
@@ -51,7 +51,7 @@ class OffsetFinder:
     def __init__(self, cluster: ClusterClient, start: Start) -> None:
         self._cluster = cluster
         self._start = start
-        self._made_anew: set[tuple[str, str]] = set()
+        self._recreated: set[tuple[str, str]] = set()
         """(topic, topic id): said once, not for each partition."""
         self._waiting: dict[_Question, dict[TopicPartition, list[asyncio.Future[OffsetsResult]]]] = {}
         self._asking: set[asyncio.Task[None]] = set()
@@ -69,8 +69,8 @@ class OffsetFinder:
         if committed is not None and committed.topic_id == assigned.claim.topic_id:
             return FirstOffset(committed.offset, committed.epoch, is_committed=True)
         topic = assigned.tp.topic, assigned.claim.topic_id
-        if committed is not None and topic not in self._made_anew:
-            self._made_anew.add(topic)
+        if committed is not None and topic not in self._recreated:
+            self._recreated.add(topic)
             log.warning(
                 "topic %r was deleted and made anew since offsets in it were committed: beginning at %s",
                 assigned.tp.topic, self._start,
@@ -84,7 +84,7 @@ class OffsetFinder:
 
     async def _find(self, tp: TopicPartition, topic_id: str, where: Start) -> OffsetsResult:
         named = EARLIEST if where == "earliest" else LATEST
-        asked = asked_time_us(where) if isinstance(where, datetime) else named
+        asked = requested_time_us(where) if isinstance(where, datetime) else named
         question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, asked)
         answer: asyncio.Future[OffsetsResult] = asyncio.get_running_loop().create_future()
         if question not in self._waiting:

@@ -67,8 +67,8 @@ class ZKLoadRebalanceListener:
     """Keeps one consumer's share of a group's partitions. Belongs to the loop it is started in; not thread-safe.
 
     `topics`: names subscribed to. `storage` keeps the offsets and stays the caller's to close, as do `session` and
-    `lease`; the lease is only reported on, who delivers messages checks it.
-    Raises ConfigError for a group, consumer id or strategy that cannot be.
+    `lease`; the lease is only reported on, who delivers messages checks it. Raises ConfigError for a group, consumer id
+    or strategy that cannot be.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class ZKLoadRebalanceListener:
         if state is SessionState.LOST:
             self._holdings.lose_all()
         if state is SessionState.CONNECTED:
-            self._peers.wait_anew()
+            self._peers.restart_wait()
         self._look.set()
 
     async def _fail(self, error: MetamqError) -> None:
@@ -354,7 +354,7 @@ class ZKLoadRebalanceListener:
                     await left.wait()
             left.clear()
         self._joined_in = self._session.generation
-        self._peers.wait_anew()
+        self._peers.restart_wait()
 
     async def _join(self) -> None:
         other = await self._try_to_join(self._look)

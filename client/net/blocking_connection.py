@@ -1,7 +1,7 @@
-"""A connection to a broker for one thread, without a loop: what is received is handled on the core that received it.
+"""A connection to a broker for one thread, without a loop: data is processed on the core that received it.
 
-One request is under way at a time. It may be sent long before its answer is waited for: what the broker answers
-meanwhile is in the kernel then.
+One request is unanswered at a time. It may be sent long before the thread waits for its answer: until then the answer
+is in the kernel's buffer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from metamq.client.net.transport import (
     KEPT_BYTES,
     WAKE_BYTES,
     client_name,
-    hosts_in_turn,
+    grow_receive_buffer,
+    hosts_with_timeouts,
     keep_alive,
-    make_room,
     none_answered,
     reason_of,
     wake_after,
@@ -32,13 +32,14 @@ from metamq.wire.connection import ClientConnection, Response
 from metamq.wire.frames import Buffer
 
 SOON_S = 0.001
-"""Instead of 0, which would mean not to wait at all."""
-ROOM_BYTES = 1024 * 1024
-"""Of an answer that is not waited for yet, the kernel takes so much or more; what it does not stays with the broker."""
+"""The shortest wait in seconds; 0 would mean not to wait at all."""
+RECEIVE_BUFFER_BYTES = 1024 * 1024
+"""The kernel buffers at least so many bytes of an answer that no thread waits for yet; the rest stays with the
+broker."""
 
 
 class BlockingConnection:
-    """Open until something fails on it. Not thread-safe."""
+    """An open connection, until something fails on it. Not thread-safe."""
 
     def __init__(self, address: str, sock: socket.socket) -> None:
         self.address = address
@@ -46,19 +47,19 @@ class BlockingConnection:
         self._connection = ClientConnection(address, client_name(), BufferPool(KEPT_BYTES).take)
         self._wake_bytes = 1
         self.is_open = True
-        """False from the moment on that something has failed on it."""
+        """False as soon as something has failed on the connection."""
         self.is_near = False
-        """Whether the broker is on this machine."""
+        """True if the broker is on this machine."""
 
     @classmethod
     def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BlockingConnection:
-        """Connects and greets. `host` may be several, separated by commas: they are tried in their order.
+        """Connects and greets. `host` may be several hosts, separated by commas, which are tried in their order.
 
-        Raises ConnectError, UnsupportedVersion, or what the broker refuses with.
+        Raises ConnectError, UnsupportedVersion, or the broker's error.
         """
         address = f"{host}:{port}"
         refused: dict[str, ConnectError] = {}
-        for one, limit_s in hosts_in_turn(host, timeout_s):
+        for one, limit_s in hosts_with_timeouts(host, timeout_s):
             try:
                 return cls._open(address, one, port, limit_s)
             except UnsupportedVersion:
@@ -80,7 +81,7 @@ class BlockingConnection:
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(sock)
-                make_room(sock, ROOM_BYTES)
+                grow_receive_buffer(sock, RECEIVE_BUFFER_BYTES)
                 connection.is_near = are_near(sock.getpeername(), sock.getsockname())
                 connection._write(connection._connection.hello())
                 while connection._connection.greeting is None:
@@ -95,13 +96,14 @@ class BlockingConnection:
 
     @property
     def broker_id(self) -> int:
-        """Of the broker that it is to."""
+        """The id of the connected broker."""
         assert self._connection.greeting is not None
         return self._connection.greeting.broker_id
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open, and nothing has come that nobody asked for, such as its end."""
+        """True if the connection is open and has no unread data. Unread data without a request is the connection's
+        end."""
         if not self.is_open:
             return False
         self._socket.settimeout(0)
@@ -114,7 +116,7 @@ class BlockingConnection:
         return False
 
     def send(self, command: int, header: Any, *, timeout_s: float) -> None:
-        """Sends a request, the only one under way. Raises ConnectError, Timeout."""
+        """Sends a request. The previous request must be answered. Raises ConnectError, Timeout."""
         if not self.is_open:
             raise ConnectError(self.address, "the connection is closed")
         _opaque, buffers = self._connection.request(command, header)
@@ -125,11 +127,9 @@ class BlockingConnection:
             raise self._broken(error, timeout_s) from error
 
     def receive(self, *, timeout_s: float) -> Response:
-        """The answer to the request; `timeout_s` is the longest that it may take to come.
+        """Waits for the answer to the request. Raises ConnectError, or Timeout after `timeout_s` seconds without data.
 
-        Of a large one that is so for each part of it, of WAKE_BYTES or what is left.
-
-        Raises ConnectError, Timeout.
+        In a large answer the limit is for each part: WAKE_BYTES, or the rest.
         """
         try:
             self._socket.settimeout(timeout_s)
@@ -163,7 +163,7 @@ class BlockingConnection:
         return ConnectError(self.address, reason_of(error), outcome="unknown")
 
     def abort(self) -> None:
-        """Closes at once."""
+        """Closes the connection at once."""
         self.is_open = False
         self._connection.close()
         self._socket.close()

@@ -1,12 +1,12 @@
-"""Branches of transactions, as a client asks their brokers: verbs, carried there, and what an answer means.
+"""Branches of transactions on the client's side: sends verbs to the broker and interprets the answers.
 
     no answer to                        means
-    START, SEND, END                    the branch may be there; it is rolled back after its time, or by its owner
-    PREPARE                             OutcomeUnknown: recover() tells once the broker is there again
-    COMMIT, ROLLBACK, FORGET            asked again until `timeout_s` is over: each may be repeated; then OutcomeUnknown
-    COMMIT_ONE_PHASE, DECIDE            RESOLVE is asked: it was committed, or it never will be
+    START, SEND, END                    the branch may exist; the broker rolls it back after its time-out, or its owner
+    PREPARE                             OutcomeUnknown: recover() shows the outcome once the broker is back
+    COMMIT, ROLLBACK, FORGET            asked again until `timeout_s` is over (each is repeatable); then OutcomeUnknown
+    COMMIT_ONE_PHASE, DECIDE            RESOLVE is asked: the branch was committed, or it never will be
 
-A network time-out is never taken for a roll back.
+A network time-out never counts as a rollback.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from metamq.wire.xa import Verb, XACode, Xid
 ANSWER_S = 10.0
 RETRY_S = 0.1
 PERSISTENT = frozenset({Verb.COMMIT, Verb.ROLLBACK, Verb.FORGET, Verb.RESOLVE})
-"""Verbs that are asked again when no answer comes."""
+"""Verbs that are asked again if no answer comes."""
 
 
 class Encoded(NamedTuple):
-    """A batch that is ready to go."""
+    """An encoded batch that is ready to be sent."""
 
     entry: PutEntry
     batch: bytearray
@@ -52,29 +52,29 @@ class Encoded(NamedTuple):
 
 
 class BranchDescription(NamedTuple):
-    """A branch that waits for its end, as its broker knows it."""
+    """A branch that waits for its end, as its broker describes it."""
 
     xid: Xid
     broker_id: int
     epoch: int
-    """Which use of the id it is."""
+    """The number of the use of the id; a later use has another epoch."""
     state: str
     """"prepared", "heuristically completed", ..."""
     owner: str
     messages: int
     bytes: int
     prepared_us: int
-    """Microseconds since 1970; 0 when it is not prepared."""
+    """The time of the prepare in microseconds since 1970; 0 if the branch is not prepared."""
     history: str
-    """Of the broker: another one than before means that what was acknowledged may be gone."""
+    """The id of the broker's history. If it differs from an earlier one, acknowledged data may be lost."""
     follows: int | None = None
-    """The broker id of the branch with the same id whose decision this one follows, without anybody's help."""
+    """The broker id of the branch with the same xid whose decision this branch follows by itself."""
     followers: tuple[int, ...] = ()
-    """Of a decided branch: the broker ids where others follow it."""
+    """The broker ids of the branches that follow this decided branch."""
 
 
 class Branch:
-    """A branch as who works in it knows it."""
+    """A branch from the view of the session that works in it."""
 
     def __init__(self, xid: Xid, broker_id: int, session: str) -> None:
         self.xid = xid
@@ -82,22 +82,22 @@ class Branch:
         self.session = session
         self.epoch = 0
         self.batches = 0
-        """That this session has sent, and the broker has taken."""
+        """The number of batches that this session has sent and the broker has accepted."""
         self.history = ""
 
 
-class _Asked:
-    """What of a request is left to be done."""
+class _Request:
+    """A request, with its verbs and batches that are left to do."""
 
     def __init__(self, branch: Branch, verbs: list[Verb], batches: list[Encoded]) -> None:
         self.branch = branch
         self.verbs = verbs
         self.batches = batches
         self.done = 0
-        """Verbs that the last answer tells to be carried out."""
+        """The number of verbs that the last answer reports as done."""
 
     def header(self, timeout_ms: int, messages: int, follows: Sequence[int], followers: Sequence[int]) -> Tx:
-        """Of the request for it."""
+        """Returns the header of the request."""
         branch = self.branch
         return Tx(
             [*branch.xid], branch.epoch, branch.session, [*self.verbs], timeout_ms, messages,
@@ -105,7 +105,7 @@ class _Asked:
         )  # fmt: skip
 
     def leave_out_what_is_done(self) -> None:
-        """As the last answer tells."""
+        """Removes the verbs and batches that the last answer reports as done."""
         if Verb.SEND in self.verbs[: self.done]:
             self.branch.batches += len(self.batches)
             self.batches = []
@@ -113,17 +113,17 @@ class _Asked:
 
 
 def _is_later(error: MetamqError) -> bool:
-    """Whether the broker is there, and cannot do it at present. That a limit is reached may last."""
+    """True if the broker answers, but cannot do the request now. A reached limit may last and is not included."""
     return isinstance(error, DiskFull) or (isinstance(error, TryLater) and error.code == XACode.RETRY)
 
 
 def _was_done(verb: Verb, answer: BranchNotKnown) -> bool:
-    """Whether one that asks again and finds the branch gone may take that for its own doing."""
+    """True if a repeated request that finds the branch gone may count as done by the first request."""
     return verb is Verb.FORGET or (verb is Verb.ROLLBACK and not answer.finished)
 
 
 def new_session() -> str:
-    """A name that nobody else has, and that tells people where its owner runs."""
+    """Returns a unique name that shows an operator on which host its owner runs."""
     return f"{_host()}:{os.getpid()}:{secrets.token_hex(8)}"
 
 
@@ -133,7 +133,7 @@ def _host() -> str:
 
 
 class TxClient:
-    """Asks brokers. For one loop."""
+    """Sends requests about branches to brokers. Not thread-safe: for one loop."""
 
     def __init__(self, cluster: ClusterClient) -> None:
         self._cluster = cluster
@@ -152,39 +152,39 @@ class TxClient:
         follows: Sequence[int] = (),
         followers: Sequence[int] = (),
     ) -> XACode:
-        """Has verbs carried out, in this order up to the first that fails; returns the code of the last.
+        """Has the broker do the verbs in order, up to the first that fails. Returns the code of the last one.
 
-        `answer_s`: for an answer it waits so long at most; None: as for the whole. `later_s`: so long it asks again for
-        what the broker cannot do at present.
+        `answer_s` limits the wait for each answer in seconds; None means `timeout_s`. For `later_s` seconds, a request
+        that the broker cannot do at present is asked again.
 
-        Raises the TransactionError of the verb that failed; OutcomeUnknown when no answer came within `timeout_s`;
-        ConnectError, Fenced when it was certainly not done.
+        Raises the TransactionError of the verb that failed; OutcomeUnknown if no answer came within `timeout_s`
+        seconds; ConnectError or Fenced if the request was certainly not done.
         """
-        asked = _Asked(branch, [*verbs], [*batches])
+        request = _Request(branch, [*verbs], [*batches])
         began_s = time.monotonic()
         deadline_s, later_until_s = began_s + timeout_s, began_s + later_s
         unsure: MetamqError | None = None
         while True:
-            header = asked.header(int(branch_timeout_s * 1000), messages, follows, followers)
-            is_answered, asked.done = False, 0
+            header = request.header(int(branch_timeout_s * 1000), messages, follows, followers)
+            is_answered, request.done = False, 0
             try:
                 until_s = min(deadline_s, time.monotonic() + (answer_s or timeout_s))
-                reply = await self._once(branch, header, [one.batch for one in asked.batches], until_s)
+                reply = await self._once(branch, header, [one.batch for one in request.batches], until_s)
                 is_answered = True
-                code = self._settle(asked, reply, repeated=unsure is not None)
-                asked.leave_out_what_is_done()
+                code = self._settle(request, reply, repeated=unsure is not None)
+                request.leave_out_what_is_done()
                 return code
             except MetamqError as error:
                 now_s = time.monotonic() + RETRY_S
                 if _is_later(error) and now_s <= later_until_s:
-                    asked.leave_out_what_is_done()
+                    request.leave_out_what_is_done()
                     deadline_s = max(deadline_s, later_until_s)
                 elif is_answered or isinstance(error, TransactionError):
                     raise
                 else:
                     if error.outcome == "unknown":
                         unsure = error
-                    again = error.retriable and (unsure is None or PERSISTENT.issuperset(asked.verbs))
+                    again = error.retriable and (unsure is None or PERSISTENT.issuperset(request.verbs))
                     if not again or now_s > deadline_s:
                         raise self._given_up(branch, unsure or error, sure=unsure is None) from None
             await asyncio.sleep(RETRY_S)
@@ -200,29 +200,29 @@ class TxClient:
             return error
         return OutcomeUnknown(branch.xid, XACode.RMFAIL, f"no answer from broker {branch.broker_id}: {error.problem}")
 
-    def _settle(self, asked: _Asked, reply: TxReply, *, repeated: bool) -> XACode:
-        branch = asked.branch
+    def _settle(self, request: _Request, reply: TxReply, *, repeated: bool) -> XACode:
+        branch = request.branch
         branch.history = reply.history
         code = int(XACode.OK)
         for packed in reply.results:
             number, code, epoch, refused = packed[: len(TxResult._fields)]
             if number != status.OK:
                 error = status.decode_error(number, refused)
-                if repeated and isinstance(error, BranchNotKnown) and _was_done(asked.verbs[-1], error):
+                if repeated and isinstance(error, BranchNotKnown) and _was_done(request.verbs[-1], error):
                     return XACode.OK  # the first answer was lost
-                if error.outcome == "unknown" and not isinstance(error, TransactionError):  # its disk has failed
+                if error.outcome == "unknown" and not isinstance(error, TransactionError):  # the broker's disk failed
                     raise OutcomeUnknown(
                         branch.xid, XACode.RMFAIL, f"broker {branch.broker_id}: {error.problem}"
                     ) from error
                 raise error
             branch.epoch = epoch
-            asked.done += 1
+            request.done += 1
         return XACode(code)
 
     async def resolve(self, branch: Branch, timeout_s: float) -> None:
-        """After a COMMIT_ONE_PHASE without an answer: returns when the branch is committed.
+        """Returns when the branch is committed. To be called after a COMMIT_ONE_PHASE without an answer.
 
-        Raises RolledBack when it is not, and never will be; OutcomeUnknown when nobody answers.
+        Raises RolledBack if the branch is not committed and never will be, and OutcomeUnknown if no broker answers.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -232,18 +232,21 @@ class TxClient:
             except BranchNotKnown:
                 reason = "it was not committed before the connection was lost"
                 raise RolledBack(branch.xid, XACode.RBCOMMFAIL, reason) from None
-            except (BranchMisuse, TryLater):  # it is on its way, or another one is the master by now
+            except (BranchMisuse, TryLater):  # the commit is in progress, or another broker is the master by now
                 if time.monotonic() > deadline_s:
                     raise OutcomeUnknown(branch.xid, XACode.RMFAIL, f"it took longer than {timeout_s:g} s") from None
             except TransactionError:
                 raise
-            except MetamqError as error:  # that nobody could be asked says nothing of what was asked before
+            except MetamqError as error:  # a failed question says nothing about the earlier request
                 raise self._given_up(branch, error, sure=False) from None
             await asyncio.sleep(RETRY_S)
 
     async def branches(self, broker_id: int, *, all_of_them: bool = False) -> list[BranchDescription]:
-        """The branches of a broker that are prepared, or finished by an operator; or all. Raises ConnectError, Fenced,
-        Timeout: then nothing is known, and not that there are none."""
+        """Returns the branches of a broker that are prepared, or finished by an operator; with `all_of_them`, all
+        branches.
+
+        Raises ConnectError, Fenced or Timeout: then the branches are unknown, which does not mean that there are none.
+        """
         found: list[BranchDescription] = []
         after, more = 0, True
         while more:

@@ -1,8 +1,8 @@
-"""What a client knows of the cluster: topics' configurations and where the brokers are, followed by watches.
+"""A client's view of the cluster: the topics' configurations and the brokers' addresses, kept current by watches.
 
-Of brokers that is their masters; for a client that also reads from slaves, those that offer its topics, too. A watch
-marks what it was set on as stale; the next use, or the refresh it starts, reads it again. Cut off from ZooKeeper, a
-client goes on with what it knows: brokers serve it all the same.
+The addresses are those of the masters. A client that also reads from slaves has the addresses of the slaves that offer
+its topics, too. A watch marks its value as stale; the next use, or the refresh that the watch starts, reads the value
+again. Without ZooKeeper a client continues with its last values: brokers still serve it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger("metamq.client")
 
 RETRY_S = 0.5
 MASTER = -1
-"""In the place of a replica's number: whichever is the master."""
+"""The value that stands for the master in the place of a replica's number."""
 
 
 class Source(NamedTuple):
-    """Where a partition is read from: a replica of its broker id."""
+    """A replica of a broker id, from which a partition is read."""
 
     broker_id: int
     replica: int = MASTER
 
 
 class ClusterClient:
-    """Topics and brokers as a client sees them, and its connections. Use within one loop only."""
+    """A client's view of topics and brokers, and its connections. Not thread-safe: use it within one loop only."""
 
     def __init__(
         self, session: Session, changed: Callable[[], None] | None = None, *, with_slaves: bool = False
@@ -50,22 +50,23 @@ class ClusterClient:
         self.brokers: dict[int, BrokerAddress] = {}
         """The masters, by broker id."""
         self.slaves: dict[int, dict[int, BrokerAddress]] = {}
-        """By broker id and replica, for a client that reads from slaves."""
+        """The slaves by broker id and replica, for a client that reads from slaves."""
         self._with_slaves = with_slaves
         self._offering: dict[str, set[tuple[int, int]]] = {}
-        """By topic: the (broker id, replica) of slaves that have it."""
+        """The (broker id, replica) of the slaves that have a topic, by topic."""
         self._fresh_offers: set[str] = set()
         self._changed = changed or (lambda: None)
         self._fresh_topics: set[str] = set()
         self._brokers_fresh = False
         self._addresses: dict[int, BrokerAddress] = {}
-        """Where each broker was last; one that is down is not registered any more."""
+        """The last address of each broker; a broker that is down is not registered any more."""
         self._reading: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._refreshes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     async def topic(self, name: str) -> TopicConfig:
-        """The topic's configuration. Raises TopicNotFound; ConnectionLost only when it was never known."""
+        """Returns the topic's configuration. Raises TopicNotFound, or ConnectionLost if the topic was never read
+        before."""
         if name in self._fresh_topics and not self._reading[name].locked():
             return self.configs[name]
         try:
@@ -76,7 +77,7 @@ class ClusterClient:
             return self.configs[name]
 
     async def _read_topic(self, name: str) -> TopicConfig:
-        async with self._reading[name]:  # who comes while it is being read waits for the answer, too
+        async with self._reading[name]:  # a task that comes during a read waits for the same answer
             if name in self._fresh_topics:
                 return self.configs[name]
             try:
@@ -99,7 +100,7 @@ class ClusterClient:
             )
 
     async def refresh_brokers(self) -> dict[int, BrokerAddress]:
-        """The masters by broker id; the last known while ZooKeeper is away."""
+        """Returns the masters by broker id; without ZooKeeper, the last known ones."""
         try:
             await self._read_brokers()
         except MetamqError:
@@ -121,7 +122,7 @@ class ClusterClient:
                     raise
 
     async def look_again(self) -> None:
-        """Reads who the masters are now, whatever watches have told: no older than this call. Raises ConnectError."""
+        """Reads the current masters, whatever the watches reported: no older than this call. Raises ConnectError."""
         await self.session.sync()
         async with self._reading["/brokers"]:
             self.brokers = await live_brokers(self.session)
@@ -131,7 +132,7 @@ class ClusterClient:
         self._refresh("brokers", self._read_brokers, lambda: self._brokers_fresh)
 
     async def _refresh_offers(self, topic: str) -> None:
-        """Which slaves have a topic; the last known while ZooKeeper is away."""
+        """Reads the slaves that have a topic. Without ZooKeeper the last known ones stay."""
         async with self._reading[f"/offers/{topic}"]:
             if topic not in self._fresh_offers:
                 self._fresh_offers.add(topic)
@@ -147,19 +148,19 @@ class ClusterClient:
         self.follow_slaves(topic)
 
     def follow_slaves(self, topic: str) -> None:
-        """From now on `slaves_with` knows the slaves of this topic, where the client reads from slaves."""
+        """Keeps the topic's slaves current for `slaves_with`, if the client reads from slaves."""
         if self._with_slaves and topic not in self._fresh_offers:
             read = partial(self._refresh_offers, topic)
             self._refresh(f"slaves with {topic}", read, lambda: topic in self._fresh_offers)
 
     async def know_slaves(self, topic: str) -> None:
-        """Has `slaves_with` know the slaves of this topic; what it knew, while ZooKeeper is away."""
+        """Reads the topic's slaves for `slaves_with`. Without ZooKeeper the last known ones stay."""
         if self._with_slaves:
             with contextlib.suppress(ConnectError):
                 await self._refresh_offers(topic)
 
     def slaves_with(self, broker_id: int, topic: str) -> list[int]:
-        """The slaves of a broker id that have a topic, as far as is known."""
+        """Returns the known slaves of a broker id that have a topic."""
         known = self.slaves.get(broker_id, {})
         return sorted(r for b, r in self._offering.get(topic, ()) if b == broker_id and r in known)
 
@@ -182,13 +183,13 @@ class ClusterClient:
                     await asyncio.sleep(RETRY_S)
                     continue
             self._changed()
-            if is_fresh():  # a watch that fires during a refresh starts none
+            if is_fresh():  # a watch that fires during a refresh does not start another one
                 return
 
     async def connection(self, broker_id: int, replica: int = MASTER) -> BrokerConnection:
-        """A connection to the master of a broker id, or to a slave. Raises ConnectError when there is none at present.
+        """Returns a connection to the master of a broker id, or to a slave. Raises ConnectError if there is none now.
 
-        A replica that changes its role has another connection then: each has a fetch session of its own.
+        A replica that changes its role gets another connection: each connection has its own fetch session.
         """
         if not self._brokers_fresh or self._reading["/brokers"].locked():
             await self.refresh_brokers()
@@ -203,9 +204,10 @@ class ClusterClient:
         return await self.connections.get(address)
 
     async def reading_connection(self, broker_id: int, topics: Iterable[str]) -> tuple[BrokerConnection, int]:
-        """A connection to the master; while it cannot be reached, to a slave with these topics if slaves are read.
+        """Returns a connection to the master and MASTER, or a connection to a slave and the slave's number.
 
-        With it comes MASTER, or the slave's number.
+        The slave is used while the master cannot be reached, if the client reads from slaves and the slave has these
+        topics.
         """
         try:
             return await self.connection(broker_id), MASTER
@@ -225,17 +227,18 @@ class ClusterClient:
         return self.brokers.get(broker_id) if replica == MASTER else self.slaves.get(broker_id, {}).get(replica)
 
     def is_current(self, source: Source, address: str) -> bool:
-        """Whether the source is at an address still. One that is not registered may be there all the same."""
+        """Returns False if the source has another address now. A source that is not registered may still be there:
+        True."""
         known = self._address(*source)
         return known is None or known.address == address
 
     def broker_name(self, broker_id: int) -> str:
-        """The broker, with the address that it was last connected to at."""
+        """Returns the broker's name for messages, with the address of the last connection to it."""
         address = self._addresses.get(broker_id)
         return f"broker {broker_id} at {address.host}:{address.port}" if address else f"broker {broker_id}"
 
     async def close(self) -> None:
-        """Ends refreshes and closes the connections; the session is its owner's."""
+        """Ends the refreshes and closes the connections. The session belongs to its owner and stays open."""
         self._closed = True
         tasks = list(self._refreshes.values())
         for task in tasks:

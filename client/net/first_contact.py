@@ -1,4 +1,4 @@
-"""Opening a client's session with ZooKeeper, and what is said when something else is there."""
+"""Opens a client's session with ZooKeeper, with a clear error if another server listens at the address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREETING_TIMEOUT_S = 1.0
 
 
 async def open_client_session(servers: str, root: str, timeout_ms: int) -> Session:
-    """A connected session, with a warning where no broker has ever been. Raises ConfigError, ConnectError."""
+    """Opens a session. Warns if no broker has ever used this ZooKeeper. Raises ConfigError, ConnectError."""
     session = await open_session(servers, root=root, timeout_ms=timeout_ms)
     await warn_without_cluster(session)
     return session
@@ -30,7 +30,7 @@ async def open_session(
     patient: bool = True,
     make_chroot: bool = False,
 ) -> Session:
-    """As Session.open, but says so where brokers listen instead of ZooKeeper."""
+    """Opens a session like Session.open, with an error that says so if a broker listens instead of ZooKeeper."""
     try:
         return await Session.open(servers, root=root, timeout_ms=timeout_ms, patient=patient, make_chroot=make_chroot)
     except ConnectError as error:

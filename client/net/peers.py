@@ -1,12 +1,12 @@
-"""Whether the other members of a group live, which the end of a member's loop rests on.
+"""Checks that the other members of a group are alive. The end of a member's loop depends on it.
 
-A member that was killed stays in its group until its session ends, and has a share of the plan until then. A consumer
-that is started meanwhile must not take its own share for all there is. So the others have to show that they live:
+A killed member stays in its group until its session ends, and keeps its share of the plan until then. A consumer that
+starts in this time must not take its own share for all partitions. So the other members must prove that they are alive:
 
     by their node, which they write after this member has joined: members do so at each new plan
-    by time: their node is there still when the session of one that died before is over
+    by time: their node still exists when the session of a member that died earlier has expired
 
-One that dies later was alive when this member joined: what it had then goes to the members that are left.
+A member that dies later was alive when this member joined: its partitions at that time go to the remaining members.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ EXPIRY_MARGIN_MS = 2_000
 
 
 def lives(joined: int, written: int, waited_s: float, session_timeout_ms: int) -> bool:
-    """Whether a member whose node is there lives: the node was last `written`, and we `joined`, by those transactions;
-    it has been there for `waited_s` since."""
+    """True if a member whose node exists is alive. `written` and `joined` are transaction ids of ZooKeeper: of the last
+    write of that node, and of our own joining. `waited_s` is the time in seconds since we joined.
+    """
     return written > joined or waited_s * 1000 > session_timeout_ms + EXPIRY_MARGIN_MS
 
 
 def sharers(consumer_id: str, topics: Iterable[str], plan: Plan) -> list[str]:
-    """The other members that the plan gives partitions of these topics, sorted."""
+    """Returns the other members that have partitions of these topics in the plan, sorted."""
     wanted = set(topics)
     return sorted({owner for tp, owner in plan.assignment.items() if tp.topic in wanted} - {consumer_id})
 
 
 class Peers:
-    """The other members, as one member sees them."""
+    """The other members of a group from the view of one member."""
 
     def __init__(self, session: Session, group: str, consumer_id: str, topics: Iterable[str]) -> None:
         self._session = session
@@ -48,14 +49,16 @@ class Peers:
         self._topics = tuple(topics)
         self._since = time.monotonic()
         self._known: dict[str, int] = {}
-        """Those that live: by which transaction they joined."""
+        """The members that are alive, with the transaction id of their joining."""
 
-    def wait_anew(self) -> None:
-        """The connection is new: a server that was started anew gives every session its whole time again."""
+    def restart_wait(self) -> None:
+        """Restarts the wait after a reconnect: a restarted ZooKeeper server gives every session its full time-out
+        again."""
         self._since = time.monotonic()
 
     async def unproven(self, plan: Plan, present: Mapping[str, Member]) -> Member | str | None:
-        """A member that has partitions and may be dead, or the name of one that has left; None: all live.
+        """Returns a member that has partitions and may be dead, or the name of a member that left; None if all are
+        alive.
 
         Raises ConnectionLost.
         """

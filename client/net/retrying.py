@@ -1,4 +1,4 @@
-"""What becomes of a message whose listener failed: again, and when; or given up. Decisions only."""
+"""Decisions about a message whose listener failed: another attempt after a pause, or the dead-letter topic."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ ROLLBACK_DELAY_S = 0.1
 
 
 class Rollback(Exception):
-    """Raised by a listener to get the message again after `delay_s`; it does not count as a failed attempt."""
+    """Raised by a listener to receive the message again after `delay_s` seconds. It does not count as a failed
+    attempt."""
 
     def __init__(self, delay_s: float = ROLLBACK_DELAY_S) -> None:
         check_seconds("delay_s", delay_s, optional=False)
-        super().__init__(f"rolled back, again in {delay_s:g} s")
+        super().__init__(f"rolled back, delivered again in {delay_s:g} s")
         self.delay_s = delay_s
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a message is tried, and with which pauses."""
+    """The number of attempts per message, and the pauses between them."""
 
     max_attempts: int
     retry_delay_s: float
@@ -35,7 +36,8 @@ class RetryPolicy:
         check_seconds("retry_delay_s", self.retry_delay_s, optional=False)
 
     def pause_after(self, error: Exception, failed_attempts: int) -> float | None:
-        """Seconds until the next attempt, None to give up. `failed_attempts` counts this one, unless a Rollback."""
+        """Returns the seconds until the next attempt, or None to give up. `failed_attempts` includes this one, if it
+        counts."""
         if isinstance(error, Rollback):
             return error.delay_s
         if failed_attempts >= self.max_attempts:
@@ -44,14 +46,14 @@ class RetryPolicy:
 
 
 def dead_letter_topic(group: str | None) -> str:
-    """Where a group's given-up messages go. Raises ConfigError without a group."""
+    """Returns the topic for messages that a group gave up. Raises ConfigError without a group."""
     if group is None:
         raise ConfigError("a dead-letter topic belongs to a group", hint="Give group=, or dead_letter=False.")
     return group + DEAD_LETTER_SUFFIX
 
 
 def dead_letter_headers(message: Message[Any], error: Exception, attempts: int) -> dict[str, bytes]:
-    """The message's own headers, and where it comes from and why it is here."""
+    """Returns the message's own headers, plus its origin and the error."""
     return {
         **message.headers,
         "metamq-topic": message.topic.encode(),

@@ -1,7 +1,7 @@
-"""The client's end of a TCP connection to a broker, and the connections a client keeps open.
+"""The client's end of a TCP connection to a broker, and the set of connections that a client keeps open.
 
-One connection a broker carries any number of requests at once, answered in any order. A connection that breaks fails
-what is under way on it with `outcome = "unknown"`; whether that is asked again is for the caller to decide.
+One connection per broker carries any number of requests at once, answered in any order. If a connection breaks, its
+unanswered requests fail with `outcome = "unknown"`; the caller decides about a repetition.
 """
 
 from __future__ import annotations
@@ -28,43 +28,44 @@ log = logging.getLogger("metamq.client")
 
 CONNECT_TIMEOUT_S = 5.0
 NEXT_HOST_S = 1.0
-"""So long a host is waited for when the broker has told of another one."""
+"""Seconds that the client waits for a host if the broker has announced another host, too."""
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 KEPT_BYTES = 8 * 1024 * 1024
-"""Memory of large answers that a connection uses again."""
+"""Bytes of buffers for large answers that a connection keeps for reuse."""
 
 IS_IT_RUNNING = "Is the broker running? `metamq doctor` looks at every part."
 
 WAKE_BYTES = 256 * 1024
-"""Within a large answer the kernel wakes us for so much at a time, instead of for each 100 KB or so: a wake-up costs as
-much as copying some ten thousand bytes."""
+"""Within a large answer the kernel wakes the reader once per so many bytes, instead of once per 100 KB or so. One
+wake-up costs as much as copying some ten thousand bytes."""
 
 
 def wake_after(sock: socket.socket, size: int) -> None:
-    """Has the kernel wait for `size` bytes, or the end, before it wakes a reader. No more than are sure to come."""
+    """Makes the kernel wait for `size` bytes, or the end, before it wakes a reader. `size` bytes must be sure to
+    come."""
     if sys.platform == "linux":
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
 
 
-def make_room(sock: socket.socket, size: int) -> None:
-    """Has the kernel keep at least about `size` bytes that nobody reads yet, at most about twice as much.
+def grow_receive_buffer(sock: socket.socket, size: int) -> None:
+    """Makes the kernel buffer at least about `size` unread bytes, and at most about twice as many.
 
-    It makes room for as much as a reader is to be woken for, and leaves it when the mark is taken down again. SO_RCVBUF
-    would be bounded by net.core.rmem_max, on many machines a fifth of a megabyte, and fix the size for ever.
+    The kernel grows the buffer to the wake-up mark, and keeps the size after the mark is lowered again. SO_RCVBUF would
+    be limited by net.core.rmem_max, on many machines a fifth of a megabyte, and would fix the size permanently.
     """
     wake_after(sock, size)
     wake_after(sock, 1)
 
 
-def hosts_in_turn(host: str, timeout_s: float) -> list[tuple[str, float]]:
-    """Each of the hosts that a broker has told, separated by commas, and how long it may take."""
+def hosts_with_timeouts(host: str, timeout_s: float) -> list[tuple[str, float]]:
+    """Splits the hosts that a broker announces, separated by commas. Returns each host with its timeout in seconds."""
     *others, last = (one.strip() for one in host.split(","))
     return [(one, min(timeout_s, NEXT_HOST_S)) for one in others] + [(last, timeout_s)]
 
 
 def none_answered(address: str, refused: dict[str, ConnectError]) -> ConnectError:
-    """What the hosts of an address have come to, given what each of them has."""
+    """Returns the error for an address of which no host answered. `refused` has the error of each host."""
     *_others, last = refused.values()
     if len(refused) == 1:
         return last
@@ -72,26 +73,27 @@ def none_answered(address: str, refused: dict[str, ConnectError]) -> ConnectErro
 
 
 def reason_of(error: OSError) -> str:
-    """In the system's words: asyncio's own name the address again."""
+    """Returns the system's words for an error. The texts of asyncio repeat the address."""
     number = error.errno or 0
     return os.strerror(number) if number > 0 else error.strerror or str(error)
 
 
 def keep_alive(sock: Any) -> None:
-    """Finds out within two minutes that the other end's machine is gone, where nobody says anything."""
+    """Turns on TCP keep-alive: an idle connection to a machine that is gone fails within two minutes."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):  # not everywhere
+        if hasattr(socket, name):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def client_name() -> str:
-    """How this process introduces itself to brokers."""
+    """Returns the name that this process gives itself when it greets a broker."""
     return f"metamq {metamq.__version__} python {platform.python_version()} {socket.gethostname()}:{os.getpid()}"
 
 
 class BrokerConnection(asyncio.BufferedProtocol):
-    """An open connection. Use within its loop only. Cancelling a request's wait does not take the request back."""
+    """An open connection. Not thread-safe: use it within its loop only. Cancelling a wait does not revoke the
+    request."""
 
     def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self.address = address
@@ -103,17 +105,17 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._wake_bytes = 1
         self.closed = loop.create_future()
-        """Done, with the reason, once the connection is gone."""
+        """A future that is done, with the reason as its result, once the connection is closed."""
 
     @classmethod
     async def open(cls, host: str, port: int, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BrokerConnection:
-        """Connects and greets. `host` may be several, separated by commas: they are tried in their order.
+        """Connects and greets. `host` may be several hosts, separated by commas, which are tried in their order.
 
-        Raises ConnectError, UnsupportedVersion, or what the broker refuses with.
+        Raises ConnectError, UnsupportedVersion, or the broker's error.
         """
         address = f"{host}:{port}"
         refused: dict[str, ConnectError] = {}
-        for one, limit_s in hosts_in_turn(host, timeout_s):
+        for one, limit_s in hosts_with_timeouts(host, timeout_s):
             try:
                 return await cls._open(address, one, port, limit_s)
             except UnsupportedVersion:
@@ -144,17 +146,17 @@ class BrokerConnection(asyncio.BufferedProtocol):
 
     @property
     def greeting(self) -> HelloReply:
-        """What the broker said of itself."""
+        """The broker's answer to the greeting."""
         assert self._connection.greeting is not None
         return self._connection.greeting
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be made."""
+        """True if requests can be sent."""
         return self._transport is not None and not self._transport.is_closing() and not self.closed.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
+        transport = cast(asyncio.Transport, transport)  # the class of uvloop is not a subclass
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"))
         transport.writelines(self._connection.hello())
@@ -189,8 +191,8 @@ class BrokerConnection(asyncio.BufferedProtocol):
 
     def _fail(self, error: MetamqError) -> None:
         if isinstance(error, ProtocolError):
-            log.info("%s", error)  # whoever waits for an answer gets it
-        if self._opened.done():  # whatever was asked may have been done
+            log.info("%s", error)  # the callers that wait for an answer get another error
+        if self._opened.done():  # the broker may have done the requests
             error = ConnectError(self.address, error.problem, hint=error.hint, outcome="unknown")
         self._lost(error)
         self.abort()
@@ -204,19 +206,19 @@ class BrokerConnection(asyncio.BufferedProtocol):
     def _lost(self, error: MetamqError) -> None:
         if not self._opened.done():
             self._opened.set_exception(error)
-            self._opened.exception()  # open() may have timed out: nobody else looks at it then
+            self._opened.exception()  # open() may have timed out, and then no other code reads the exception
         if not self.closed.done():
             self.closed.set_result(error)
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # whoever asked may have gone: no warning about an error nobody fetched
+                future.exception()  # the caller may be gone: asyncio must not warn about an error that is not fetched
 
     def send(self, command: int, header: Any, bodies: list[Buffer] | None = None) -> asyncio.Future[Response]:
-        """Sends a request; the future gives its response, or fails with ConnectError.
+        """Sends a request. The returned future gives its response, or fails with ConnectError.
 
-        Raises ConnectError; MessageTooLarge when the broker would not take a frame of that size.
+        Raises ConnectError, or MessageTooLarge if the frame is larger than the broker accepts.
         """
         if self._transport is None or not self.alive:
             raise ConnectError(self.address, "the connection is closed")
@@ -241,10 +243,10 @@ class BrokerConnection(asyncio.BufferedProtocol):
         return response.header
 
     async def stream(self, header: Any, pushed: Callable[[Any, memoryview], None], *, timeout_s: float) -> Any:
-        """Makes the connection a stream by a SYNC request; returns the answer to it.
+        """Turns the connection into a stream by a SYNC request. Returns the answer to the request.
 
-        From then on `pushed(header, body)` is called with each frame that the broker pushes, which may be before this
-        returns. Raises as `request`.
+        From then on `pushed(header, body)` is called for each frame that the broker pushes, which may begin before this
+        call returns. Raises as `request`.
         """
         self._pushed = pushed
         return await self.request(Command.SYNC, header, timeout_s=timeout_s)
@@ -256,22 +258,23 @@ class BrokerConnection(asyncio.BufferedProtocol):
         self._transport.writelines(self._connection.push(header))
 
     def pause(self) -> None:
-        """Reads nothing more until resume(): what comes stays with the sender. What was read already still comes."""
+        """Stops reading until resume(); new data stays with the sender. Data that was read already is still
+        delivered."""
         if self._transport is not None and self.alive:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Reads on. May be called at any time."""
+        """Continues reading. May be called at any time."""
         if self._transport is not None and self.alive:
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Closes at once."""
+        """Closes the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     async def close(self) -> None:
-        """Closes after what is written has been sent, and waits for it for a second at most."""
+        """Sends the written data, closes the connection, and waits at most one second for the close."""
         if self._transport is not None:
             self._transport.close()
             await asyncio.wait([self.closed], timeout=1.0)
@@ -284,19 +287,19 @@ def _expire(future: asyncio.Future[Response]) -> None:
 
 
 def another_answered(address: str, broker_id: int, expected: int) -> ConnectError:
-    """Why a connection to an address that was learnt a while ago is not used.
+    """Returns the error for a connection whose address now belongs to another broker.
 
-    Brokers have partitions of the same topics and indexes: the number of the broker alone tells whose is asked for.
+    Different brokers have partitions of the same topic and index: only the broker id identifies the right one.
     """
     return ConnectError(address, f"broker {broker_id} is there, not broker {expected}")
 
 
 _Place = tuple[int, str, int, str]
-"""Broker, host, port, and the purpose where there is one."""
+"""Broker id, host, port, and the purpose, which may be empty."""
 
 
 class Connections:
-    """One connection an address, opened on demand, opened anew with growing pauses after failures."""
+    """One connection per address, opened on demand. After a failure it is opened again, with growing pauses."""
 
     def __init__(self) -> None:
         self._open: dict[_Place, BrokerConnection] = {}
@@ -305,10 +308,9 @@ class Connections:
         self._closed = False
 
     async def get(self, at: BrokerAddress, *, purpose: str = "") -> BrokerConnection:
-        """The connection to a broker. Raises ConnectError, also when another broker answers at its address; callers may
-        ask again at once, the pause is in here.
+        """Returns the connection to a broker. Callers may repeat the call at once: this method pauses between attempts.
 
-        What has a purpose of its own has a connection of its own.
+        Each purpose has a connection of its own. Raises ConnectError, also if another broker answers at the address.
         """
         if self._closed:  # a connection opened now would stay open
             raise ConnectError(f"{at.host}:{at.port}", "the client is closed")
@@ -342,7 +344,7 @@ class Connections:
             self._open[place] = task.result()
 
     async def close(self) -> None:
-        """Closes all of them, for good."""
+        """Closes all connections permanently."""
         self._closed = True
         opening = list(self._opening.values())
         for task in opening:

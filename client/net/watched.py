@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Watched(Generic[T]):
-    """What `read` gives, read again when its watch has fired or `forget` was called.
+    """The result of `read`, read again after its watch has fired or `forget` was called.
 
-    `read` is given what to leave as a watch, None when the one left before still stands. `changed` is called when the
-    watch fires. For one task at a time.
+    `read` receives the watch to set, or None if the previous watch is still set. `changed` is called when the watch
+    fires. Not for concurrent use: one task at a time.
     """
 
     def __init__(self, read: Callable[[Callable[[], None] | None], Awaitable[T]], changed: Callable[[], None]) -> None:
@@ -23,9 +23,9 @@ class Watched(Generic[T]):
         self._value: T
 
     async def get(self) -> T:
-        """The value. Raises what `read` raises."""
+        """Returns the value. Raises the errors of `read`."""
         if not self._fresh:
-            # One watch at a time: ZooKeeper would call each of them. It may fire before the answer is here.
+            # One watch at a time: ZooKeeper would call each of them. The watch may fire before the answer is here.
             was_armed = self._armed
             self._fresh = self._armed = True
             try:
@@ -36,7 +36,7 @@ class Watched(Generic[T]):
         return self._value
 
     def forget(self) -> None:
-        """Read again at the next `get`, changed or not."""
+        """Makes the next `get` read again, changed or not."""
         self._fresh = False
 
     def _fired(self) -> None:

@@ -1,1 +1,1 @@
-"""Producers: messages become batches, and batches are sent."""
+"""Producers: they collect messages in batches, and send the batches."""

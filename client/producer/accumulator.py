@@ -1,28 +1,28 @@
-"""Where `send` puts messages, and where the sender takes batches from. Thread-safe; no I/O, no loop.
+"""The buffer between `send` and the sender, which takes the batches. Thread-safe; no I/O, no loop.
 
 Theory of operation
 -------------------
 A message without a key goes into its topic's *floating* batch, which gets its partition only when the sender takes
 it: whole batches rotate over the partitions. A message with a key goes into the open batch of its partition.
 
-`send` of nothing but a value runs a million times a second, and a lock would be a third of what it costs. So the
-first thread that begins a batch so gets a *quick* one, which floats too, and which that thread alone fills, without
-the lock: see QuickBatch for why nothing is lost between it and whoever takes the batch. What other threads send
-meanwhile, and what has more than a value, goes into the floating batch. To keep a thread's messages in order, it
-closes its quick batch before it uses the floating one, and begins a quick batch only where no floating one is open.
+`send` of only a value runs a million times a second, and a lock would be a third of its cost. So the first thread that
+begins a batch this way gets a *quick* batch. It floats too, and this thread alone fills it, without the lock:
+QuickBatch explains why no message is lost when the sender takes the batch. Meanwhile the messages of other threads, and
+messages with more than a value, go into the floating batch. To keep its messages in order, a thread closes its quick
+batch before it uses the floating one, and begins a quick batch only if no floating batch is open.
 
-A topic's partitions are learned by the loop. Until then messages that need one wait, in order, in `unplaced`; their
-deliveries point at a placeholder batch, and are moved.
+The loop learns a topic's partitions. Until then messages that need a partition wait, in order, in `unplaced`. Their
+deliveries refer to a placeholder batch, and are moved to the real batch later.
 
-The buffer's bound is checked when a batch is begun, and once for a send_many: it may be exceeded by one batch a
-partition, and by one send_many. Waiting for room releases the lock: `send` then starts again.
+The buffer's limit is checked when a batch begins, and once per send_many. So the buffer may exceed its limit by one
+batch per partition, and by one send_many. A wait for capacity releases the lock: `send` then starts again.
 
-*Ctrl-C, and what else runs in between.* CPython runs signal handlers and `__del__` between two bytecodes of a thread,
-also in here: they may raise, and they may send. So nothing is published before it is whole: a message is put into a new
-batch, then the batch into its slot and `outstanding`, then the sender is woken; a closed batch is in `sealed` before it
-leaves its slot. What has to hold together is plain statements side by side: CPython looks for signals only at calls,
-backward jumps and the begin of functions. For a `send` inside of a `send`, or in a partitioner, the lock is re-entrant:
-the inner message goes to the loop, which accepts it a moment later, see _send_later.
+*Ctrl-C and other interruptions.* CPython runs signal handlers and `__del__` between two bytecodes of a thread, also in
+this module: they may raise, and they may send. So an object is complete before it is published: a message is put into a
+new batch, then the batch into its slot and `outstanding`, then the sender is woken. A closed batch is in `sealed`
+before it leaves its slot. Statements that belong together are plain statements side by side: CPython checks for signals
+only at calls, backward jumps and function entries. The lock is re-entrant for a `send` inside of a `send`, or in a
+partitioner: the inner message goes to the loop, which accepts it a moment later, see _send_later.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ new_object = object.__new__
 
 
 class Busy(NamedTuple):
-    """Where batches wait to be sent as it is: open ones may as well grow."""
+    """The places for which batches wait to be sent: open batches for them may as well grow."""
 
     brokers: Set[int]
     places: Mapping[str, Set[tuple[int, int]]]
@@ -83,7 +83,7 @@ IDLE = Busy(frozenset(), {})
 
 
 class Accumulator:
-    """All topics' buffers of one producer. `wake` is called, from any thread, when the sender has something to do."""
+    """The buffers of all topics of one producer. `wake` is called, from any thread, when the sender has work."""
 
     def __init__(
         self,
@@ -102,30 +102,30 @@ class Accumulator:
         self.buffered_bytes = 0
         self.closed_by: MetamqError | None = None
         self._fast = dict(self.buffers)
-        """The same buffers for the hot path, which looks at nothing else; empty once closed."""
+        """The same buffers for the hot path, which checks nothing else; empty once closed."""
         self._batch_bytes = batch_bytes
         self._buffer_bytes = buffer_bytes
         self._message_bytes_max = message_bytes_max
         self._partitioner = partitioner
         self._wake = wake
         self._wait_s = wait_s
-        """How long `send` may block for room: None for ever, 0 not at all."""
+        """Seconds that `send` may wait for capacity: None without limit, 0 not at all."""
         self._owner = owner
 
     def _make_lock(self) -> None:
         self.lock = threading.RLock()
-        self.room = threading.Condition(self.lock)
+        self.capacity = threading.Condition(self.lock)
         self._is_inside: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # as Condition does
-        """Whether this thread has the lock: it is in here, and was interrupted by itself."""
+        """Returns True if this thread has the lock already: it interrupts itself inside of this module."""
 
     # -- accepting ------------------------------------------------------------------------------------------------
 
     def send(self, topic: str, value: bytes) -> Delivery:
-        """Accepts a message that has nothing but a value. The hot path.
+        """Accepts a message with only a value. The hot path.
 
-        A signal handler that sends between `len` and `append` would give two deliveries one index: both messages are
-        stored, but one receipt has the other's offset. CPython looks for signals behind neither call once it has
-        specialized them, after a few runs; so this is left to those, and to debuggers. To check would cost 3 %.
+        A signal handler that sends between `len` and `append` would give two deliveries the same index: both messages
+        are stored, but one receipt has the other's offset. After a few runs CPython specializes both calls, and then it
+        checks for signals after neither. So only the first runs, and debuggers, are exposed. A check would cost 3 %.
         """
         size = len(value) + MESSAGE_OVERHEAD_BYTES
         buffer = self._fast.get(topic)
@@ -145,11 +145,11 @@ class Accumulator:
         return self.send_full(topic, value, None, None, None, None)
 
     def _is_in(self, buffer: TopicBuffer, batch: QuickBatch, index: int) -> bool:
-        """Whether a value is in a quick batch that is full, or that somebody has closed meanwhile."""
+        """Returns True if a value is in a quick batch that is full, or that another thread has closed meanwhile."""
         if self._is_inside():
             if batch.limit_bytes:
-                return True  # it is sealed by the next one
-            del batch.pending[index:]  # this thread is about to close it: with or without the value, nobody knows
+                return True  # the next send seals the batch
+            del batch.pending[index:]  # this thread is closing the batch: the value may be in it or not
             return False
         with self.lock:
             if buffer.quick is batch:
@@ -157,7 +157,7 @@ class Accumulator:
             return index < batch.accepted
 
     def _send_later(self, topic: str, send: Callable[[], D], handle: Callable[[OutgoingBatch], D]) -> D:
-        """Has the loop call `send`: this thread is in the middle of another one. Such a message may be out of order."""
+        """Has the loop call `send`, because this thread is inside of another one. The message may be out of order."""
         self.check_open()
         waiting = OutgoingBatch(topic)
         delivery = handle(waiting)
@@ -167,7 +167,7 @@ class Accumulator:
             try:
                 accepted = send()
             except Exception as error:
-                log.error("what was sent within a send() for topic %r is not accepted: %s", topic, error)
+                log.error("a message that was sent within a send() for topic %r is not accepted: %s", topic, error)
                 end(handle(failed_batch(topic, error)))
             else:
                 accepted._notify(end)
@@ -218,7 +218,7 @@ class Accumulator:
                     if number is None and headers is None and timestamp_us is None and buffer.quick is None and QUICK:
                         return self._begin_quick(buffer, value, size)
                     break
-                waiting_since = self._wait_for_room(waiting_since)
+                waiting_since = self._wait_for_capacity(waiting_since)
             batch, index = self._append(buffer, number, batch, value, key, headers, timestamp_us, size)
         return Delivery(self._owner, batch, index)
 
@@ -245,7 +245,7 @@ class Accumulator:
         size: int,
         begun_ns: int | None = None,
     ) -> tuple[OutgoingBatch, int]:
-        """Puts a message into an open batch, or into a new one."""
+        """Adds a message to an open batch, or to a new one."""
         if batch is not None:
             index = add_message(batch, value, key, headers, timestamp_us, size)
         else:
@@ -273,7 +273,7 @@ class Accumulator:
     def _new_batch(
         self, buffer: TopicBuffer, place: tuple[int, int] | None, begun_ns: int | None = None
     ) -> OutgoingBatch:
-        """One that nobody knows of yet."""
+        """Returns a batch that is not published yet."""
         batch = OutgoingBatch(buffer.topic)
         if place is not None:
             batch.broker_id, batch.partition = place
@@ -282,7 +282,7 @@ class Accumulator:
         return batch
 
     def _seal(self, buffer: TopicBuffer, number: int | None) -> None:
-        """Closes the floating batch, or the open one of a place, if there is one."""
+        """Closes the floating batch, or the open batch of a place, if there is one."""
         batch = buffer.floating if number is None else buffer.open.get(number)
         if batch is None:
             return
@@ -308,10 +308,11 @@ class Accumulator:
         for number in [None, *buffer.open]:
             self._seal(buffer, number)
 
-    def _wait_for_room(self, waiting_since: float | None) -> float:
-        """Waits for some, under the lock, which waiting releases. Returns since when the caller has been waiting.
+    def _wait_for_capacity(self, waiting_since: float | None) -> float:
+        """Waits for capacity, and releases the lock meanwhile. Returns when the caller's wait began (time.monotonic).
 
-        Raises BufferFull when that is too long, or when this is the thread that makes room; what closed the producer.
+        Raises BufferFull after `_wait_s` seconds, or at once in the loop's thread, which frees the capacity. Raises the
+        error that closed the producer.
         """
         now = time.monotonic()
         since = now if waiting_since is None else waiting_since
@@ -319,7 +320,7 @@ class Accumulator:
         if (left_s is not None and left_s <= 0) or self._owner.is_loop_thread():
             raise BufferFull(self._buffer_bytes)
         self._wake()
-        self.room.wait(left_s)
+        self.capacity.wait(left_s)
         self.check_open()
         return since
 
@@ -377,7 +378,7 @@ class Accumulator:
         return ManyDelivery(self._owner, parts)
 
     def _placeholder(self, buffer: TopicBuffer, size: int) -> OutgoingBatch:
-        """The batch that stands for what is unplaced, larger by `size`."""
+        """Returns the batch that stands for the unplaced messages, after its size is increased by `size`."""
         batch = buffer.placeholder
         if batch is None:
             batch = self._new_batch(buffer, None)
@@ -393,7 +394,7 @@ class Accumulator:
     def send_many(
         self, topic: str, values: Sequence[bytes], keys: Keys | None, *, bounded: bool = True
     ) -> ManyDelivery:
-        """Accepts a list of messages as whole batches, all or none: no work a message but what C does."""
+        """Accepts a list of messages as whole batches, all or none. The work per message is done in C."""
         if self._is_inside():
             send = partial(self.send_many, topic, values, keys, bounded=False)
             return self._send_later(topic, send, lambda batch: ManyDelivery(self._owner, [batch]))
@@ -409,7 +410,7 @@ class Accumulator:
                     raise too_large(buffer, largest)
                 if self.buffered_bytes < self._buffer_bytes or not bounded:
                     break
-                waiting_since = self._wait_for_room(waiting_since)
+                waiting_since = self._wait_for_capacity(waiting_since)
             if keys is None or all(key is None for key in keys):
                 self._seal_quick(buffer)
                 self._seal(buffer, None)
@@ -428,7 +429,7 @@ class Accumulator:
         sizes: list[int],
         begun_ns: int | None = None,
     ) -> list[OutgoingBatch]:
-        """Groups messages by partition, in their order; the keyless ones float as a group."""
+        """Groups messages by partition and keeps their order. The messages without a key float as one group."""
         groups: dict[int | None, list[int]] = {}
         for i, key in enumerate(keys):
             groups.setdefault(buffer.number_of(key, None, self._partitioner), []).append(i)
@@ -457,7 +458,7 @@ class Accumulator:
         sizes: list[int],
         begun_ns: int | None = None,
     ) -> list[OutgoingBatch]:
-        """Sealed batches of at most `batch_bytes` each, or of one message."""
+        """Returns sealed batches of at most `batch_bytes` each, or of one message."""
         parts: list[OutgoingBatch] = []
         for start, end, size in chunk_bounds(sizes, self._batch_bytes):
             batch = self._new_batch(buffer, place, begun_ns)
@@ -468,7 +469,7 @@ class Accumulator:
         return parts
 
     def _add_sealed(self, buffer: TopicBuffer, parts: list[OutgoingBatch]) -> None:
-        """Publishes all of them at once."""
+        """Publishes all the batches at once."""
         outstanding = dict.fromkeys(parts)
         size = sum(batch.size for batch in parts)
         buffer.sealed += parts
@@ -479,10 +480,10 @@ class Accumulator:
     # -- the sender's side --------------------------------------------------------------------------------------------
 
     def take(self, *, begun_before_ns: int, busy: Busy = IDLE, busy_before_ns: int = 0) -> list[OutgoingBatch]:
-        """The batches to send, in order, of topics whose partitions are known.
+        """Takes the batches to send, in order, of topics whose partitions are known.
 
-        All that are sealed, and the open ones that were begun before `begun_before_ns` (monotonic_ns), or before
-        `busy_before_ns` where it is busy.
+        These are all sealed batches, and the open batches that began before `begun_before_ns` (monotonic_ns), or, for a
+        busy place, before `busy_before_ns`.
         """
         taken: list[OutgoingBatch] = []
         with self.lock:
@@ -502,15 +503,15 @@ class Accumulator:
                         self._seal(buffer, number)
                 taken += buffer.sealed
                 buffer.sealed.clear()
-        return list(dict.fromkeys(taken))  # an interrupted `send` may have put one in twice
+        return list(dict.fromkeys(taken))  # an interrupted `send` may have added a batch twice
 
     def unresolved(self) -> list[str]:
-        """Topics with messages whose partitions are not known."""
+        """Returns the topics of messages whose partitions are not known."""
         with self.lock:
             return [buffer.topic for buffer in self.buffers.values() if buffer.config is None]
 
     def first_open_ns(self) -> int | None:
-        """When the oldest open batch was begun (monotonic_ns), None without one."""
+        """Returns when the oldest open batch began (monotonic_ns), or None."""
         with self.lock:
             begun = [
                 batch.created_ns
@@ -521,15 +522,15 @@ class Accumulator:
         return min(begun, default=None)
 
     def resolved(self, config: TopicConfig) -> list[OutgoingBatch]:
-        """The loop learned, or learned anew, the topic's configuration: places what waited for it.
+        """Places the waiting messages, after the loop has read the topic's configuration, also if it has changed.
 
-        Returns a failed batch for each message that has no place, such as one for a partition there is not.
+        Returns a failed batch for each message that has no place, for example because its partition does not exist.
         """
         with self.lock:
             buffer = self.buffers.get(config.topic)
             if buffer is None:
                 return []
-            self._seal_all(buffer)  # the numbers of their places were those of the former configuration
+            self._seal_all(buffer)  # their numbers refer to the places of the previous configuration
             is_news = buffer.config is None
             buffer.configure(config, self._message_bytes_max)
             failed = [refused for batch in buffer.sealed for refused in refuse_large(batch, buffer)] if is_news else []
@@ -548,7 +549,8 @@ class Accumulator:
         return failed
 
     def forget(self, topic: str) -> list[OutgoingBatch]:
-        """Drops a topic's buffer, as when it does not exist; returns its batches, for the caller to fail."""
+        """Drops a topic's buffer, for example if the topic does not exist. Returns its batches for the caller to
+        fail."""
         with self.lock:
             buffer = self.buffers.pop(topic, None)
             if buffer is None:
@@ -561,37 +563,37 @@ class Accumulator:
         return batches
 
     def finished(self, batch: OutgoingBatch) -> None:
-        """A batch is done: its room is free."""
+        """Frees the capacity of a batch that is done."""
         with self.lock:
             self.outstanding.pop(batch, None)
             self.buffered_bytes -= batch.size
-            self.room.notify_all()
+            self.capacity.notify_all()
 
     def close(self, error: MetamqError | None = None) -> None:
-        """Refuses further messages; what was accepted may still be taken."""
+        """Refuses further messages. The sender may still take the accepted ones."""
         with self.lock:
             self.closed_by = error or closed_client("producer")
             self._fast = {}
             for buffer in self.buffers.values():
-                self._seal_all(buffer)  # a `send` that is just now looking at one of them finds none
-            self.room.notify_all()
+                self._seal_all(buffer)  # a `send` that reads one of these buffers at this moment finds no open batch
+            self.capacity.notify_all()
 
     def check_not_inside(self) -> None:
-        """Raises ConfigError where waiting would be for ever: this thread has the lock, and goes on only afterwards."""
+        """Raises ConfigError if a wait would never end: this thread has the lock and continues only afterwards."""
         if self._is_inside():
             raise ConfigError(
-                "the call waits, and it interrupts a send() of the same thread, as a signal handler does: that would "
-                "never go on",
-                hint="Set a flag or raise an exception in the handler, and wait behind the send().",
+                "the call waits, and it interrupts a send() of the same thread, as a signal handler does: the wait "
+                "would never end",
+                hint="Set a flag or raise an exception in the handler, and wait after the send().",
             )
 
     def check_open(self) -> None:
-        """Raises what closed the producer."""
+        """Raises the error that closed the producer."""
         if self.closed_by is not None:
             raise self.closed_by.with_traceback(None)
 
     def forked(self, error: MetamqError) -> None:
-        """In a fork's child: nothing is accepted, and nothing that was will be stored from here."""
+        """Closes the copy in a fork's child: it accepts no messages, and stores none of the accepted ones."""
         self._make_lock()  # another thread may have held it at the fork
         self.closed_by = error
         self._fast = {}

@@ -10,20 +10,20 @@ from typing import Self, Unpack
 from metamq.client.checks import check_callables, check_timeout
 from metamq.client.opened_later import OpenedLater
 from metamq.client.producer.producer import FLUSH_TIMEOUT_S, SESSION_TIMEOUT_MS
+from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
 from metamq.client.producer.producer_core import ProducerCore, ProducerOptions
-from metamq.client.producer.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 
 
-class BaseProducer(OpenedLater, ProducerFace[T]):
-    """Sends messages to topics; see metamq.Producer for the arguments. For one loop, the one it is opened in.
+class BaseProducer(OpenedLater, ProducerApi[T]):
+    """Sends messages to topics; see metamq.Producer for the arguments. Not thread-safe: for the loop that opens it.
 
         async with Producer() as producer:
             receipt = await producer.send("flights", b"...")
 
-    `send` and `send_many` are plain functions that never block the loop; what they return is awaitable. Beyond the
-    buffer's bound they raise BufferFull: `await producer.drain()` now and then, as with asyncio's StreamWriter.
+    `send` and `send_many` are plain functions that never block the loop; their results are awaitable. They raise
+    BufferFull if the buffer is full: call `await producer.drain()` now and then, as with asyncio's StreamWriter.
     """
 
     def __init__(
@@ -44,25 +44,28 @@ class BaseProducer(OpenedLater, ProducerFace[T]):
         self._closed = False
 
     async def open(self) -> Self:
-        """Connects to ZooKeeper; `async with` does it. Raises ConnectError; ConfigError the second time."""
+        """Connects to ZooKeeper; `async with` calls it. Raises ConnectError, or ConfigError on the second call."""
         self._open_once()
         self._core = ProducerCore(self._options, asyncio.get_running_loop(), wait_s=0)
         await self._core.open(self._servers, self._root, SESSION_TIMEOUT_MS)
         return self
 
     async def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Waits until everything accepted so far is stored. Raises an ExceptionGroup of what failed, or Timeout."""
+        """Waits until all accepted messages are stored. Raises an ExceptionGroup of the failures, or Timeout.
+
+        `timeout` is in seconds; None waits without limit.
+        """
         self._check_usable()
         check_timeout("timeout", timeout)
         await self._core.flush(timeout)
 
     async def drain(self) -> None:
-        """Waits until the buffer is below half of its bound. Cancel-safe."""
+        """Waits until the buffer is below half of `buffer_bytes`. Cancel-safe."""
         self._check_usable()
         await self._core.drain()
 
     async def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Flushes and closes; further calls do nothing. Raises as `flush`, after everything is closed."""
+        """Flushes and closes. Further calls do nothing. Raises as `flush`, after everything is closed."""
         check_timeout("timeout", timeout)
         if self._opened and not self._closed:
             self._closed = True

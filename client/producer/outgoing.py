@@ -1,7 +1,7 @@
-"""What a producer has accepted: batches being filled, and the handles that tell what became of their messages.
+"""The accepted messages of a producer: batches being filled, and deliveries, which report the outcome of the messages.
 
-A handle is a batch and a place in it, nothing more: no future, lock or event a message. Whoever waits for one makes
-the batch's event; the loop completes a batch with one call, whatever its number of messages.
+A delivery is only a batch and a position in it; it has no future, lock or event per message. A thread that waits for a
+delivery creates the batch's event. The loop completes a batch with one call, whatever its number of messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from metamq.zk.names import partition_name
 R = TypeVar("R")
 
 MESSAGE_OVERHEAD_BYTES = 8
-"""What a message costs in a batch besides its bytes: its entry in the offsets, and room for a short key's."""
+"""Bytes that a message costs in a batch in addition to its data: its entry in the offsets, and space for a short
+key's."""
 
 SLOW_CALLBACK_S = 0.1
 
@@ -37,23 +38,24 @@ _event_lock = threading.Lock()
 
 
 class DeliveryOwner(Protocol):
-    """The producer, as its deliveries see it."""
+    """The producer from the view of its deliveries."""
 
     def hurry(self) -> None:
-        """Somebody waits for a delivery: do not linger. Any thread."""
+        """Sends without lingering, because a caller waits for a delivery. Thread-safe."""
 
     def in_loop(self, callback: Callable[..., object], *args: object) -> None:
-        """Runs a callback in the producer's loop, from any thread. Raises ForkedError in a fork."""
+        """Runs a callback in the producer's loop. Thread-safe. Raises ForkedError in a fork."""
 
     def is_loop_thread(self) -> bool:
-        """Whether this is the thread of the producer's loop, which must not wait for a delivery."""
+        """Returns True in the thread of the producer's loop, which must not wait for a delivery."""
 
     def check_not_inside(self) -> None:
-        """Raises ConfigError in what interrupts a `send` of this thread, as a signal handler, and must not wait."""
+        """Raises ConfigError in code that interrupts a `send` of this thread, as a signal handler does, and must not
+        wait."""
 
 
 class OutgoingBatch:
-    """Messages of one topic, and of one partition once it is known, on their way to a broker."""
+    """Messages of one topic, and of one partition once the partition is known, on their way to a broker."""
 
     __slots__ = (
         "attempts",
@@ -90,7 +92,7 @@ class OutgoingBatch:
         self.timestamps: list[int] | None = None
         self.headers: list[Headers | None] | None = None
         self.count: int = 0
-        """Messages; known once done. The messages themselves are let go of then."""
+        """The number of messages, known once done. Then the batch drops the messages themselves."""
         self.size: int = 0
         self.created_ns: int = time.monotonic_ns()
         self.encoded: bytearray | None = None
@@ -98,13 +100,13 @@ class OutgoingBatch:
         self.sequence: int = -1
         self.gapped: bool = False
         self.unsure: bool = False
-        """An attempt at it has no answer: it may be stored."""
+        """True if an attempt has no answer: the batch may be stored."""
         self.refused: Mapping[int, OutgoingBatch] = NONE_REFUSED
-        """By their places when they were sent, messages that were taken out again; each in a failed batch."""
+        """Messages that were removed after the send, each in a failed batch, by their original index."""
         self.done: bool = False
         self.error: MetamqError | None = None
         self.seen: bool = False
-        """Somebody was told of the error: flush() need not raise it again."""
+        """True if a caller received the error: flush() does not raise it again."""
         self.base_offset: int = -1
         self.timestamp_us: int = time.time_ns() // 1000
         self.event: threading.Event | None = None
@@ -112,11 +114,11 @@ class OutgoingBatch:
 
     @property
     def messages(self) -> int:
-        """How many, until it is done."""
+        """The number of messages until the batch is done, then 0."""
         return len(self.values)
 
     def encode(self, codec: Codec, producer_id: int, sequence: int) -> bytearray:
-        """The bytes to send; made anew when the producer id or the sequence changes. CPU time, no I/O."""
+        """Encodes the batch for sending, again if the producer id or the sequence changes. CPU time, no I/O."""
         self.sequence = sequence
         self.encoded = columns.encode(
             self.values,
@@ -132,30 +134,30 @@ class OutgoingBatch:
 
     @property
     def name(self) -> str:
-        """For errors: topic and partition, where it is known."""
+        """The topic, with the partition if it is known, for error messages."""
         return f"{self.topic}/{partition_name(self.broker_id, self.partition)}" if self.partition >= 0 else self.topic
 
     def complete(self, base_offset: int, error: MetamqError | None, *, keep_encoded: bool = False) -> None:
-        """The batch is stored, or has failed. Called once, in the loop.
+        """Completes the batch as stored or failed. Called once, in the loop.
 
-        `keep_encoded`: it is to be sent again all the same, see metamq.client.producer.partition_queue.
+        `keep_encoded` is True if the batch must still be sent, see metamq.client.producer.partition_queue.
         """
         assert not self.done
         self.base_offset = base_offset
         self._end(error)
         if not keep_encoded:
             self.encoded = None
-        if self.event is not None:  # made before `done` was looked at, or not needed: see wait()
+        if self.event is not None:  # created before wait() checked `done`, or not needed
             self.event.set()
         callbacks, self.callbacks = self.callbacks, None
         for callback in callbacks or ():
             try:
                 callback(self)
-            except Exception:  # a user's: the others are called, and the producer goes on
+            except Exception:  # a user's error: the other callbacks run, and the producer continues
                 log.exception("a delivery's callback failed")
 
     def fail_in_child(self, error: MetamqError) -> None:
-        """In a fork's child: nobody waits for the batch here, and no loop calls anybody back."""
+        """Fails the batch in a fork's child, where no thread waits for it and no loop runs its callbacks."""
         self._end(error)
 
     def _end(self, error: MetamqError | None) -> None:
@@ -166,7 +168,7 @@ class OutgoingBatch:
         self.done = True
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Blocks until the batch is done; False after `timeout_s`."""
+        """Blocks until the batch is done. Returns False after `timeout_s` seconds."""
         if self.done:
             return True
         with _event_lock:
@@ -175,22 +177,23 @@ class OutgoingBatch:
         return self.done or self.event.wait(timeout_s)
 
     def add_callback(self, callback: Callable[[OutgoingBatch], None]) -> None:
-        """Calls `callback(batch)` in the loop once done. Only in the loop, and only before it is done."""
+        """Calls `callback(batch)` in the loop once the batch is done. Only in the loop, and only before the batch is
+        done."""
         if self.callbacks is None:
             self.callbacks = []
         self.callbacks.append(callback)
 
     def timestamp_of(self, index: int) -> int:
-        """The message's own timestamp."""
+        """Returns the timestamp of the message at `index`."""
         return self.timestamps[index] if self.timestamps is not None else self.timestamp_us
 
 
 class QuickBatch(OutgoingBatch):
-    """An open batch that one thread fills without a lock: its values have neither keys nor headers nor timestamps.
+    """An open batch that one thread fills without a lock: its values have no keys, headers or timestamps.
 
-    That thread appends a value, and only then looks at `limit_bytes`. Whoever closes the batch, under the
-    accumulator's lock, first puts `limit_bytes` to 0, and only then looks which values are there. So whatever the
-    order, a value is in the batch or its thread learns that the batch was closed without it. This needs the GIL.
+    That thread appends a value first, and checks `limit_bytes` afterwards. The thread that closes the batch, under the
+    accumulator's lock, sets `limit_bytes` to 0 first, and counts the values afterwards. So in either order a value is
+    in the batch, or its thread sees that the batch was closed without it. This needs the GIL.
     """
 
     __slots__ = ("accepted", "filled_bytes", "limit_bytes", "pending", "thread_id")
@@ -202,12 +205,12 @@ class QuickBatch(OutgoingBatch):
         self.values = self.pending
         self.filled_bytes = 0
         self.limit_bytes = limit_bytes
-        """To be closed once it has so many; 0 when it is."""
+        """The size in bytes at which the batch is closed; 0 once it is closed."""
         self.accepted = 0
-        """How many of the pending values are in it; known once closed."""
+        """The number of pending values that are in the batch; known once it is closed."""
 
     def close(self) -> None:
-        """From here on `values` and `size` stay as they are; what is appended later is not in it."""
+        """Fixes `values` and `size`. A value that is appended later is not in the batch."""
         self.limit_bytes = 0
         self.accepted = len(self.pending)
         self.values = self.pending[: self.accepted]
@@ -225,7 +228,8 @@ def _warn_slow(callback: Callable[[Any], object], took_s: float) -> None:
 
 
 class _Waitable(Generic[R]):
-    """What the two kinds of deliveries share; `_batches()` says what they wait for, R is their result."""
+    """The common base of both kinds of deliveries. `_batches()` returns the batches to wait for; R is the result
+    type."""
 
     __slots__ = ("_producer",)
 
@@ -239,11 +243,12 @@ class _Waitable(Generic[R]):
         raise AssertionError("a delivery has a value")
 
     def done(self) -> bool:
-        """Whether the outcome is known."""
+        """Returns True if the outcome is known. Thread-safe."""
         return all(batch.done for batch in self._batches())
 
     def exception(self, timeout: float | None = None) -> MetamqError | None:
-        """The error, or None when all is stored. Blocks as `result` does."""
+        """Returns the error, or None if all messages are stored. Blocks like `result`, and raises Timeout.
+        Thread-safe."""
         self._wait(timeout)
         failed = [batch for batch in self._batches() if batch.error is not None]
         for batch in failed:
@@ -253,7 +258,7 @@ class _Waitable(Generic[R]):
     def _result(self, timeout: float | None) -> R:
         error = self.exception(timeout)
         if error is not None:
-            raise error.with_traceback(None)  # many deliveries share it
+            raise error.with_traceback(None)  # many deliveries share the error
         return self._value()
 
     def _wait(self, timeout: float | None) -> None:
@@ -271,21 +276,22 @@ class _Waitable(Generic[R]):
                 raise Timeout(f"the delivery to {batch.name}", timeout or 0)
 
     def _last_pending(self) -> OutgoingBatch | None:
-        """The one to wait for: batches are done about in their order, so once this one is, all are, or soon."""
+        """Returns the batch to wait for. Batches are done about in order, so when this one is done, all are, or
+        soon."""
         return next((batch for batch in reversed(self._batches()) if not batch.done), None)
 
     def _check_may_block(self) -> None:
         if self._producer.is_loop_thread():
             raise ConfigError(
-                "waiting here would block the event loop that is to bring the answer",
+                "a wait here would block the event loop that must receive the answer",
                 hint="Await the delivery, or use add_done_callback().",
             )
         self._producer.check_not_inside()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
-        """Calls `callback(self)` once the outcome is known; at once when it is.
+        """Calls `callback(self)` once the outcome is known; immediately if it is known already. Thread-safe.
 
-        It runs in the loop that all clients of the process share, and must not block: they all would stand still.
+        The callback runs in the loop that all clients of the process share. It must not block: all of them would wait.
         """
         self._producer.in_loop(self._notify, callback)
 
@@ -300,7 +306,7 @@ class _Waitable(Generic[R]):
             pending.add_callback(lambda _batch: self._notify(callback))
 
     def as_future(self) -> Future[R]:
-        """A concurrent.futures.Future of the result; cancelling it does not take the message back."""
+        """Returns a concurrent.futures.Future of the result. Cancelling the future does not revoke the message."""
         future: Future[R] = Future()
 
         def settle(_delivery: Any) -> None:
@@ -319,7 +325,7 @@ class _Waitable(Generic[R]):
 
 
 class Delivery(_Waitable[Receipt]):
-    """What `send` returns: tells where the message was stored, or why not. Thread-safe; awaitable in any loop."""
+    """The result of `send`: reports where the message is stored, or the error. Thread-safe; awaitable in any loop."""
 
     __slots__ = ("_batch", "_index")
 
@@ -340,7 +346,7 @@ class Delivery(_Waitable[Receipt]):
         return Receipt(batch.topic, name, offset, batch.timestamp_of(index))
 
     def _move(self, batch: OutgoingBatch, index: int) -> None:
-        """The message went to another batch, as happens when its topic's partitions become known."""
+        """Moves the delivery to another batch, for example after its topic's partitions are known."""
         self._index = index
         self._batch = batch
 
@@ -348,9 +354,9 @@ class Delivery(_Waitable[Receipt]):
         self._move(other._batch, other._index)
 
     def result(self, timeout: float | None = None) -> Receipt:
-        """Where the message is stored. Blocks until it is; Ctrl-C ends the wait.
+        """Waits until the message is stored, and returns where. Ctrl-C ends the wait. Thread-safe.
 
-        Raises Timeout after `timeout` seconds (the delivery goes on), else what the delivery failed with:
+        Raises Timeout after `timeout` seconds (the delivery continues), else the error of the delivery:
         DeliveryTimeout, TopicNotFound, MessageTooLarge, ClosedError, ...
         """
         return self._result(timeout)
@@ -362,7 +368,7 @@ class Delivery(_Waitable[Receipt]):
 
 
 class ManyDelivery(_Waitable[list[ReceiptRange]]):
-    """What `send_many` returns: one handle for all of its messages."""
+    """The result of `send_many`: one object for all its messages. Thread-safe; awaitable in any loop."""
 
     __slots__ = ("_parts",)
 
@@ -392,14 +398,15 @@ class ManyDelivery(_Waitable[list[ReceiptRange]]):
         ]
 
     def result(self, timeout: float | None = None) -> list[ReceiptRange]:
-        """Where the messages are stored: a range of offsets a partition, more where others wrote in between.
+        """Waits until the messages are stored. Returns a range of offsets per partition, or more if other writers
+        interleave.
 
-        Raises as `Delivery.result`; with an error some of the messages may be stored.
+        Raises as `Delivery.result`. After an error some of the messages may be stored.
         """
         return self._result(timeout)
 
 
 def forget_locks() -> None:
-    """In a fork's child: another thread may have held the lock at the fork."""
+    """Replaces the lock in a fork's child: another thread may have held it at the fork."""
     global _event_lock
     _event_lock = threading.Lock()

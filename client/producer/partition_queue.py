@@ -1,33 +1,34 @@
-"""The batches of one partition on their way to its broker: in which order, under which numbers, how often.
+"""The batches of one partition on their way to its broker: their order, their numbers, their repetitions.
 
 Theory of operation
 -------------------
-No I/O and no clock in here: the sender says what happened, and when.
+This module has no I/O and no clock: the sender reports each event with its time.
 
 A batch gets the queue's producer id and the next sequence number when it is first sent, and keeps both for every
-repetition: the broker stores it once, however often it comes, and refuses one whose predecessor is missing
-(SequenceGap). Answers come in any order, and a broker remembers where it stored the last INFLIGHT_BATCHES of an id: no
-number is given out that is so far from the oldest one without an outcome. A batch that comes back goes to its place in
-the queue, and nothing is sent until all that are under way are back or stored. So order holds, nothing is doubled and
-each offset is known, through refusals, lost connections and lost answers.
+repetition. The broker stores it once, however often it is sent, and refuses a batch whose predecessor is missing
+(SequenceGap). Answers come in any order, and a broker remembers where it stored the last INFLIGHT_BATCHES of an id: the
+queue uses no number that is so far from the oldest one without an outcome. A batch that is refused or has no answer
+goes back to its place in the queue, and nothing is sent until all batches in flight are back or stored. So the order
+holds, no batch is stored twice, and each offset is known, through refusals, lost connections and lost answers.
 
-Four things could break that, and each has its rule:
+Four cases could break that, and each has its rule:
 
-*A new id.* A broker takes any sequence of an id that it does not know. If number 0 were refused for a moment and
-number 1 taken, number 0 would pass for a repetition: acknowledged and not there. So until a batch of an id is stored,
-on this connection, one is under way alone; and an id that was idle for long, which a broker may have forgotten, is not
-used again.
+*A new id.* A broker accepts any sequence of an id that it does not know. If number 0 were refused for a moment and
+number 1 accepted, number 0 would count as a repetition: acknowledged, but not stored. So until a batch of an id is
+stored on this connection, only one batch is in flight. An id that was idle for long is not used again, because a
+broker may have forgotten it.
 
-*A connection that was given up.* What was sent on it may still lie in the broker's receive buffer and be stored later,
+*An abandoned connection.* A batch that was sent on it may still be in the broker's receive buffer and be stored later,
 under the old id. A batch whose number is void gets a new one only when that cannot happen any more: when its
-predecessor was never stored, for then the broker refuses it under the old id for ever.
+predecessor was never stored, because then the broker always refuses the batch under the old id.
 
-*A batch whose time is over.* If an attempt at it has no answer, it may be stored, now or later: it is reported as
-failed with outcome unknown, but keeps its place here while batches with later numbers are alive, since without it they
-would never be taken. It is a ghost then: `done`, and still sent. If every attempt was refused, it is certain that it
-is not stored; it goes, and what follows gets new numbers after a gap. If none was made, it just goes.
+*A batch whose time is over.* If an attempt has no answer, the batch may be stored, now or later: it is reported as
+failed with outcome unknown. It keeps its place here while batches with later numbers are not done, because the broker
+would not accept them without it. It is then a ghost: `done`, and still sent. If every attempt was refused, the batch is
+certainly not stored; it is removed, and the batches after the gap get new numbers. If there was no attempt, it is just
+removed.
 
-*Numbers end.* Sequences have 32 bits; an id is given up half way there.
+*Numbers end.* Sequences have 32 bits; the queue replaces an id half way there.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ from metamq.wire.compression import Codec
 INFLIGHT_BATCHES = 5
 SEQUENCES_MAX = 1 << 31
 PRODUCER_ID_IDLE_S = 3600.0
-"""Brokers forget a producer id after days without a batch."""
+"""Seconds after which an idle producer id is replaced. Brokers forget an id after days without a batch."""
 
 
 def new_producer_id() -> int:
-    """63 random bits, never 0."""
+    """Returns 63 random bits, never 0."""
     return secrets.randbits(63) | 1
 
 
 class PartitionQueue:
-    """One partition's batches: `waiting`, in order, and `inflight`. For one loop."""
+    """One partition's batches: `waiting`, in order, and `inflight`. Not thread-safe: for one loop."""
 
     __slots__ = (
         "broker_id",
@@ -76,25 +77,25 @@ class PartitionQueue:
         self.broker_id = broker_id
         self.index = index
         self.waiting: deque[OutgoingBatch] = deque()
-        """First those that have a number and came back, then those that were never sent."""
+        """The batches that have a number and came back, then the batches that were never sent."""
         self.inflight: deque[OutgoingBatch] = deque()
         self.paused_until_s = 0.0
         self.recovering = False
-        """A batch came back: nothing is sent until all that are under way are back or stored."""
+        """True after a batch came back: nothing is sent until all batches in flight are back or stored."""
         self.lost_by: MetamqError | None = None
-        """Why the partition is no more."""
+        """The error by which the partition was lost, or None."""
         self._renew()
 
     def _renew(self) -> None:
-        """A new producer id, for batches none of which can be stored under the old one any more."""
+        """Takes a new producer id. No waiting batch can be stored under the old id any more."""
         self.producer_id = new_producer_id()
         self.next_sequence = 0
         self.established = False
-        """A batch of this id was stored since the last lost connection: the broker knows what comes next."""
+        """True if a batch of this id was stored since the last lost connection: the broker knows the next number."""
         self.last_stored_s = 0.0
 
     def sendable(self, now_s: float) -> bool:
-        """Whether next_batch() may be called."""
+        """Returns True if next_batch() may be called."""
         if self.recovering and not self.inflight:
             self._recover()
         if not self.waiting or self.recovering or now_s < self.paused_until_s:
@@ -109,9 +110,9 @@ class PartitionQueue:
         return self.established and following - self.inflight[0].sequence < INFLIGHT_BATCHES
 
     def next_batch(self, codec: Codec, now_s: float) -> OutgoingBatch:
-        """Moves the first waiting batch to those under way, encoded.
+        """Moves the first waiting batch to those in flight, encoded.
 
-        Raises what encoding raises; the batch is still the first then, and to be dropped.
+        Raises the errors of encoding; then the batch is still the first, and the caller must drop it.
         """
         batch = self.waiting[0]
         if batch.encoded is None:
@@ -127,13 +128,13 @@ class PartitionQueue:
         return batch
 
     def stored(self, batch: OutgoingBatch, now_s: float) -> None:
-        """The broker has the batch."""
+        """Notes that the broker has stored the batch."""
         self.inflight.remove(batch)
         self.established = True
         self.last_stored_s = now_s
 
     def put_back(self, batch: OutgoingBatch, *, unsure: bool) -> None:
-        """The batch was refused for now, or, if `unsure`, it is not known what became of it."""
+        """Takes back a batch that was refused for now, or, if `unsure`, whose outcome is unknown."""
         self.inflight.remove(batch)
         if unsure:
             batch.unsure = True
@@ -145,11 +146,11 @@ class PartitionQueue:
         self.waiting.insert(place, batch)
 
     def drop(self, batch: OutgoingBatch) -> None:
-        """The batch was refused for good, or could not be encoded."""
+        """Removes a batch that was refused permanently, or could not be encoded."""
         (self.inflight if batch in self.inflight else self.waiting).remove(batch)
 
     def _recover(self) -> None:
-        """All that was under way is back or stored."""
+        """Prepares the queue for sending after all batches in flight are back or stored."""
         self.recovering = False
         sent = list(takewhile(lambda batch: batch.sequence >= 0, self.waiting))
         if not sent:
@@ -163,7 +164,8 @@ class PartitionQueue:
             batch.gapped = False
 
     def _renumber(self) -> None:
-        """The first batch's predecessor was never stored, so nothing here was, nor can it be under the old id."""
+        """Numbers the batches again. The first batch's predecessor was never stored, so no batch here can be, under the
+        old id."""
         self.waiting = deque(batch for batch in self.waiting if not batch.done)
         self._renew()
         for batch in self.waiting:
@@ -174,9 +176,9 @@ class PartitionQueue:
             batch.unsure = False
 
     def expire(self, before_ns: int) -> list[OutgoingBatch]:
-        """The batches begun before `before_ns` that were not reported yet; those that cannot be stored are gone here.
+        """Returns the batches begun before `before_ns` that were not reported yet. Removes those that cannot be stored.
 
-        `unsure` says of each whether it may be stored all the same.
+        `unsure` of a batch is True if it may be stored nevertheless.
         """
         live = (batch for batch in chain(self.inflight, self.waiting) if not batch.done)
         late = list(takewhile(lambda batch: batch.created_ns < before_ns, live))
@@ -188,6 +190,6 @@ class PartitionQueue:
         return late
 
     def clear(self) -> list[OutgoingBatch]:
-        """Forgets what waits; returns those that were not reported yet."""
+        """Removes the waiting batches. Returns those that were not reported yet."""
         waiting, self.waiting = self.waiting, deque()
         return [batch for batch in waiting if not batch.done]

@@ -1,7 +1,7 @@
-"""Which partition a message goes to: a pure choice over the topic's *configured* partitions, living or not.
+"""The choice of a message's partition: a pure function over the topic's *configured* partitions, available or not.
 
-Living ones only would move keys whenever a broker restarts, and with it break the order of a key's messages. The
-partition of a missing broker is waited for.
+A choice over the available partitions would move keys whenever a broker restarts, and break the order of a key's
+messages. Messages for the partition of a missing broker wait.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from crc32c import crc32c
 from metamq.errors import ConfigError
 
 Partitioner = Callable[[str, bytes, int], int]
-"""(topic, key, number of partitions) -> index among the topic's partitions in numeric order. Has to be fast."""
+"""(topic, key, number of partitions) -> index among the topic's partitions in numeric order. It must be fast."""
 
 
 def by_key_hash(topic: str, key: bytes, count: int) -> int:
-    """CRC-32C of the key, modulo the number of partitions: the default for messages with a key."""
+    """Returns the CRC-32C of the key, modulo the number of partitions. The default for messages with a key."""
     return int(crc32c(key)) % count
 
 
 class RoundRobin:
-    """Every message to the next partition, keys or not."""
+    """Chooses the next partition for every message, with or without a key."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
@@ -34,7 +34,8 @@ class RoundRobin:
 
 
 def partitioner_named(choice: str | Partitioner) -> Partitioner:
-    """The partitioner for a user's `partitioner=`: "key_hash", "round_robin" or a callable. Raises ConfigError."""
+    """Returns the partitioner for a user's `partitioner=`: "key_hash", "round_robin" or a callable. Raises
+    ConfigError."""
     if callable(choice):
         return choice
     if choice == "key_hash":

@@ -14,8 +14,8 @@ from typing import Any, Literal, Self, Unpack
 
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, check_timeout
+from metamq.client.producer.producer_api import ProducerApi, ProducerSettings
 from metamq.client.producer.producer_core import ProducerCore, ProducerOptions
-from metamq.client.producer.producer_face import ProducerFace, ProducerSettings
 from metamq.client.settings import load, zookeeper_root, zookeeper_servers
 from metamq.client.typevars import T
 from metamq.errors import ConfigError, ForkedError
@@ -26,25 +26,26 @@ log = logging.getLogger("metamq.client")
 SESSION_TIMEOUT_MS = 10_000
 AT_EXIT_FLUSH_S = 5.0
 FLUSH_TIMEOUT_S = 35.0
-"""More than the default of `delivery_timeout_s`: so what cannot be stored fails first, and says why."""
+"""Seconds, more than the default of `delivery_timeout_s`: undeliverable messages fail first, with their reason."""
 
 
-class BaseProducer(ProducerFace[T]):
+class BaseProducer(ProducerApi[T]):
     """Sends messages to topics. Thread-safe: one Producer serves a whole process.
 
-    zookeeper:  "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
-    root:       the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
-    encode:     makes bytes of a value; without it values are bytes.
-    on_full:    what `send` does when the buffer is full: "block" (for `full_timeout_s`, None is for ever) or "raise".
+    zookeeper:  "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:       the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
+    encode:     converts a value to bytes; without it values are bytes.
+    on_full:    the action of `send` if the buffer is full: "block" (for `full_timeout_s` seconds, None means without
+                limit) or "raise" BufferFull.
     config:     a TOML file; its [producer] section has the settings below.
     settings:   linger_ms, batch_bytes, buffer_bytes, max_message_bytes, compression, partitioner, delivery_timeout_s,
                 request_timeout_s; see metamq.client.producer.producer_core.ProducerOptions.
 
     Every message is stored once, whatever is repeated on the way. Messages with a key, and those sent to a partition by
     name, are stored in the order of `send` within their partition, and so within a key. Messages with neither go to any
-    partition, a batch at a time: they keep their order within a batch, and none to the others in the partition.
-    Leave the `with` block, or close(), to be sure that all is stored; both raise what failed.
-    Raises ConnectError when ZooKeeper cannot be reached, ConfigError for a wrong setting.
+    partition, a batch at a time: the order is kept within a batch, but not between the batches of a partition.
+    Leave the `with` block, or call close(), to be sure that all is stored; both raise the errors of failed messages.
+    Raises ConnectError if ZooKeeper cannot be reached, and ConfigError for a wrong setting.
     """
 
     def __init__(
@@ -75,10 +76,11 @@ class BaseProducer(ProducerFace[T]):
         _unclosed.add(self)
 
     def flush(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Waits until everything accepted so far is stored.
+        """Waits until all accepted messages are stored. Thread-safe.
 
-        Raises an ExceptionGroup of what failed since the last flush, Timeout after `timeout` seconds; ConfigError in a
-        signal handler that interrupts a send(), which holds what this waits for. So do close() and Delivery.result().
+        Raises an ExceptionGroup of the failures since the last flush, or Timeout after `timeout` seconds. Raises
+        ConfigError in a signal handler that interrupts a send(): the wait would never end. close() and
+        Delivery.result() do the same.
         """
         self._check_usable()
         check_timeout("timeout", timeout)
@@ -86,7 +88,7 @@ class BaseProducer(ProducerFace[T]):
         self._background.run(self._core.flush(timeout))
 
     def close(self, timeout: float | None = FLUSH_TIMEOUT_S) -> None:
-        """Flushes and closes; further calls do nothing. Raises as `flush` does, after everything is closed."""
+        """Flushes and closes. Further calls do nothing. Raises as `flush`, after everything is closed. Thread-safe."""
         check_timeout("timeout", timeout)
         if self._closed:
             return
@@ -105,9 +107,9 @@ class BaseProducer(ProducerFace[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(self._core.accumulator.closed_by, ForkedError):
-            return  # a child that leaves its parent's block
+            return  # a child process that leaves its parent's block
         if kind is not None and issubclass(kind, KeyboardInterrupt):
-            with contextlib.suppress(Exception):  # the interrupt is what the caller is to see
+            with contextlib.suppress(Exception):  # the caller must see the interrupt
                 self.close(AT_EXIT_FLUSH_S)
             return
         self.close()
@@ -117,7 +119,7 @@ class BaseProducer(ProducerFace[T]):
             return
         try:
             _warn_unclosed(self)
-        finally:  # warnings may be errors
+        finally:  # the warning may be raised as an error
             core = self._core
             self._background.call_soon(lambda: _closing.add(asyncio.ensure_future(_close_quietly(core))))
 
@@ -127,7 +129,7 @@ def _warn_unclosed(producer: BaseProducer[Any]) -> None:
 
 
 _closing: set[asyncio.Future[None]] = set()
-"""Nobody else refers to them."""
+"""References to the tasks that close producers; no other object refers to them."""
 
 
 async def _close_quietly(core: ProducerCore) -> None:
@@ -147,7 +149,7 @@ def _flush_unclosed() -> None:
             continue
         try:
             _warn_unclosed(producer)
-        except ResourceWarning as warning:  # warnings are errors here; the messages are no less worth for it
+        except ResourceWarning as warning:  # warnings are errors in this process; the messages must be stored anyway
             log.error("%s", warning)
         try:
             producer.close(AT_EXIT_FLUSH_S)

@@ -1,6 +1,6 @@
-"""The producer without a face: accepts messages from any thread, sends them from one loop.
+"""The implementation of the producer: accepts messages from any thread, sends them from one loop.
 
-The blocking and the asyncio Producer are thin faces over this; so both have every feature.
+The blocking and the asyncio Producer are thin APIs over this core; so both have every feature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from metamq.client.checks import check_ranges
-from metamq.client.forks import tell_of_forks
+from metamq.client.forks import register_for_forks
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.accumulator import Accumulator
@@ -38,31 +38,33 @@ log = logging.getLogger("metamq.client")
 
 FAILURES_MAX = 1000
 RESOLVE_RETRY_S = 0.2
-_DOCTOR = "See whether the brokers are up with `metamq doctor`."
+_DOCTOR = "Check that the brokers are up with `metamq doctor`."
 BUSY_LINGER_NS = 50_000_000
-"""How long a batch grows, linger or not, where others wait to be sent."""
+"""Nanoseconds that a batch grows, with or without linger, while other batches wait to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProducerOptions:
-    """A producer's settings; construction validates."""
+    """A producer's settings. The constructor validates them."""
 
     linger_ms: float = 0
-    """How long a batch waits for more messages. Without it batches still grow while earlier ones are under way."""
+    """Milliseconds that a batch waits for more messages. With 0, batches still grow while earlier ones are in
+    flight."""
     batch_bytes: int = BATCH_TARGET_BYTES
-    """A batch is closed at this size."""
+    """The size in bytes at which a batch is closed."""
     buffer_bytes: int = 64 * 1024 * 1024
-    """Messages that are accepted and not acknowledged may take this much; then `send` waits or raises BufferFull."""
+    """The most bytes of messages that are accepted and not acknowledged. Above it `send` waits or raises BufferFull."""
     max_message_bytes: int = MESSAGE_BYTES_MAX
-    """A larger message raises MessageTooLarge in `send`; a topic's own limit counts too."""
+    """The largest message in bytes; above it `send` raises MessageTooLarge. The topic's own limit applies, too."""
     compression: str | None = None
-    """None, "lz4" or "zstd"."""
+    """The codec: None, "lz4" or "zstd"."""
     partitioner: str | Partitioner = "key_hash"
-    """"key_hash", "round_robin", or a callable (topic, key, number of partitions) -> index."""
+    """The choice of a partition: "key_hash", "round_robin", or a callable (topic, key, number of partitions) ->
+    index."""
     delivery_timeout_s: float = 30.0
-    """A message that is not acknowledged after this fails with DeliveryTimeout."""
+    """Seconds after which a message that is not acknowledged fails with DeliveryTimeout."""
     request_timeout_s: float = 10.0
-    """A broker that does not answer for so long is reconnected."""
+    """Seconds after which the producer reconnects to a broker that does not answer."""
 
     def __post_init__(self) -> None:
         limits = {
@@ -79,18 +81,18 @@ class ProducerOptions:
 
 
 class ProducerCore:
-    """One producer's engine. `send` and `send_many` of its accumulator are thread-safe, the rest is the loop's."""
+    """The core of one producer. `send` and `send_many` of its accumulator are thread-safe; the rest is for the loop."""
 
     def __init__(self, options: ProducerOptions, loop: asyncio.AbstractEventLoop, *, wait_s: float | None) -> None:
         self.loop = loop
         self.wait_s = wait_s
-        """How long `send` waits for room in the buffer; None: for ever."""
+        """Seconds that `send` waits for capacity in the buffer; None means without limit."""
         self.options = options
         self._thread = threading.get_ident()
         self._awake = False
         self._hurried_ns = 0
         self._lingering = False
-        """A timer runs for the oldest open batch."""
+        """True while a timer runs for the oldest open batch."""
         self._forked = False
         self._failures: list[OutgoingBatch] = []
         self._drained: list[asyncio.Future[None]] = []
@@ -107,7 +109,7 @@ class ProducerCore:
             wait_s=wait_s,
             owner=self,
         )
-        tell_of_forks(self)
+        register_for_forks(self)
 
     async def open(self, servers: str, root: str, session_timeout_ms: int) -> None:
         """Connects to ZooKeeper. Raises ConnectError."""
@@ -121,7 +123,7 @@ class ProducerCore:
             request_timeout_s=self.options.request_timeout_s,
         )
         self.sender.on_done = self._done
-        self.sender.on_room = self._pump
+        self.sender.on_capacity = self._pump
         self.sender.on_topic_lost = self._topic_lost
         self._ticker = asyncio.ensure_future(self.sender.run())
 
@@ -130,27 +132,28 @@ class ProducerCore:
         self.wake()
 
     def wake(self) -> None:
-        """There is something to send. Any thread, also under the accumulator's lock."""
+        """Schedules the sending of new messages. Thread-safe, also under the accumulator's lock."""
         if not self._awake:
             self._awake = True
             self.in_loop(self._pump)
 
     def hurry(self) -> None:
-        """Somebody waits for a delivery: do not linger. Any thread."""
+        """Sends without lingering, because a caller waits for a delivery. Thread-safe."""
         if self.options.linger_ms:
             self._hurried_ns = time.monotonic_ns() + 1
             self.wake()
 
     def is_loop_thread(self) -> bool:
-        """Whether this is the thread of the producer's loop."""
+        """Returns True in the thread of the producer's loop."""
         return threading.get_ident() == self._thread
 
     def check_not_inside(self) -> None:
-        """Raises ConfigError in what interrupts a `send` of this thread, as a signal handler, and must not wait."""
+        """Raises ConfigError in code that interrupts a `send` of this thread, as a signal handler does, and must not
+        wait."""
         self.accumulator.check_not_inside()
 
     def in_loop(self, callback: Callable[..., object], *args: object) -> None:
-        """Runs a callback in the loop, from any thread. Raises ForkedError in a fork."""
+        """Runs a callback in the loop. Thread-safe. Raises ForkedError in a fork."""
         if self._forked:
             raise ForkedError("producer")
         if threading.get_ident() == self._thread:
@@ -173,7 +176,8 @@ class ProducerCore:
         self.sender.pump()
 
     def _begun_before_ns(self) -> int:
-        """Which open batches to take: those that lingered long enough, or were there when somebody began to wait."""
+        """Returns the time before which an open batch must have begun to be taken: its linger is over, or a caller
+        waits."""
         now_ns = time.monotonic_ns() + 1
         if not self.options.linger_ms:
             return now_ns
@@ -189,17 +193,17 @@ class ProducerCore:
         self._pump()
 
     def _refresh_resolved(self) -> None:
-        """Hands configurations that changed, as by added partitions, to the accumulator."""
+        """Passes changed configurations, for example with added partitions, to the accumulator."""
         for topic, buffer in list(self.accumulator.buffers.items()):
             config = self.cluster.configs.get(topic)
             if buffer.config is None or buffer.config is config:
                 continue
-            if config is None:  # deleted; it may be made anew, so the next message asks again
+            if config is None:  # deleted; it may be created again, so the next message reads it again
                 self._drop(topic, TopicNotFound(topic))
             elif config.id == buffer.config.id:
                 self._failed(self.accumulator.resolved(config))
             else:
-                self._drop(topic, _made_anew(topic))
+                self._drop(topic, _recreated(topic))
 
     async def _resolve(self, topic: str) -> None:
         deadline = self.loop.time() + self.options.delivery_timeout_s
@@ -221,7 +225,7 @@ class ProducerCore:
         self._pump()
 
     def _drop(self, topic: str, error: MetamqError) -> None:
-        """Fails what was accepted for a topic and not handed to the sender."""
+        """Fails the messages of a topic that were accepted and not passed to the sender."""
         for batch in self.accumulator.forget(topic):
             batch.complete(-1, error)
             self._done(batch)
@@ -242,7 +246,7 @@ class ProducerCore:
             self._drained.clear()
 
     def _failed(self, batches: list[OutgoingBatch]) -> None:
-        """For the next flush() to raise. Only what it cannot raise is logged."""
+        """Keeps the failures for the next flush() to raise. Logs only those that exceed FAILURES_MAX."""
         for batch in batches:
             if len(self._failures) >= FAILURES_MAX:
                 self._failures = [failed for failed in self._failures if not failed.seen]
@@ -252,15 +256,15 @@ class ProducerCore:
                 log.error("not stored: %s for %s: %s", count(batch.count, "message"), batch.name, batch.error)
 
     async def flush(self, timeout_s: float | None) -> None:
-        """Waits until all that was accepted so far is stored or has failed.
+        """Waits until all messages that were accepted before are stored or have failed.
 
-        Raises Timeout, or an ExceptionGroup of what failed since the last flush and no Delivery has told.
+        Raises Timeout, or an ExceptionGroup of the failures since the last flush that no Delivery has reported.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 batches = self._outstanding()
                 await self._wait_for(batches)
-                if any(not batch.count for batch in batches):  # placeholders, whose messages are in batches now
+                if any(not batch.count for batch in batches):  # placeholders: their messages are in other batches now
                     await self._wait_for(self._outstanding())
         except TimeoutError:
             raise Timeout(f"flush() of {self._waiting()}", timeout_s or 0, hint=_DOCTOR) from None
@@ -274,7 +278,7 @@ class ProducerCore:
             return [batch for batch in self.accumulator.outstanding if not batch.done]
 
     def _waiting(self) -> str:
-        """In words, what is not stored yet, and why."""
+        """Describes the messages that are not stored yet, and the last errors."""
         counts: Counter[str] = Counter()
         for batch in self._outstanding():
             counts[batch.topic] += len(batch.values)
@@ -309,7 +313,7 @@ class ProducerCore:
         return self.accumulator.buffered_bytes <= self.options.buffer_bytes // 2
 
     async def drain(self) -> None:
-        """Waits until the buffer is below half of its bound."""
+        """Waits until the buffer is below half of its limit."""
         if not self._is_drained():
             waiting: asyncio.Future[None] = self.loop.create_future()
             self._drained.append(waiting)
@@ -318,7 +322,7 @@ class ProducerCore:
             await waiting
 
     async def close(self, timeout_s: float | None) -> None:
-        """Refuses further messages, flushes, closes. What is not stored by then fails with ClosedError."""
+        """Refuses further messages, flushes, closes. Messages that are not stored by then fail with ClosedError."""
         if self._session is None:
             return
         self.accumulator.close()
@@ -344,14 +348,14 @@ class ProducerCore:
         await session.close()
 
     def forked(self) -> None:
-        """In a fork's child: nothing works any more."""
+        """Closes the copy in a fork's child: it cannot be used any more."""
         forget_locks()
         self._forked = True
         self._session = None
         self.accumulator.forked(ForkedError("producer"))
 
 
-def _made_anew(topic: str) -> TopicNotFound:
+def _recreated(topic: str) -> TopicNotFound:
     return TopicNotFound(
-        topic, hint="It was deleted and made anew while messages for it waited to be sent. Send them again."
+        topic, hint="It was deleted and created again while messages for it waited to be sent. Send them again."
     )

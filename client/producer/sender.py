@@ -1,21 +1,21 @@
-"""Sends a producer's batches: which go into the next PUT, what an answer means, what is sent again.
+"""Sends a producer's batches: chooses the batches of the next PUT, and interprets the answers.
 
-    answer                        what is done; partition_queue says why nothing is lost or doubled by it
+    answer                        action; partition_queue explains why no batch is lost or stored twice
     stored                        the batch is complete
-    SequenceGap                   back into the queue; new numbers if its predecessor failed for good
-    TopicNotFound                 back into the queue, and ZooKeeper is asked: the broker lags, or the topic is gone
+    SequenceGap                   back into the queue; new numbers if its predecessor failed permanently
+    TopicNotFound                 back into the queue, and ZooKeeper is read: the broker lags, or the topic is deleted
     Fenced                        back into the queue, and the master is looked up
     retriable, unknown outcome,   back into the queue, in order; sent again when all others are back
-    broker stops, lost link
+    broker stops, broken link
     any other error               the batch fails
     none within its time          the batch fails with DeliveryTimeout
 
-Once ZooKeeper has another master, nothing is waited for from the former one: it may hang, and what it answers may not
-hold. What is under way there goes to the new one, which knows the batches that it has by their numbers.
+Once ZooKeeper names another master, the sender does not wait for answers of the previous one: it may hang, and its
+answers may be void. The unanswered batches go to the new master, which recognizes by their numbers those that it has.
 
-Where batches wait, at a partition or at a broker that nothing can be sent to, it is *busy*: open batches may as well
-grow, and messages without a key go elsewhere.
-Everything here runs in the producer's loop.
+A partition or a broker for which batches wait, because they cannot be sent now, is *busy*: open batches for it may as
+well grow, and messages without a key go to other partitions.
+All code of this module runs in the producer's loop.
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ from metamq.zk.cluster.topics import TopicConfig
 log = logging.getLogger("metamq.client")
 
 INFLIGHT_REQUESTS = 8
-"""On one connection."""
+"""The highest number of unanswered requests on one connection."""
 PUT_BYTES = 2 * 1024 * 1024
-"""A PUT takes no further batch above this."""
+"""The size in bytes from which on a PUT takes no further batch."""
 RETRY_PAUSE_S = 0.1
 TICK_S = 0.1
 WARN_AFTER_S = 1.0
 
 
 class RefusalVerdict(Enum):
-    """What a refusal means for the batch."""
+    """The meaning of a refusal for the batch."""
 
     GAP = "its predecessor is missing"
-    LOOK = "again, and see whether the topic is there"
-    MOVE = "again, where the master is now"
-    AGAIN = "again, since nothing was stored"
-    UNSURE = "again, since nobody knows whether it was stored"
-    NEVER = "it failed for good"
+    LOOK = "again, after a check that the topic exists"
+    MOVE = "again, at the current master"
+    AGAIN = "again, since it was not stored"
+    UNSURE = "again, since it may be stored or not"
+    NEVER = "it failed permanently"
 
 
 _VERDICTS: tuple[tuple[type[MetamqError], RefusalVerdict], ...] = (
     (SequenceGap, RefusalVerdict.GAP),
     (TopicNotFound, RefusalVerdict.LOOK),
     (Fenced, RefusalVerdict.MOVE),
-    (ClosedError, RefusalVerdict.UNSURE),  # the broker stops: what waits for a flush then is stored, most likely
+    (ClosedError, RefusalVerdict.UNSURE),  # the broker stops: batches that wait for a flush then are probably stored
 )
 
 
 def verdict_on(error: MetamqError) -> RefusalVerdict:
-    """What to do with a batch that a broker answered with `error`."""
+    """Returns what to do with a batch that a broker answered with `error`."""
     for kind, verdict in _VERDICTS:
         if isinstance(error, kind):
             return verdict
@@ -95,7 +95,7 @@ def verdict_on(error: MetamqError) -> RefusalVerdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sent:
-    """One PUT under way."""
+    """One unanswered PUT."""
 
     batches: list[tuple[PartitionQueue, OutgoingBatch]]
     sent_at_s: float
@@ -114,13 +114,13 @@ class BrokerSender:
         self._last_connection: BrokerConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.last_error: MetamqError | None = None
-        """Since a batch was last stored."""
+        """The last error since a batch was stored."""
         self._failing_since_s: float | None = None
         self._warned = False
 
     @property
     def blocked(self) -> bool:
-        """Whether nothing can be sent now, to whichever partition."""
+        """True if nothing can be sent now, to any partition."""
         if len(self._sent) >= INFLIGHT_REQUESTS:
             return True
         return bool(self._ready) and (self._connection is None or not self._connection.alive)
@@ -131,22 +131,22 @@ class BrokerSender:
         return self._ready
 
     def enqueue(self, queue: PartitionQueue) -> None:
-        """The queue has something to send."""
+        """Adds a queue that has batches to send."""
         self._ready[queue] = None
 
     def look_up(self) -> None:
-        """Another one may be the master now."""
+        """Drops the connection, because another broker may be the master now."""
         self._connection = None
 
     def follow(self) -> None:
-        """Brokers have come or gone."""
+        """Checks the connections after brokers have joined or left."""
         for connection in {sent.connection for sent in self._sent}:
             if not self._is_current(connection):
                 log.info("broker %d is not at %s any more", self.broker_id, connection.address)
                 connection.abort()
         if self._connection is not None and not self._is_current(self._connection):
             self._connection = None
-        if self._connecting is not None:  # perhaps to one that hangs
+        if self._connecting is not None:  # the connection attempt may be to a broker that hangs
             self._connecting.cancel()
             self._connecting = None
 
@@ -154,7 +154,7 @@ class BrokerSender:
         return self._sender.cluster.is_current(Source(self.broker_id), connection.address)
 
     def pump(self) -> None:
-        """Sends what can be sent now."""
+        """Sends the batches that can be sent now."""
         if not self._ready or len(self._sent) >= INFLIGHT_REQUESTS:
             return
         if self._connection is not None and self._connection.alive:
@@ -167,16 +167,16 @@ class BrokerSender:
         try:
             self._connection = await self._sender.cluster.connection(self.broker_id)
         except MetamqError as error:
-            self.last_error = error  # the tick tries again; the connections keep their own pauses
+            self.last_error = error  # the tick tries again; the connections have their own pauses
         self._connecting = None
         if self._connection is not self._last_connection:
             self._last_connection = self._connection
-            self._sender.begin_anew(self.broker_id)
+            self._sender.connection_changed(self.broker_id)
         if self._connection is not None and self._connection.alive:
             self.pump()
 
     def _send_one(self, connection: BrokerConnection) -> bool:
-        """Sends one PUT; False when there is nothing that may be sent."""
+        """Sends one PUT. Returns False if no batch may be sent."""
         now_s = time.monotonic()
         batches = self._pick(now_s)
         if not batches:
@@ -198,7 +198,7 @@ class BrokerSender:
         return True
 
     def _pick(self, now_s: float) -> list[tuple[PartitionQueue, OutgoingBatch]]:
-        """The batches of the next PUT, from the partitions in turn."""
+        """Returns the batches of the next PUT, taken from the partitions one after another."""
         picked: list[tuple[PartitionQueue, OutgoingBatch]] = []
         size = 0
         for queue in list(self._ready):
@@ -206,10 +206,10 @@ class BrokerSender:
             while size < PUT_BYTES and len(picked) < ENTRIES_TARGET and queue.sendable(now_s):
                 try:
                     batch = queue.next_batch(self._sender.codec, now_s)
-                except MetamqError as error:  # such as a limit that only the encoded batch is seen to exceed
+                except MetamqError as error:  # for example a limit that only the encoded batch exceeds
                     self._sender.settle(queue, queue.waiting[0], error)
                     continue
-                except Exception as error:  # of a codec, or no memory: this batch's alone
+                except Exception as error:  # a codec's error, or no memory: only this batch fails
                     self._sender.settle(queue, queue.waiting[0], MetamqError(f"a batch cannot be encoded: {error!r}"))
                     continue
                 picked.append((queue, batch))
@@ -242,19 +242,19 @@ class BrokerSender:
                 self._sender.refused(queue, batch, result)
             else:
                 self._sender.stored(queue, batch, result)
-        self._sender.on_room()
+        self._sender.on_capacity()
 
     def _lost(self, sent: _Sent, error: MetamqError) -> None:
-        """The connection broke: everything under way on it goes back, in order."""
+        """Puts all unanswered batches of a broken connection back, in order."""
         self._sent.pop(sent, None)
         self.last_error = error
         for queue, batch in sent.batches:
-            # A connection that breaks whenever it is written to is not to keep us busy.
+            # The pause limits the CPU time if a connection breaks at each write.
             queue.paused_until_s = max(queue.paused_until_s, sent.sent_at_s + RETRY_PAUSE_S)
             self._sender.back(queue, batch, unsure=True)
 
     def tick(self, now_s: float, request_timeout_s: float) -> None:
-        """Gives up on a connection that does not answer, and tries again what waits."""
+        """Closes a connection that does not answer, and tries again to send the waiting batches."""
         for sent in list(self._sent):
             if now_s - sent.sent_at_s > request_timeout_s:
                 log.warning(
@@ -266,7 +266,8 @@ class BrokerSender:
         self.pump()
 
     def _warn(self, now_s: float) -> None:
-        """Once it has failed for a while: nobody else says so before the time of the messages is over."""
+        """Logs a broker that has failed for WARN_AFTER_S. Otherwise the first report would be the messages'
+        time-out."""
         if self.last_error is None or not self._ready:
             self._failing_since_s, self._warned = None, False
             return
@@ -282,7 +283,7 @@ class BrokerSender:
 
 
 def _results(response: Response, count: int) -> list[PutResult | MetamqError]:
-    """What became of each batch of a PUT. Raises ProtocolError."""
+    """Returns the result of each batch of a PUT. Raises ProtocolError."""
     if response.status != status.OK:
         return [status.decode_error(response.status, response.header)] * count
     results = unpack_list(PutResult, response.header)
@@ -298,7 +299,7 @@ def _nothing(*_: object) -> None:
 
 
 class Sender:
-    """Brings batches to the brokers. Its owner sets the three callbacks."""
+    """Sends batches to the brokers. Its owner sets the three callbacks."""
 
     def __init__(
         self, cluster: ClusterClient, codec: Codec, *, delivery_timeout_s: float, request_timeout_s: float
@@ -314,32 +315,32 @@ class Sender:
         self._rotation: dict[str, int] = {}
         self._looking_at: set[str] = set()
         self.on_done: Callable[[OutgoingBatch], None] = _nothing
-        """A batch is stored or has failed."""
-        self.on_room: Callable[[], None] = _nothing
-        """There may be room for more: a broker answered, or some time has passed."""
+        """Called when a batch is stored or has failed."""
+        self.on_capacity: Callable[[], None] = _nothing
+        """Called when more may be sent: a broker has answered, or some time has passed."""
         self.on_topic_lost: Callable[[str, str, TopicNotFound], None] = _nothing
-        """The topic with this id is not there any more."""
+        """Called when the topic with this id does not exist any more."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a coroutine as a task of the sender's."""
+        """Runs a coroutine as a task that the sender owns."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def follow(self) -> None:
-        """Brokers have come or gone."""
+        """Checks the connections after brokers have joined or left."""
         for broker in self._brokers.values():
             broker.follow()
 
-    def begin_anew(self, broker_id: int) -> None:
-        """There is another connection, perhaps to another replica: it may not know the producer ids."""
+    def connection_changed(self, broker_id: int) -> None:
+        """Notes a new connection to a broker id, perhaps to another replica, which may not know the producer ids."""
         for queue in self._queues.values():
             if queue.broker_id == broker_id:
                 queue.established = False
 
     def busy(self) -> Busy:
-        """Where batches wait."""
+        """Returns the places for which batches wait."""
         places: dict[str, set[tuple[int, int]]] = {}
         for broker in self._brokers.values():
             for queue in broker.backed_up:
@@ -347,7 +348,7 @@ class Sender:
         return Busy({broker_id for broker_id, broker in self._brokers.items() if broker.blocked}, places)
 
     def add(self, batches: list[OutgoingBatch]) -> None:
-        """Queues batches; those without a partition take turns over the topic's."""
+        """Queues batches. Batches without a partition rotate over the topic's partitions."""
         for batch in batches:
             config = self.cluster.configs.get(batch.topic)
             if config is None:
@@ -363,7 +364,7 @@ class Sender:
             self._requeue(queue)
 
     def _next_place(self, config: TopicConfig) -> tuple[int, int]:
-        """The next partition in turn where no batches wait, or just the next one."""
+        """Returns the next partition in the rotation without waiting batches, or just the next one."""
         known = self._places.get(config.topic)
         if known is None or known[0] is not config:
             places = [(b, i) for b in sorted(config.partitions) for i in range(config.partitions[b])]
@@ -372,7 +373,7 @@ class Sender:
         places = known[1]
         first = number = self._rotation[config.topic]
         blocked = {broker_id for broker_id, broker in self._brokers.items() if broker.blocked}
-        if not config.partitions.keys() <= blocked:  # else it is all one, and there may be thousands
+        if not config.partitions.keys() <= blocked:  # otherwise no place is better, and there may be thousands
             in_turn = range(first, first + len(places))
             number = next((n for n in in_turn if self._is_free(config, places[n % len(places)], blocked)), first)
         self._rotation[config.topic] = number + 1
@@ -383,19 +384,19 @@ class Sender:
         return place[0] not in blocked and (queue is None or not queue.waiting)
 
     def pump(self) -> None:
-        """Sends what can be sent."""
+        """Sends the batches that can be sent now."""
         for broker in list(self._brokers.values()):
             broker.pump()
 
     def stored(self, queue: PartitionQueue, batch: OutgoingBatch, result: PutResult) -> None:
-        """The broker has the batch."""
+        """Completes a batch that the broker has stored."""
         queue.stored(batch, time.monotonic())
         self._brokers[queue.broker_id].last_error = None
         self._finish(batch, result.base_offset, None)
         self._requeue(queue)
 
     def refused(self, queue: PartitionQueue, batch: OutgoingBatch, error: MetamqError) -> None:
-        """The broker refused the batch: again, or never."""
+        """Decides about a refused batch: it is sent again, or fails."""
         verdict = verdict_on(error)
         if verdict is RefusalVerdict.NEVER:
             self.settle(queue, batch, error)
@@ -415,7 +416,7 @@ class Sender:
             self.spawn(self._look(queue, error))
 
     def back(self, queue: PartitionQueue, batch: OutgoingBatch, *, unsure: bool) -> None:
-        """The batch comes back to its queue, or fails where that is no more."""
+        """Puts a batch back into its queue, or fails it if the partition is lost."""
         if queue.lost_by is not None:
             self.settle(queue, batch, queue.lost_by)
         else:
@@ -423,7 +424,7 @@ class Sender:
             self._requeue(queue)
 
     def settle(self, queue: PartitionQueue, batch: OutgoingBatch, error: MetamqError) -> None:
-        """The batch failed for good."""
+        """Fails a batch permanently."""
         queue.drop(batch)
         self._finish(batch, -1, error)
         if queue.lost_by is not None:
@@ -431,17 +432,18 @@ class Sender:
         self._requeue(queue)
 
     async def _look(self, queue: PartitionQueue, error: MetamqError) -> None:
-        """The broker does not know the topic: it lags behind ZooKeeper, or the topic is gone or another one."""
+        """Checks the topic in ZooKeeper, because the broker does not know it: the broker lags, or the topic was
+        deleted."""
         try:
             config = await self.cluster.topics.get_or_none(queue.topic)
         except MetamqError:
-            return  # it is looked at again after the pause
+            return  # the check is repeated after the pause
         finally:
             self._looking_at.discard(queue.topic)
         if config is None or config.id != queue.topic_id:
             lost = TopicNotFound(
                 queue.topic,
-                hint="It was deleted, or made anew, while messages for it were on their way. Send them again.",
+                hint="It was deleted, or created again, while messages for it were on their way. Send them again.",
             )
             for other in list(self._queues.values()):
                 if (other.topic, other.topic_id) == (queue.topic, queue.topic_id):
@@ -470,33 +472,33 @@ class Sender:
     def _finish(
         self, batch: OutgoingBatch, base_offset: int, error: MetamqError | None, *, ghost: bool = False
     ) -> None:
-        if batch.done:  # it was reported before, when its time was over
+        if batch.done:  # it was reported earlier, when its time was over
             batch.encoded = None
             if error is None:
                 log.warning(
                     "%s: stored after the delivery had timed out: %s", batch.name, count(batch.count, "message")
                 )
             return
-        if error is not None and batch.unsure:  # whatever became of its last attempt
+        if error is not None and batch.unsure:  # an earlier attempt may have stored it
             error = error.with_unknown_outcome()
         batch.complete(base_offset, error, keep_encoded=ghost)
         self.on_done(batch)
 
     async def run(self) -> None:
-        """Time-outs and retries, for ever."""
+        """Handles time-outs and retries until the task is cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             try:
                 self._tick()
-            except Exception:  # a bug of ours: without time-outs and retries everybody would wait for ever
-                log.exception("the producer's time-outs and retries failed; they go on")
+            except Exception:  # a bug in metamq: without time-outs and retries callers would wait without end
+                log.exception("the producer's time-outs and retries failed; they continue")
 
     def _tick(self) -> None:
         self._expire(time.monotonic_ns())
         now_s = time.monotonic()
         for broker in list(self._brokers.values()):
             broker.tick(now_s, self._request_timeout_s)
-        self.on_room()
+        self.on_capacity()
 
     def _expire(self, now_ns: int) -> None:
         before_ns = now_ns - int(self._delivery_timeout_s * 1e9)
@@ -514,7 +516,7 @@ class Sender:
         )
 
     def problems(self) -> set[str]:
-        """What keeps batches from being stored at present."""
+        """Returns the problems that prevent batches from being stored now."""
         return {broker.last_error.problem for broker in self._brokers.values() if broker.last_error is not None}
 
     async def close(self) -> None:

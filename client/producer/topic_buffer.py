@@ -1,6 +1,6 @@
-"""The messages of one topic on their way from `send` to the sender, and what is known of where they go.
+"""The messages of one topic between `send` and the sender, and the topic's known configuration.
 
-No lock in here: the accumulator has one for all topics.
+This module has no lock: the accumulator has one for all topics.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from metamq.zk.names import parse_partition
 Headers = Mapping[str, bytes]
 
 HEADERS_OVERHEAD_BYTES = 4
-"""What the column of headers costs a message, whether it has some or not."""
+"""The size of a message's entry in the column of headers, with or without headers."""
 TIMESTAMP_BYTES = 8
 
 
 class TopicBuffer:
-    """The messages of one topic that no sender has taken."""
+    """The messages of one topic that the sender has not taken."""
 
     __slots__ = (
         "config",
@@ -48,27 +48,29 @@ class TopicBuffer:
         self.limit_bytes = limit_bytes
         self.config: TopicConfig | None = None
         self.places: list[tuple[int, int]] = []
-        """(broker id, index) of each configured partition, in numeric order."""
+        """The (broker id, index) of each configured partition, in numeric order."""
         self.numbers: dict[tuple[int, int], int] = {}
         """The number of each place in `places`."""
         self.quick: QuickBatch | None = None
         self.floating: OutgoingBatch | None = None
         self.open: dict[int, OutgoingBatch] = {}
-        """Open batches by number of the place."""
+        """The open batches by number of the place."""
         self.sealed: deque[OutgoingBatch] = deque()
         self.unplaced: list[Callable[[int], OutgoingBatch | None]] = []
-        """Each places a message or a send_many, in batches begun at a time; returns a failed batch if it cannot."""
+        """Functions that place a message or a send_many, in batches begun at the given time. Each returns a failed
+        batch if it cannot."""
         self.placeholder: OutgoingBatch | None = None
 
     def configure(self, config: TopicConfig, message_bytes_max: int) -> None:
-        """The topic's partitions and limits are known, or others than before."""
+        """Sets the topic's partitions and limits, for the first time or after a change."""
         self.config = config
         self.places = [parse_partition(name) for name in config.partition_names]
         self.numbers = {place: number for number, place in enumerate(self.places)}
         self.limit_bytes = min(message_bytes_max, config.max_message_bytes)
 
     def number_of(self, key: bytes | None, partition: str | None, partitioner: Partitioner) -> int | None:
-        """The place that a message has to go to, None for any. Raises PartitionNotFound, ConfigError."""
+        """Returns the number of the place that a message must go to, or None for any. Raises PartitionNotFound,
+        ConfigError."""
         if partition is not None:
             place = self.numbers.get(parse_partition(partition))
             if place is None:
@@ -81,13 +83,13 @@ class TopicBuffer:
         if not isinstance(number, int) or not 0 <= number < len(self.places):
             raise ConfigError(
                 f"the partitioner gave {number!r} for a topic of {count(len(self.places), 'partition')}",
-                hint="It is to give an index among them: 0, 1, and so on.",
+                hint="It must return an index among them: 0, 1, and so on.",
             )
         return number
 
 
 def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
-    """Bytes that a message counts for."""
+    """Returns the bytes that a message counts for."""
     size = len(value) + MESSAGE_OVERHEAD_BYTES
     if key is not None:
         size += len(key)
@@ -97,7 +99,7 @@ def size_of(value: bytes, key: bytes | None, headers: Headers | None) -> int:
 
 
 def failed_batch(topic: str, error: Exception) -> OutgoingBatch:
-    """Stands for a message that could not be placed. `error` is a MetamqError, or what a user's partitioner raised."""
+    """Returns a batch that stands for a message without a place. `error` is a MetamqError, or a partitioner's error."""
     batch = OutgoingBatch(topic)
     if not isinstance(error, MetamqError):
         wrapped = ConfigError(f"the partitioner failed for a message to topic {topic!r}: {error!r}")
@@ -115,9 +117,10 @@ def add_message(
     timestamp_us: int | None,
     size: int,
 ) -> int:
-    """Appends a message of `size` bytes to an open batch; columns that it is the first to have are filled up before it.
+    """Appends a message of `size` bytes to an open batch. A column that begins with this message is filled up before
+    it.
 
-    The value comes last: a message that was interrupted on its way in has none, see align_columns().
+    The value is appended last: a message whose adding was interrupted has no value, see align_columns().
     """
     values: list[bytes] = batch.values  # type: ignore[assignment]
     index = len(values)
@@ -149,7 +152,7 @@ def add_message(
 
 
 def align_columns(batch: OutgoingBatch) -> None:
-    """Takes out what an interrupted add_message() left: an entry in a column, with no value beside it."""
+    """Removes the remains of an interrupted add_message(): an entry in a column without a value beside it."""
     count = len(batch.values)
     for column in (batch.keys, batch.headers, batch.timestamps):
         if column is not None and len(column) != count:
@@ -157,20 +160,20 @@ def align_columns(batch: OutgoingBatch) -> None:
 
 
 def too_large(buffer: TopicBuffer, size: int) -> MessageTooLarge:
-    """The error, to be raised."""
+    """Returns the error for a message that is too large."""
     topic = buffer.topic
     hint = f"Send less at once, or raise the limit: `metamq topic alter {topic} --max-message-bytes 4MiB` (the most)."
     if size > MESSAGE_BYTES_MAX:
-        hint = ""  # that of the error: no limit can be raised so far
+        hint = ""  # MessageTooLarge has a hint of its own: no limit can be raised so far
     elif buffer.config is None or buffer.limit_bytes < buffer.config.max_message_bytes:
         hint = "Send less at once, or raise the producer's `max_message_bytes`, to 4 MiB at most."
     return MessageTooLarge(f"a message for topic {topic!r}", size, buffer.limit_bytes, hint=hint)
 
 
 def refuse_large(batch: OutgoingBatch, buffer: TopicBuffer) -> list[OutgoingBatch]:
-    """Takes the messages over the topic's limit out of a closed batch, and returns a failed batch for each.
+    """Removes the messages over the topic's limit from a closed batch. Returns a failed batch for each.
 
-    For messages that were accepted when the limit was not known yet.
+    For messages that were accepted before the limit was known.
     """
     columns = [batch.keys or repeat(None), batch.headers or repeat(None)]
     sizes = [size_of(*message) for message in zip(batch.values, *columns, strict=False)]
@@ -189,9 +192,9 @@ def refuse_large(batch: OutgoingBatch, buffer: TopicBuffer) -> list[OutgoingBatc
 
 
 def chunk_bounds(sizes: Sequence[int], batch_bytes: int) -> list[tuple[int, int, int]]:
-    """(start, end, bytes) of consecutive chunks of at most `batch_bytes` and BATCH_COUNT_MAX messages.
+    """Returns (start, end, bytes) of consecutive chunks of at most `batch_bytes` and BATCH_COUNT_MAX messages.
 
-    A message larger than that is a chunk of its own.
+    A larger message is a chunk of its own.
     """
     ends = [0, *accumulate(sizes)]
 

@@ -226,7 +226,7 @@ def test_a_disk_that_is_full_all_the_same_ends_nothing(parts: Cluster, small_dis
             small_disk.use_up_files()
             deliveries += [producer.send("enospc", b"%d-" % n + b"x" * 9000) for n in range(8)]
             refused = put_until_refused(broker, topic)
-            assert "no room is left on the disk. Free disk, inodes or quota" in str(refused)
+            assert "no space is left on the disk. Free disk, inodes or quota" in str(refused)
             assert refused.outcome == "not_done"
             assert len(read_topic(broker, "enospc", topic.id)["2-0"]) >= 10, "readers are served"
             with pytest.raises(MetamqError):

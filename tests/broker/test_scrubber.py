@@ -22,7 +22,7 @@ from metamq.broker.data.topics import Topics
 from metamq.broker.log import FileCache
 from metamq.broker.log.disk.segments import take_inventory
 from metamq.client.fetch.damage import report_of
-from metamq.client.net.in_pieces import ask_offsets
+from metamq.client.net.paged_requests import ask_offsets
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import ClosedError, CorruptData
 from metamq.testing import BrokerProcess, Cluster

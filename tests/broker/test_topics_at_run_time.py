@@ -99,7 +99,7 @@ def test_made_anew_it_is_another_topic(parts: Cluster) -> None:
     refused = put(parts, first, b"late")
     error = status.decode_error(refused.status, refused.error)
     assert isinstance(error, TopicNotFound)
-    assert error.problem == f"topic {error.topic!r} was deleted and made anew"
+    assert error.problem == f"topic {error.topic!r} was deleted and created again"
     assert error.hint == f"Its id is {second.id} now, and was {first.id}."
     assert put(parts, second, b"new").base_offset == 0
     assert values(parts, second) == [b"new"]

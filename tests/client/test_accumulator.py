@@ -361,7 +361,7 @@ class Sending:
 
 def blocked(accumulator: Accumulator, send: Callable[[], Delivery]) -> Sending:
     sending = Sending(send)
-    wait_until(lambda: len(accumulator.room._waiters) == 1)  # type: ignore[attr-defined]
+    wait_until(lambda: len(accumulator.capacity._waiters) == 1)  # type: ignore[attr-defined]
     return sending
 
 

@@ -144,7 +144,7 @@ def test_a_time_limit_of_a_wrong_type_is_named_whether_it_is_needed_or_not(shop:
         (lambda p: p.send("t", b"x", timestamp=datetime(1969, 12, 31, tzinfo=UTC)), ConfigError, "is before 1970"),
         (lambda p: p.send_many("t", [b"x"], [b"k", b"l"]), ConfigError, "got 2 keys for 1 value"),
         (lambda p: p.send("t", b"x" * (4 << 20)), MessageTooLarge, "the limit is 4,194,304"),
-        (lambda p: p.flush(float("inf")), ConfigError, "`timeout` must be .*, or None to wait for ever, not inf"),
+        (lambda p: p.flush(float("inf")), ConfigError, "`timeout` must be .*, or None to wait without limit, not inf"),
         (lambda p: Rollback(delay_s=-1), ConfigError, "`delay_s` must be a number of seconds, 0 or more, not -1"),
         (lambda p: p.send("t", b"x", None, {"\ud800": b"x"}), UnicodeEncodeError, "surrogates not allowed"),
     ],

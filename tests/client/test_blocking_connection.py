@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from metamq.client.net.blocking_connection import ROOM_BYTES, BlockingConnection
+from metamq.client.net.blocking_connection import RECEIVE_BUFFER_BYTES, BlockingConnection
 from metamq.client.net.transport import WAKE_BYTES
 from metamq.errors import ConnectError, Timeout
 from metamq.testing import BrokerProcess
@@ -64,7 +64,7 @@ def test_an_answer_may_come_in_any_pieces(last: int) -> None:
 def test_an_answer_that_nobody_waits_for_finds_room() -> None:
     with connected([]) as connection:
         connection.send(Command.GET, ASK, timeout_s=20)
-        wait_until(lambda: unread_bytes(connection) > ROOM_BYTES * 3 // 4, what="room in the kernel")
+        wait_until(lambda: unread_bytes(connection) > RECEIVE_BUFFER_BYTES * 3 // 4, what="data in the kernel buffer")
         assert connection.receive(timeout_s=20).body == BODY
 
 

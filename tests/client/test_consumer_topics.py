@@ -191,7 +191,7 @@ def test_offsets_of_a_deleted_topic_are_not_used_for_its_successor(
     with shop.consumer(topic, group) as consumer:
         assert int(next(iter(consumer)).value) == 100
         assert consumer.health().partitions[tp(topic)].committed_offset is None
-    assert f"topic '{topic}' was deleted and made anew since offsets in it were committed" in caplog.text
+    assert f"topic '{topic}' was deleted and created again since offsets in it were committed" in caplog.text
     assert shop.committed(group)[tp(topic)] == 1
 
 
@@ -304,7 +304,7 @@ def test_a_topic_made_anew_is_told_of_once(shop: Shop, group: str, caplog: pytes
     with shop.consumer(topic, group) as consumer:
         shop.until(lambda: len(consumer.assignment) == 4)
         shop.until(lambda: all(each.next_offset == 0 for each in consumer.health().partitions.values()))
-    assert caplog.text.count("was deleted and made anew") == 1
+    assert caplog.text.count("was deleted and created again") == 1
 
 
 def test_messages_older_than_the_retention_are_not_waited_for(shop: Shop, group: str) -> None:

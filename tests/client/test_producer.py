@@ -382,7 +382,7 @@ def test_what_would_block_the_loop_is_refused_in_it(parts: Cluster, topic: Topic
         producer.send(topic.topic, b"x").add_done_callback(in_the_loop)
         wait_until(lambda: problems)
     assert isinstance(problems[0], ConfigError)
-    assert "waiting here would block the event loop that is to bring the answer" in str(problems[0])
+    assert "a wait here would block the event loop that must receive the answer" in str(problems[0])
 
 
 def test_futures_and_awaits_in_any_loop(parts: Cluster, topic: TopicConfig) -> None:

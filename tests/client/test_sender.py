@@ -126,7 +126,7 @@ def test_what_a_deposed_master_had_taken_may_be_stored(outcome: Outcome) -> None
     sent_by.refused(queue, batch, error)
     assert batch.unsure == (outcome == "unknown")
     queue.established = True
-    sent_by.begin_anew(0)
+    sent_by.connection_changed(0)
     assert not queue.established, "the new master need not know the producer id"
 
 

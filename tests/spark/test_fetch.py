@@ -303,7 +303,7 @@ def test_what_is_gone_is_an_error_or_left_out(own: Cluster) -> None:
     with own.admin() as admin:
         admin.delete("t")
     own.create_topic("t", partitions=1)
-    with pytest.raises(TopicNotFound, match=r"topic 't' was deleted and made anew\. Its id is"):
+    with pytest.raises(TopicNotFound, match=r"topic 't' was deleted and created again\. Its id is"):
         table([task])
     assert table([task._replace(fail_on_data_loss=False)]).num_rows == 0
 

@@ -143,7 +143,7 @@ def test_a_topic_that_is_made_anew_under_a_running_query(
         fill(retaining, topic, 100, 120)  # past where the query is in its predecessor
         query.gate.set()
         if fails:
-            with pytest.raises(Exception, match=f"topic '{topic}' was deleted and made anew"):
+            with pytest.raises(Exception, match=f"topic '{topic}' was deleted and created again"):
                 active.awaitTermination(60)
             assert query.numbers() == Counter(numbers(0, 10))
         else:

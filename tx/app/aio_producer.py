@@ -12,7 +12,7 @@ from typing import Any
 from metamq.client.producer import aio_producer
 from metamq.client.producer.outgoing import Delivery, ManyDelivery
 from metamq.client.producer.producer import FLUSH_TIMEOUT_S
-from metamq.client.producer.producer_face import Key
+from metamq.client.producer.producer_api import Key
 from metamq.client.typevars import T
 from metamq.tx.app.transactional import EnterOnce, TransactionalProducer, current_task
 from metamq.tx.app.transactions import OpenTransaction, RecoveredXid, misuse, warn_of_unreached

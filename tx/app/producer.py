@@ -11,7 +11,7 @@ from typing import Any
 
 from metamq.client.producer import producer
 from metamq.client.producer.outgoing import Delivery, ManyDelivery
-from metamq.client.producer.producer_face import Key
+from metamq.client.producer.producer_api import Key
 from metamq.client.typevars import T
 from metamq.errors import ForkedError
 from metamq.tx.app.transactional import EnterOnce, TransactionalProducer

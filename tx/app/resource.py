@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from metamq.client.checks import check_ranges, is_number, wrong_type
-from metamq.client.forks import tell_of_forks
+from metamq.client.forks import register_for_forks
 from metamq.client.net.branches import ANSWER_S, Branch, BranchDescription, Encoded, TxClient, new_session
 from metamq.client.net.cluster import ClusterClient
 from metamq.client.net.first_contact import open_client_session
 from metamq.client.producer.partitioner import Partitioner, partitioner_named
-from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.errors import (
     BranchMisuse,
     BranchNotKnown,
@@ -137,7 +137,7 @@ class XACore:
             raise
         self._cluster = ClusterClient(session)
         self._client = TxClient(self._cluster)
-        tell_of_forks(self)
+        register_for_forks(self)
 
     def forked(self) -> None:
         """Makes the resource unusable in a fork's child."""

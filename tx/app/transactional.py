@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Protocol, cast
 
 from metamq.client.checks import check_seconds, wrong_type
-from metamq.client.producer.producer_face import Key, ProducerFace, as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_api import Key, ProducerApi, as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.staging import AnyMessage, StagedMessage
@@ -35,7 +35,7 @@ class Block(Protocol):
     def is_active(self) -> bool: ...
 
 
-class TransactionalProducer(ProducerFace[T]):
+class TransactionalProducer(ProducerApi[T]):
     """A producer with transactions. If a thread or task works in a transaction, `send` and `send_many` look it up.
 
     `_has_transactions` is set only while there is one: a producer without transactions pays for that check alone.

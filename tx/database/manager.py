@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from metamq.client.net.branches import ANSWER_S
 from metamq.client.offsets.dbapi import Database, DatabaseConnection, at_once, blocking_database_of
 from metamq.client.producer.producer import BaseProducer
-from metamq.client.producer.producer_face import as_bytes, checked_headers, key_bytes, timestamp_us
+from metamq.client.producer.producer_api import as_bytes, checked_headers, key_bytes, timestamp_us
 from metamq.client.typevars import T
 from metamq.errors import BranchMisuse, ConfigError, MetamqError
 from metamq.tx.app.outbox import Outbox

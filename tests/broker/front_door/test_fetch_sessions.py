@@ -325,7 +325,7 @@ def test_a_topic_that_comes_later(front: Any) -> None:
     assert isinstance(error, TopicNotFound)
     topic_id = front.topic(topic)
     ((_handle, error),) = session.errors(armed=[(1, 0)])
-    assert "made anew" in str(error)
+    assert "created again" in str(error)
     session.poll(closed=[1], opened=[GetPartition(2, topic, topic_id, 1)])
     ((_handle, error),) = session.errors(armed=[(2, 0)])
     assert "no partition '0-1'" in str(error)

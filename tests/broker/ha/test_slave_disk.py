@@ -64,7 +64,7 @@ def test_a_slave_whose_disk_takes_no_file_lives_on_and_comes_back(
     pid = slave.pid
     small_disk.use_up_files()
     values += send(group, topic, 60, b"without room" + bytes(100))
-    wait_until(lambda: "no room is left on the disk" in slave.log_path.read_text(), what="the full disk met")
+    wait_until(lambda: "no space is left on the disk" in slave.log_path.read_text(), what="the full disk met")
     group.wait_insync(0)
     assert (slave.running, slave.pid) == (True, pid)
     small_disk.empty()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from metamq import Consumer
-from metamq.client.net.outages import TELL_AFTER_S
+from metamq.client.net.outages import WARN_AFTER_S
 from metamq.client.net.transport import BrokerConnection
 from metamq.errors import Fenced
 from metamq.testing import BrokerProcess
@@ -129,7 +129,7 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
         new.read_all(values)
         wait_until(lambda: "reading on from slaves" in caplog.text, what="that told")
         caplog.clear()  # a machine that is slow takes longer to find the slave than to complain
-        time.sleep(1.5 * TELL_AFTER_S)
+        time.sleep(1.5 * WARN_AFTER_S)
         assert "cannot be fetched at present" not in caplog.text
         group.replicas[0].start()
         group.wait_insync(0, 1)

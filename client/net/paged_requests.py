@@ -1,4 +1,4 @@
-"""Questions to a broker about any number of partitions: asked in pieces, each within the limits of the protocol."""
+"""Requests to a broker about any number of partitions, sent in pages that are within the limits of the protocol."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from metamq.wire.limits import ENTRIES_TARGET
 
 REQUEST_TIMEOUT_S = 10.0
 TIMES_TARGET = 32
-"""Entries of one request that ask for times: a broker looks each up in its files, and has a limit of time a request."""
+"""Entries per request that asks for times. A broker looks up each in its files, and limits the time of a request."""
 
 
 async def ask_offsets(connection: BrokerConnection, entries: Sequence[OffsetsEntry]) -> list[OffsetsResult]:
-    """OFFSETS: a result for each entry, in their order. Raises the broker's error, ConnectError or Timeout."""
+    """Sends OFFSETS requests. Returns a result for each entry, in order. Raises the broker's error, ConnectError,
+    Timeout."""
     results: list[OffsetsResult] = []
     asks_for_times = any(entry.timestamp_us not in (EARLIEST, LATEST) for entry in entries)
     step = TIMES_TARGET if asks_for_times else ENTRIES_TARGET
     for first in range(0, len(entries), step):
-        piece = entries[first : first + step]
-        header = await connection.request(Command.OFFSETS, piece, timeout_s=REQUEST_TIMEOUT_S)
+        page = entries[first : first + step]
+        header = await connection.request(Command.OFFSETS, page, timeout_s=REQUEST_TIMEOUT_S)
         results += unpack_list(OffsetsResult, header)
     return results
 
 
 async def ask_statistics(connection: BrokerConnection) -> dict[str, Any]:
-    """STATS, all pages in one map; each page is as of its own moment.
+    """Sends STATS requests. Returns all pages in one map; each page has the values of its own moment.
 
-    Raises the broker's error, ConnectError or Timeout, and MetamqError when the answer makes no sense.
+    Raises the broker's error, ConnectError or Timeout, and MetamqError if the answer has the wrong structure.
     """
     found: dict[str, Any] = {}
     start: Stats | None = Stats("", 0)
@@ -47,6 +48,6 @@ async def ask_statistics(connection: BrokerConnection) -> dict[str, Any]:
             following = page["next"]
             start = unpack(Stats, following) if following is not None else None
         except (KeyError, TypeError, AttributeError) as error:
-            problem = f"the statistics of the broker at {connection.address} make no sense: {error!r}"
-            raise MetamqError(problem, hint="Is it of another metamq release? See `metamq doctor`.") from error
+            problem = f"the statistics of the broker at {connection.address} have the wrong structure: {error!r}"
+            raise MetamqError(problem, hint="Does it run another metamq release? See `metamq doctor`.") from error
     return found

@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio Producer have in common: arguments in, messages into the accumulator."""
+"""The common base of the blocking and the asyncio Producer: checks arguments, passes messages to the accumulator."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from metamq.zk.names import parse_partition
 Key = bytes | str | None
 
 TIMESTAMP_US_MIN = 978_307_200_000_000
-"""The begin of 2001; seconds and milliseconds of our days are numbers far below."""
+"""The start of 2001. Present times in seconds or milliseconds are numbers far below."""
 TIMESTAMP_US_MAX = 253_402_300_799_999_999
-"""The end of the year 9999, the last that a datetime has; nanoseconds of our days are far above."""
+"""The end of the year 9999, the last of a datetime. Present times in nanoseconds are numbers far above."""
 
 
 class ProducerSettings(TypedDict, total=False):
-    """The keyword arguments of a Producer; ProducerOptions in producer_core says what each means."""
+    """The keyword arguments of a Producer; ProducerOptions in producer_core describes them."""
 
     linger_ms: float
     batch_bytes: int
@@ -37,14 +37,14 @@ class ProducerSettings(TypedDict, total=False):
     request_timeout_s: float
 
 
-class ProducerFace(Generic[T]):
-    """`send` and `send_many`, which never wait for the network."""
+class ProducerApi(Generic[T]):
+    """The methods `send` and `send_many`, which never wait for the network."""
 
     _core: ProducerCore
     _encode: Callable[[T], bytes] | None
     _has_transactions: bool
-    """Whether any thread or task works in a transaction of this producer, see metamq.tx.app.transactional. `send` asks
-    this one attribute, and is never replaced: wrappers and subclasses see every message."""
+    """True if any thread or task is in a transaction of this producer, see metamq.tx.app.transactional. `send` checks
+    this attribute, and the method itself is never replaced: wrappers and subclasses see every message."""
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self)
@@ -63,14 +63,14 @@ class ProducerFace(Generic[T]):
         partition: str | None = None,
         timestamp: datetime | int | None = None,
     ) -> Delivery:
-        """Accepts a message and returns at once; the Delivery tells where it was stored.
+        """Accepts a message and returns at once. The Delivery reports where the message is stored.
 
-        `key`: messages of a key go to one partition, in order. `partition`: "0-3", overrides it. `timestamp`: an aware
-        datetime or microseconds since 1970; the default is now. Thread-safe. A signal handler, a `__del__` or a
-        partitioner may send, too, while its thread is in `send`: such a message is accepted a moment later.
+        `key`: messages of one key go to one partition, in order. `partition`: "0-3", overrides the key. `timestamp`: an
+        aware datetime or microseconds since 1970; the default is now. Thread-safe. A signal handler, a `__del__` or a
+        partitioner may also send while its thread is in `send`: such a message is accepted a moment later.
 
-        Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. A topic
-        that does not exist fails the Delivery with TopicNotFound.
+        Raises MessageTooLarge, ConfigError (a wrong name or type), BufferFull (see the class), ClosedError. If the
+        topic does not exist, the Delivery fails with TopicNotFound.
         """
         if self._has_transactions:
             sent: Delivery | None = self._send_in(topic, value, key, headers, partition, timestamp)
@@ -83,18 +83,18 @@ class ProducerFace(Generic[T]):
         if key is None and headers is None and partition is None and timestamp is None:
             return accumulator.send(topic, plain)
         if partition is not None:
-            parse_partition(partition)  # here, for the caller to be told; what the topic has may not be known yet
+            parse_partition(partition)  # checks the name here; the topic's partitions may not be known yet
         return accumulator.send_full(
             topic, plain, key_bytes(key), checked_headers(headers), partition, timestamp_us(timestamp)
         )
 
     def send_many(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None = None) -> ManyDelivery:
-        """Accepts many messages at once: the fast path, with one Delivery and no object per message.
+        """Accepts many messages at once. This is the fast path: one Delivery, and no object per message. Thread-safe.
 
-        `keys` has one entry a value, None for no key. Messages with a key keep their order within their partition;
-        those without go to any partition, a batch at a time, whatever stands before and after them in the list. All
-        are accepted or, when it raises as `send` does, none; the buffer's room is looked at once, and the list may
-        exceed it. With an error in the Delivery some of the messages may be stored.
+        `keys` has one entry per value; None means no key. Messages with a key keep their order within their partition.
+        Messages without one go to any partition, a batch at a time, whatever their place in the list. Either all are
+        accepted, or none and the call raises as `send`. The buffer's capacity is checked once, and the list may exceed
+        it. If the Delivery fails, some of the messages may be stored.
         """
         if isinstance(values, bytes | str) or not isinstance(values, Iterable):
             raise wrong_type("`values`", "a list of values", values)
@@ -110,7 +110,7 @@ class ProducerFace(Generic[T]):
         packed = None if keys is None else [key_bytes(key) for key in keys]
         if packed is not None and len(packed) != len(plain):
             problem = f"send_many() got {count(len(packed), 'key')} for {count(len(plain), 'value')}"
-            raise ConfigError(problem, hint="Give one for each; None is no key.")
+            raise ConfigError(problem, hint="Give one key for each value; None means no key.")
         return self._core.accumulator.send_many(topic, plain, packed)
 
     def _send_in(
@@ -122,16 +122,16 @@ class ProducerFace(Generic[T]):
         partition: str | None,
         timestamp: datetime | int | None,
     ) -> Delivery | None:
-        """Sends with the caller's transaction; None where it works in none."""
+        """Sends with the caller's transaction. Returns None if the caller is in no transaction."""
         return None
 
     def _send_many_in(self, topic: str, values: Sequence[T], keys: Sequence[Key] | None) -> ManyDelivery | None:
-        """The same, of many."""
+        """Sends many messages with the caller's transaction. Returns None if the caller is in no transaction."""
         return None
 
 
 def as_bytes(value: Any, what: str) -> bytes:
-    """bytes of a bytes-like object; TypeError says what to do with anything else."""
+    """Returns the bytes of a bytes-like object. Raises WrongType, a TypeError, with a hint for other objects."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, bytearray | memoryview):
@@ -141,7 +141,7 @@ def as_bytes(value: Any, what: str) -> bytes:
 
 
 def key_bytes(key: Key) -> bytes | None:
-    """A key as it is stored; a str is encoded in UTF-8."""
+    """Returns a key as it is stored. A str is encoded in UTF-8."""
     if key is None or type(key) is bytes:
         return key
     if isinstance(key, str):
@@ -152,7 +152,7 @@ def key_bytes(key: Key) -> bytes | None:
 
 
 def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | None:
-    """A copy of the headers. Raises TypeError unless they map str to bytes."""
+    """Returns a copy of the headers. Raises WrongType unless they map str to bytes."""
     if headers is None:
         return None
     if not isinstance(headers, Mapping):
@@ -164,7 +164,7 @@ def checked_headers(headers: Mapping[str, bytes] | None) -> dict[str, bytes] | N
 
 
 def timestamp_us(timestamp: datetime | int | None) -> int | None:
-    """Microseconds since 1970. Raises ConfigError for a naive datetime, and for seconds or milliseconds."""
+    """Returns microseconds since 1970. Raises ConfigError for a naive datetime, and for seconds or milliseconds."""
     if timestamp is None:
         return None
     if isinstance(timestamp, int):
@@ -191,7 +191,7 @@ def timestamp_us(timestamp: datetime | int | None) -> int | None:
     return (timestamp - EPOCH) // timedelta(microseconds=1)
 
 
-def asked_time_us(time: datetime) -> int:
-    """As timestamp_us, for a time that a reader asks for: a time before 1970 is before every message."""
+def requested_time_us(time: datetime) -> int:
+    """Converts like timestamp_us, for a time that a reader starts at: a time before 1970 is before every message."""
     is_before_all = time.tzinfo is not None and time < EPOCH
     return 0 if is_before_all else timestamp_us(time) or 0
