@@ -11,11 +11,11 @@ from typing import Any, Self, Unpack
 
 from metamq.client.checks import check_callables, check_seconds, check_whole, partition_of
 from metamq.client.consumer.aio_listener import DeadLetters, ListenerTasks
+from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.consumer_face import ConsumerFace, Position, partitions_of
-from metamq.client.consumer.hands import TaskHands
+from metamq.client.consumer.receivers import TaskReceiver
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.fetch.inbox import Hand
+from metamq.client.fetch.inbox import InFlightBatch
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy
@@ -29,15 +29,15 @@ from metamq.errors import ConfigError, ForkedError
 from metamq.zk.partitions import TopicPartition
 
 
-class Consumer(OpenedLater, ConsumerFace[T]):
-    """Reads topics; see metamq.Consumer for the arguments. For one loop, the one it is opened in.
+class Consumer(OpenedLater, ConsumerApi[T]):
+    """Reads topics; see metamq.Consumer for the arguments. Not thread-safe: for the loop that opens it.
 
         async with Consumer(topics=["flights"], group="etl") as consumer:
             async for message in consumer:
                 ...
 
-    on_assigned and on_revoked may be coroutine functions; they run in the loop. One task iterates, and
-    a second one gets ConfigError.
+    on_assigned and on_revoked may be coroutine functions; they run in the loop. One task iterates; a second one gets
+    ConfigError.
     """
 
     def __init__(
@@ -82,35 +82,35 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         self._filter = filter
         self._idle_timeout_s = idle_timeout_s
         self._callbacks = _awaited(on_assigned), _awaited(on_revoked)
-        self._hand: Hand | None = None
+        self._in_flight: InFlightBatch | None = None
         self._one_loop = OneLoop()
         self._fields: Iterator[tuple[Any, ...]] | None = None
         self._closed = True
 
     async def open(self) -> Self:
-        """Connects and joins the group; `async with` does it. Raises ConnectError, TopicNotFound, ConfigError."""
+        """Connects and joins the group; `async with` calls it. Raises ConnectError, TopicNotFound, ConfigError."""
         self._open_once()
         on_assigned, on_revoked = self._callbacks
         loop = asyncio.get_running_loop()
         self._core = ConsumerCore(self._plan, self._options, loop, on_assigned=on_assigned, on_revoked=on_revoked)
-        self._hands = TaskHands(self._core, self._idle_timeout_s)
+        self._receiver = TaskReceiver(self._core, self._idle_timeout_s)
         await self._core.open(self._servers, self._root)
         self._closed = False
         return self
 
     async def __aiter__(self) -> AsyncGenerator[Message[T], None]:
-        """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
+        """Iterates over messages until close() or `idle_timeout_s`. A new loop continues where the last one ended."""
         self._core.check_loop_may_begin()
-        with self._one_loop.begun(asyncio.current_task) as goes_on:
+        with self._one_loop.begun(asyncio.current_task) as check_loop:
             while True:
-                goes_on()
+                check_loop()
                 if self._fields is None:
                     self._finish()
-                    hand = await self._hands.take()
-                    if hand is None:
+                    in_flight = await self._receiver.take()
+                    if in_flight is None:
                         return
-                    self._fields = self._iterate(hand)
-                    self._hand = hand
+                    self._fields = self._iterate(in_flight)
+                    self._in_flight = in_flight
                 for fields in self._fields:
                     message: Message[T] = message_of(fields)
                     if self._filter is None or self._filter(message):
@@ -118,41 +118,41 @@ class Consumer(OpenedLater, ConsumerFace[T]):
                 self._finish()
 
     async def batches(self, max_messages: int | None = None) -> AsyncGenerator[MessageBatch[T], None]:
-        """Batches as they are stored, without an object per message; see metamq.Consumer.batches."""
+        """Iterates over batches as they are stored, without an object per message; see metamq.Consumer.batches."""
         if max_messages is not None:
             check_whole("max_messages", max_messages, 1)
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
-        with self._one_loop.begun(asyncio.current_task) as goes_on:
-            goes_on()
+        with self._one_loop.begun(asyncio.current_task) as check_loop:
+            check_loop()
             self._finish()
             while True:
-                hand = await self._hands.take(whole=True, max_messages=max_messages or 0)
-                if hand is None:
+                in_flight = await self._receiver.take(whole=True, max_messages=max_messages or 0)
+                if in_flight is None:
                     return
-                self._hand = hand
-                yield hand.batch
-                goes_on()
+                self._in_flight = in_flight
+                yield in_flight.batch
+                check_loop()
                 self._finish(is_handled=True)
 
-    def _iterate(self, hand: Hand) -> Iterator[tuple[Any, ...]]:
+    def _iterate(self, in_flight: InFlightBatch) -> Iterator[tuple[Any, ...]]:
         try:
-            return hand.iterate()
+            return in_flight.iterate()
         except BaseException:
-            self._hands.release(hand, in_hand=False)
+            self._receiver.release(in_flight, last_done=False)
             raise
 
     def _finish(self, *, is_handled: bool = False) -> None:
-        hand, self._hand, self._fields = self._hand, None, None
-        if hand is not None:
-            self._hands.release(hand, in_hand=is_handled or not hand.is_rejected)
+        in_flight, self._in_flight, self._fields = self._in_flight, None, None
+        if in_flight is not None:
+            self._receiver.release(in_flight, last_done=is_handled or not in_flight.is_rejected)
 
     async def commit(self, position: Position = None, *, connection: AnyConnection | None = NOT_GIVEN) -> None:
-        """As metamq.Consumer.commit.
+        """Commits offsets; see metamq.Consumer.commit.
 
-        connection: of psycopg.AsyncConnection, asyncpg or aiosqlite; or a blocking one, whose database this loop waits
-        for.
+        connection: a connection of psycopg.AsyncConnection, asyncpg or aiosqlite, or a blocking connection, which
+        blocks this loop while its database works.
         """
         self._core.check_usable()
         self._check_not_none(connection)
@@ -166,7 +166,7 @@ class Consumer(OpenedLater, ConsumerFace[T]):
             raise error
 
     async def seek(self, partition: tuple[str, str], where: int | Start) -> None:
-        """The next message of a TopicPartition is the one at a place; see metamq.Consumer.seek."""
+        """Sets the next message of a TopicPartition; see metamq.Consumer.seek."""
         self._core.check_usable()
         await self._core.seek_to(partition_of(partition), where)
 
@@ -174,17 +174,18 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         self._core.seek(tp, offset)
 
     def pause(self, *partitions: tuple[str, str]) -> None:
-        """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""
+        """Delivers no messages of these partitions, or of all assigned ones, until resume(). They stay assigned."""
         self._core.check_usable()
         self._core.pause(partitions_of(partitions) or self.assignment)
 
     def resume(self, *partitions: tuple[str, str]) -> None:
-        """Goes on with paused partitions."""
+        """Continues with paused partitions, or with all assigned ones."""
         self._core.check_usable()
         self._core.resume(partitions_of(partitions) or self.assignment)
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Messages that are stored and not done, per assigned partition, as the brokers know now."""
+        """Returns the number of messages that are stored and not done, per assigned partition, as the brokers report
+        now."""
         self._core.check_usable()
         return await self._core.lag()
 
@@ -197,29 +198,32 @@ class Consumer(OpenedLater, ConsumerFace[T]):
         retry_delay_s: float = 0.1,
         dead_letter: bool = True,
     ) -> None:
-        """Awaits `listener(message)` for each message; as metamq.Consumer.run, with tasks in place of threads.
+        """Calls `listener(message)` for each message and awaits it; like metamq.Consumer.run, with tasks instead of
+        threads.
 
-        A plain function will do where it does not block: it is called in the loop, which does nothing else meanwhile.
+        The listener may be a plain function if it does not block: it runs in the loop, which does no other work
+        meanwhile.
         """
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        tasks = ListenerTasks(self._hands, listener, self._filter, dead_letters, policy, concurrency)
-        with self._one_loop.begun(asyncio.current_task) as goes_on:
-            goes_on()
+        tasks = ListenerTasks(self._receiver, listener, self._filter, dead_letters, policy, concurrency)
+        with self._one_loop.begun(asyncio.current_task) as check_loop:
+            check_loop()
             self._finish()
             await tasks.run()
 
     async def close(self) -> None:
-        """Commits what is done, gives the partitions back, disconnects. What is in hand is not done."""
-        await self._close(in_hand_done=False)
+        """Commits what is done, releases the partitions, disconnects. The message that is being processed is not
+        done."""
+        await self._close(last_done=False)
 
-    async def _close(self, *, in_hand_done: bool) -> None:
+    async def _close(self, *, last_done: bool) -> None:
         if not self._closed:
             self._closed = True
             if isinstance(self._core.inbox.error, ForkedError):
                 raise self._core.inbox.error
-            await self._core.close(in_hand_done=in_hand_done)
+            await self._core.close(last_done=last_done)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -227,8 +231,8 @@ class Consumer(OpenedLater, ConsumerFace[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not isinstance(self._core.inbox.error, ForkedError):  # else a child leaves its parent's block
-            await self._close(in_hand_done=kind is None)
+        if not isinstance(self._core.inbox.error, ForkedError):  # otherwise a child process leaves its parent's block
+            await self._close(last_done=kind is None)
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not isinstance(self._core.inbox.error, ForkedError):

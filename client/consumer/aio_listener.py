@@ -1,4 +1,4 @@
-"""`await consumer.run(listener)`: as metamq.client.consumer.listener, with tasks of one loop in place of threads."""
+"""`await consumer.run(listener)`: like metamq.client.consumer.listener, with tasks of one loop instead of threads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from metamq.client.admin.aio_admin import Admin
 from metamq.client.checks import check_listener, check_whole
-from metamq.client.consumer.hands import TaskHands
-from metamq.client.fetch.inbox import Hand
+from metamq.client.consumer.receivers import TaskReceiver
+from metamq.client.fetch.inbox import InFlightBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.client.producer.aio_producer import BaseProducer
@@ -23,14 +23,15 @@ from metamq.words import count
 log = logging.getLogger("metamq.client")
 
 POLL_S = 0.5
-"""How often a message that waits for its next attempt looks whether it is still ours."""
+"""Seconds between two checks that a message that waits for its next attempt still belongs to this consumer."""
 
 Listener = Callable[[Message[Any]], object]
-"""Called with each message; what it returns is awaited where it can be. It blocks the loop while it runs."""
+"""Called with each message. If the result is awaitable, it is awaited. A plain function blocks the loop while it
+runs."""
 
 
 class DeadLetters:
-    """Sends given-up messages to the group's dead-letter topic, which is made when the first one comes."""
+    """Sends given-up messages to the group's dead-letter topic, which is created when the first message comes."""
 
     def __init__(self, zookeeper: str, root: str, group: str | None) -> None:
         self.topic = dead_letter_topic(group)
@@ -40,7 +41,7 @@ class DeadLetters:
         self._opening = asyncio.Lock()
 
     async def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
-        """Returns when it is stored. Raises what a delivery can fail with."""
+        """Sends a message and returns when it is stored. Raises the errors of a delivery."""
         times = count(attempts, "attempt")
         log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
         producer = await self._open()
@@ -62,11 +63,11 @@ class DeadLetters:
 
 
 class ListenerTasks:
-    """The tasks of one `run()`. Without `dead_letters` a message that is given up ends it."""
+    """The tasks of one `run()`. Without `dead_letters` a given-up message ends `run()`."""
 
     def __init__(
         self,
-        hands: TaskHands,
+        receiver: TaskReceiver,
         listener: Listener,
         filter: Callable[[Message[Any]], bool] | None,
         dead_letters: DeadLetters | None,
@@ -75,7 +76,7 @@ class ListenerTasks:
     ) -> None:
         check_whole("concurrency", concurrency, 1)
         check_listener(listener)
-        self._hands = hands
+        self._receiver = receiver
         self._listener = listener
         self._filter = filter
         self._dead_letters = dead_letters
@@ -84,10 +85,10 @@ class ListenerTasks:
         self._busy: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until the consumer is closed, idle, or a listener's error is not to be survived."""
+        """Runs until the consumer is closed or idle, or an error of a listener ends it."""
         try:
-            while (hand := await self._take()) is not None:
-                self._busy.add(asyncio.ensure_future(self._handle(hand)))
+            while (in_flight := await self._take()) is not None:
+                self._busy.add(asyncio.ensure_future(self._handle(in_flight)))
             for task in self._busy:
                 await task
         finally:
@@ -97,9 +98,9 @@ class ListenerTasks:
             if self._dead_letters is not None:
                 await self._dead_letters.close()
 
-    async def _take(self) -> Hand | None:
-        """A batch as soon as one of the handlers is free; raises what a handler failed with."""
-        taking = asyncio.ensure_future(self._hands.take())
+    async def _take(self) -> InFlightBatch | None:
+        """Returns a batch as soon as one of the handlers is free. Raises the error of a failed handler."""
+        taking = asyncio.ensure_future(self._receiver.take())
         try:
             while True:
                 is_full = len(self._busy) >= self._concurrency
@@ -109,51 +110,54 @@ class ListenerTasks:
                     self._busy.discard(task)
                     task.result()
                 if taking.done() and len(self._busy) < self._concurrency:
-                    hand = taking.result()
-                    if hand is not None or not self._busy or self._hands.closed:
-                        return hand
-                    taking = asyncio.ensure_future(self._hands.take())
+                    in_flight = taking.result()
+                    if in_flight is not None or not self._busy or self._receiver.closed:
+                        return in_flight
+                    taking = asyncio.ensure_future(self._receiver.take())
         except BaseException:
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
-            if not taking.cancelled() and taking.exception() is None and (hand := taking.result()) is not None:
-                self._hands.release(hand, in_hand=False)
+            if not taking.cancelled() and taking.exception() is None and (in_flight := taking.result()) is not None:
+                self._receiver.release(in_flight, last_done=False)
             raise
 
-    async def _handle(self, hand: Hand) -> None:
+    async def _handle(self, in_flight: InFlightBatch) -> None:
         done = False
         try:
-            done = await self._handle_all(hand)
+            done = await self._handle_all(in_flight)
         finally:
-            self._hands.release(hand, in_hand=done)
+            self._receiver.release(in_flight, last_done=done)
 
-    async def _handle_all(self, hand: Hand) -> bool:
-        """Calls the listener with each message; False when the last one handed out is not done."""
+    async def _handle_all(self, in_flight: InFlightBatch) -> bool:
+        """Calls the listener with each message. Returns False if the last delivered message is not done."""
         while True:
             try:
-                for fields in hand.iterate():
+                for fields in in_flight.iterate():
                     message = message_of(fields)
                     is_left_out = self._filter is not None and not self._filter(message)
-                    if not is_left_out and not await self._deliver(hand, message):
+                    if not is_left_out and not await self._deliver(in_flight, message):
                         return False
                 return True
             except DecodeError as error:
-                if error is not hand.rejected:  # but of the listener's
+                if error is not in_flight.rejected:  # the listener raised it
                     raise
                 rejected = error
-            if not await self._deliver(hand, hand.batch.undecoded(rejected.offset), rejected):
+            if not await self._deliver(in_flight, in_flight.batch.undecoded(rejected.offset), rejected):
                 return False
-            hand.rejected = None
+            in_flight.rejected = None
 
-    async def _deliver(self, hand: Hand, message: Message[Any], rejected: DecodeError | None = None) -> bool:
-        """Until it is done or given up. `rejected`: its first attempt ended in `decode=`."""
+    async def _deliver(
+        self, in_flight: InFlightBatch, message: Message[Any], rejected: DecodeError | None = None
+    ) -> bool:
+        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in the first
+        attempt."""
         failed = 0
         while True:
             try:
                 if rejected is not None:
                     if not failed:
                         raise rejected
-                    message, rejected = hand.batch.decoded_message(message.offset), None
+                    message, rejected = in_flight.batch.decoded_message(message.offset), None
                     if self._filter is not None and not self._filter(message):
                         return True
                 outcome = self._listener(message)
@@ -166,11 +170,11 @@ class ListenerTasks:
                 if pause_s is None:
                     if self._dead_letters is None:
                         raise
-                    await self._dead_letters.send(message, hand.batch.plain_value(message.offset), error, failed)
+                    await self._dead_letters.send(message, in_flight.batch.plain_value(message.offset), error, failed)
                     return True
                 log.info("%s/%s offset %d failed: %r; again in %g s", *message[:3], error, pause_s)
-            while pause_s > 0 and not hand.taken_back:
+            while pause_s > 0 and not in_flight.taken_back:
                 await asyncio.sleep(min(pause_s, POLL_S))
                 pause_s -= POLL_S
-            if hand.taken_back:
+            if in_flight.taken_back:
                 return False

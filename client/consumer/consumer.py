@@ -14,12 +14,12 @@ from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from metamq.client.background import background
 from metamq.client.checks import check_callables, check_seconds, check_whole, not_picklable, partition_of
+from metamq.client.consumer.consumer_api import ConsumerApi, Position, partitions_of
 from metamq.client.consumer.consumer_core import ConsumerCore, RebalanceCallback
-from metamq.client.consumer.consumer_face import ConsumerFace, Position, partitions_of
-from metamq.client.consumer.hands import ThreadHands
 from metamq.client.consumer.listener import DeadLetters, Listener, ListenerPool
+from metamq.client.consumer.receivers import ThreadReceiver
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerSettings, DataLoss, Start, consumer_plan
-from metamq.client.fetch.inbox import Hand
+from metamq.client.fetch.inbox import InFlightBatch
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy
@@ -36,42 +36,43 @@ log = logging.getLogger("metamq.client")
 R = TypeVar("R")
 
 
-class Consumer(ConsumerFace[T]):
-    """Reads topics, alone or sharing their partitions with the other members of a group.
+class Consumer(ConsumerApi[T]):
+    """Reads topics, alone or as a member of a group, which shares the partitions of its topics.
 
-    zookeeper:   "host:port,host:port/chroot"; None takes $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
-    root:        the znode that all is kept below; None takes $METAMQ_ROOT, the TOML file, then /meta.
+    zookeeper:   "host:port,host:port/chroot"; the default is $METAMQ_ZOOKEEPER, the TOML file, then 127.0.0.1:2181.
+    root:        the root znode of metamq; the default is $METAMQ_ROOT, the TOML file, then /meta.
     topics:      names of topics.
-    group:       members of a group share its topics' partitions, and the group's offsets are kept. Without a group the
-                 consumer reads every partition and keeps nothing.
-    start:       where to begin with a partition the group has no offset for: "earliest", "latest", an aware datetime.
-    decode:      makes a value of bytes; without it values are bytes. What it rejects raises DecodeError from the loop,
-                 and is not done: it comes again. run() treats it as it does what its listener rejects.
-    filter:      messages for which `filter(message)` is false are skipped when iterating and in run().
-    auto_commit: commit what is done every `commit_interval_ms`; with False call commit().
-    idle_timeout_s: iteration ends when nothing came for so long, and ZooKeeper and the brokers then say that nothing is
-                 left to read. The time that joining takes, or an outage, does not count; after 30 s of an outage the
-                 loop raises ConnectError or Timeout. None waits for ever.
-    on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own; a revoked partition is
-                 given away after the callback has returned.
-    on_data_loss: when retention was faster than the group: go on at "earliest" or "latest", with a warning and a count
-                 in health(), or "fail" with OffsetOutOfRange. Also for what a promotion with an accepted loss took
-                 back: "fail" with OffsetDiverged, else on from where the logs agree.
-    strategy:    "range", "round_robin", "consistent_hash" or "sticky"; one for a group.
-    offsets:     where the group's offsets are kept; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
-    broadcast:   every member reads every message; needs offsets=FileOffsets(path).
+    group:       the group's name. Its members share the partitions of their topics, and the group's offsets are kept.
+                 Without a group the consumer reads every partition and keeps no offsets.
+    start:       the start in a partition for which the group has no offset: "earliest", "latest", an aware datetime.
+    decode:      converts bytes to a value; without it values are bytes. If it rejects a message, the loop raises
+                 DecodeError, and the message is not done: it is delivered again. run() treats the error like an error
+                 of its listener.
+    filter:      messages for which `filter(message)` is false are skipped in iteration and in run().
+    auto_commit: True commits what is done every `commit_interval_ms`; with False call commit().
+    idle_timeout_s: iteration ends when no message came for so many seconds, and ZooKeeper and the brokers then confirm
+                 that no message is left to read. The time for joining, and outages, do not count. After 30 s of an
+                 outage the loop raises ConnectError or Timeout. None waits without limit.
+    on_assigned, on_revoked: called with a list of TopicPartitions, in a thread of their own. A revoked partition is
+                 released after the callback has returned.
+    on_data_loss: the action if retention was faster than the group: continue at "earliest" or "latest", with a warning
+                 and a count in health(), or "fail" with OffsetOutOfRange. The same applies if a promotion with an
+                 accepted loss removed messages: "fail" raises OffsetDiverged, the others continue where the logs agree.
+    strategy:    "range", "round_robin", "consistent_hash" or "sticky"; the same for all members of a group.
+    offsets:     the storage of the group's offsets; None is ZooKeeper. See DatabaseOffsets, FileOffsets.
+    broadcast:   True delivers every message to every member; needs offsets=FileOffsets(path).
     settings:    commit_interval_ms, fetch_wait_ms, fetch_min_bytes, fetch_max_bytes, partition_fetch_max_bytes,
                  prefetch_bytes, session_timeout_ms, read_from; see metamq.client.fetch.consumer_options.
 
-    A message, or batch, is done when the next one is asked for, or when the `with` block ends without an exception.
-    Membership is the ZooKeeper session: a handler may take as long as it likes without losing its partitions.
-    One thread iterates, and a second one gets ConfigError; commit, seek, pause, resume, lag and health may be called
-    from any. After close() a loop that is running ends, and everything but health() raises ClosedError.
+    A message, or batch, is done when the loop asks for the next one, or when the `with` block ends without an
+    exception. Membership is the ZooKeeper session: a handler may take any time without losing its partitions.
+    One thread iterates; a second one gets ConfigError. commit, seek, pause, resume, lag, health and close are
+    thread-safe. After close() a running loop ends, and all methods except health() raise ClosedError.
     Raises ConnectError, TopicNotFound, ConfigError.
     """
 
     _asks_for_the_end = True
-    """Whether a loop that is idle ends only at the end of the data; else `idle_timeout_s` is a pause between looks."""
+    """True if an idle loop ends only at the end of the data. With False, `idle_timeout_s` just limits the wait."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Consumer(ConsumerFace[T]):
         )
         options = load(ConsumerOptions, "consumer", file=config, arguments=settings, others=type(self))
         self._filter = filter
-        self._hand: Hand | None = None
+        self._in_flight: InFlightBatch | None = None
         self._slices: Iterator[Iterator[tuple[Any, ...]]] | None = None
         self._one_loop = OneLoop()
         self._closed = True
@@ -124,87 +125,90 @@ class Consumer(ConsumerFace[T]):
             on_assigned=_in_thread(on_assigned),
             on_revoked=_in_thread(on_revoked),
         )
-        self._hands = ThreadHands(self._core, self._background, idle_timeout_s, asks=self._asks_for_the_end)
+        self._receiver = ThreadReceiver(self._core, self._background, idle_timeout_s, confirms=self._asks_for_the_end)
         self._servers = zookeeper_servers(zookeeper, config)
         self._root = zookeeper_root(root, config)
         self._background.run(self._core.open(self._servers, self._root))
         self._closed = False
 
     def __iter__(self) -> Iterator[Message[T]]:
-        """Messages, until close(), `idle_timeout_s`, or the loop is left; a new loop goes on where it was left."""
+        """Iterates over messages until close() or `idle_timeout_s`. A new loop continues where the last one ended."""
         self._core.check_loop_may_begin()
         return chain.from_iterable(self._runs())
 
     def _runs(self) -> Iterator[Iterator[Message[T]]]:
-        """The messages of one slice of a batch after the other; no Python runs between two messages of a slice."""
-        with self._one_loop.begun(threading.current_thread) as goes_on:
+        """Yields the messages of one slice of a batch after another. No Python code runs between two messages of a
+        slice."""
+        with self._one_loop.begun(threading.current_thread) as check_loop:
             while True:
-                goes_on()
+                check_loop()
                 if self._slices is None and not self._take_slices():
                     return
                 assert self._slices is not None
                 for fields in self._slices:
                     messages: Iterator[Message[T]] = map(message_of, fields)
                     yield messages if self._filter is None else filter(self._filter, messages)
-                    goes_on()
+                    check_loop()
                 self._finish()
 
     def _take_slices(self) -> bool:
-        """Waits for a batch; False at the end."""
+        """Waits for a batch. Returns False at the end."""
         self._finish()
-        hand = self._hands.take()
-        if hand is None:
+        in_flight = self._receiver.take()
+        if in_flight is None:
             return False
-        self._hand = hand  # before anything is called, where a Ctrl-C may come
+        self._in_flight = in_flight  # before any call, in which a Ctrl-C may come
         try:
-            self._slices = hand.slices()
+            self._slices = in_flight.slices()
         except BaseException:
             self._finish()
             raise
         return True
 
     def batches(self, max_messages: int | None = None) -> Iterator[MessageBatch[T]]:
-        """Batches as they are stored, without an object per message; ends as iteration does.
+        """Iterates over batches as they are stored, without an object per message. Ends as iteration does.
 
-        `max_messages`: joins what was fetched of a partition, up to so many messages: fewer and larger batches where
-        producers' are small. It does not wait for more to come, and splits no stored batch.
+        `max_messages` joins fetched batches of a partition, up to so many messages: the result is fewer and larger
+        batches if the producers' batches are small. It does not wait for more messages, and splits no stored batch.
         """
         if max_messages is not None:
             check_whole("max_messages", max_messages, 1)
         if self._filter is not None:
             raise ConfigError("batches() does not filter", hint="Leave `filter=` out, and filter the batch's columns.")
         self._core.check_loop_may_begin()
-        with self._one_loop.begun(threading.current_thread) as goes_on:
-            goes_on()
+        with self._one_loop.begun(threading.current_thread) as check_loop:
+            check_loop()
             self._finish()
             while True:
-                hand = self._hands.take(whole=True, max_messages=max_messages or 0)
-                if hand is None:
+                in_flight = self._receiver.take(whole=True, max_messages=max_messages or 0)
+                if in_flight is None:
                     return
-                self._hand = hand
-                yield hand.batch
-                goes_on()
+                self._in_flight = in_flight
+                yield in_flight.batch
+                check_loop()
                 self._finish(is_handled=True)
 
     def _finish(self, *, is_handled: bool = False) -> None:
-        """What is in hand is done, as the next is asked for; not a batch that its loop was left for."""
+        """Marks the delivered messages as done, because the loop asks for more; not a batch whose loop ended early."""
         self._slices = None
-        if self._hand is not None:
-            self._hands.release(self._hand, in_hand=is_handled or not self._hand.is_rejected)
-            self._hand = None  # afterwards: a Ctrl-C in release() leaves it to the next call
+        if self._in_flight is not None:
+            self._receiver.release(self._in_flight, last_done=is_handled or not self._in_flight.is_rejected)
+            self._in_flight = None  # after release(): if a Ctrl-C interrupts that, the next call repeats it
 
     def commit(self, position: Position = None, *, connection: DatabaseConnection | None = NOT_GIVEN) -> None:
-        """Commits: all that is done, or up to and with a message or batch, or {TopicPartition: next offset}.
+        """Commits all that is done, or up to a message or batch inclusive, or {TopicPartition: next offset}.
+        Thread-safe.
 
-        connection: with offsets=DatabaseOffsets(...), writes the offsets into the transaction that this DB-API
-        connection is in, and leaves committing it to you: results and offsets are stored together or not at all, so
-        each message counts exactly once. Needs auto_commit=False. Give a position, or everything that is done counts,
-        without what is in hand. When the database's answer to its commit was lost, leave the block, seek back to the
-        first message of the transaction, or do the same message or batch again: if it was stored, the commit says so.
+        connection: with offsets=DatabaseOffsets(...), the offsets are written into the current transaction of this
+        DB-API connection, and you commit it: results and offsets are stored together or not at all, so each message
+        counts exactly once. Needs auto_commit=False. Without a position everything that is done counts, but not the
+        message that is being processed. If the database's answer to its commit was lost, leave the block, seek back to
+        the transaction's first message, or process the same message or batch again: if it was stored, the commit raises
+        OwnershipLost.
 
-        Raises OwnershipLost when a partition has another owner now, or these messages are counted already: roll back,
-        and go on with what comes next. OffsetOutOfRange for a given offset beyond the end; nothing is committed then.
-        Other errors may be retried.
+        Raises OwnershipLost if a partition has another owner now, or these messages are counted already: roll back, and
+        continue with the next messages. Raises OffsetOutOfRange for a given offset beyond the end; then nothing is
+        committed. Other errors may be retried.
         """
         self._core.check_usable()
         self._check_not_none(connection)
@@ -221,11 +225,13 @@ class Consumer(ConsumerFace[T]):
             raise error
 
     def seek(self, partition: tuple[str, str], where: int | Start) -> None:
-        """The next message of a TopicPartition is the one at an offset, "earliest", "latest", or first at a time.
+        """Sets the next message of a TopicPartition: an offset, "earliest", "latest", or the first at a time.
+        Thread-safe.
 
-        Raises OffsetOutOfRange for an offset beyond the end, where Kafka's consumer would go by its reset policy at the
-        next poll. An offset that retention has removed goes by `on_data_loss`; so does any offset while its broker does
-        not answer. PartitionNotFound, ConfigError for what is none, OwnershipLost for another member's partition.
+        Raises OffsetOutOfRange for an offset beyond the end; Kafka's consumer would apply its reset policy at the next
+        poll. For an offset that retention has removed, `on_data_loss` decides; also for any offset while the broker
+        does not answer. Raises PartitionNotFound, ConfigError for a wrong place, OwnershipLost for another member's
+        partition.
         """
         self._core.check_usable()
         self._wait_for(self._core.seek_to(partition_of(partition), where))
@@ -234,11 +240,12 @@ class Consumer(ConsumerFace[T]):
         self._wait_for(self._core.seek_to(tp, offset))
 
     def pause(self, *partitions: tuple[str, str]) -> None:
-        """Hands out nothing of these partitions, or of all assigned ones, until resume(); they stay assigned."""
+        """Delivers no messages of these partitions, or of all assigned ones, until resume(). They stay assigned.
+        Thread-safe."""
         self._in_loop(self._core.pause, partitions)
 
     def resume(self, *partitions: tuple[str, str]) -> None:
-        """Goes on with paused partitions."""
+        """Continues with paused partitions, or with all assigned ones. Thread-safe."""
         self._in_loop(self._core.resume, partitions)
 
     def _in_loop(
@@ -252,7 +259,10 @@ class Consumer(ConsumerFace[T]):
         self._wait_for(run())
 
     def lag(self) -> dict[TopicPartition, int]:
-        """Messages that are stored and not done, per assigned partition, as the brokers know now."""
+        """Returns the number of messages that are stored and not done, per assigned partition, as the brokers report
+        now.
+
+        Thread-safe."""
         self._core.check_usable()
         return self._wait_for(self._core.lag())
 
@@ -267,37 +277,37 @@ class Consumer(ConsumerFace[T]):
     ) -> None:
         """Calls `listener(message)` for each message, until close(), `idle_timeout_s` or an error.
 
-        Partitions are handled side by side by `concurrency` threads, a partition's messages one after the other. A
-        message whose listener raises is given to it again after `retry_delay_s`, doubled each time; after
-        `max_attempts` it goes to the group's dead-letter topic, or with dead_letter=False the error ends run().
-        A listener that raises metamq.Rollback gets the message again, as often as it likes.
+        `concurrency` threads process partitions in parallel; the messages of one partition are processed one after
+        another. If the listener raises, it gets the message again after `retry_delay_s` seconds, doubled each time.
+        After `max_attempts` the message goes to the group's dead-letter topic; with dead_letter=False the error ends
+        run(). A listener that raises metamq.Rollback gets the message again, without a limit on attempts.
 
-        Raises WrongType for a coroutine function, and when the listener returns something to be awaited: nobody would,
+        Raises WrongType for a coroutine function, and if the listener returns an awaitable: run() does not await it,
         and the message is not done. metamq.aio.Consumer awaits its listener.
         """
         self._core.check_loop_may_begin()
         dead_letters = DeadLetters(self._servers, self._root, self._core.plan.group) if dead_letter else None
         policy = RetryPolicy(max_attempts, retry_delay_s)
-        pool = ListenerPool(self._hands, listener, self._filter, dead_letters, policy, concurrency)
-        with self._one_loop.begun(threading.current_thread) as goes_on:
-            goes_on()
+        pool = ListenerPool(self._receiver, listener, self._filter, dead_letters, policy, concurrency)
+        with self._one_loop.begun(threading.current_thread) as check_loop:
+            check_loop()
             self._finish()
             pool.run()
 
     def close(self) -> None:
-        """Commits what is done, gives the partitions back, disconnects. Any thread; further calls do nothing.
+        """Commits what is done, releases the partitions, disconnects. Thread-safe; further calls do nothing.
 
-        What is in hand is not done. The loop over the consumer ends. In a signal handler that interrupts that loop it
-        may return before all of this is done; leaving the `with` block waits for it.
+        The message that is being processed is not done. The loop over the consumer ends. In a signal handler that
+        interrupts that loop, close() may return before it has finished; the end of the `with` block waits for it.
         """
-        self._close(in_hand_done=False)
+        self._close(last_done=False)
 
-    def _close(self, *, in_hand_done: bool) -> None:
+    def _close(self, *, last_done: bool) -> None:
         if not self._closed:
             self._closed = True
             if isinstance(self._core.inbox.error, ForkedError):
                 raise self._core.inbox.error
-            closing = self._core.close(in_hand_done=in_hand_done)
+            closing = self._core.close(last_done=last_done)
             if self._core.inbox.is_inside():
                 asyncio.run_coroutine_threadsafe(closing, self._background.loop).add_done_callback(self._has_closed)
                 return
@@ -312,12 +322,12 @@ class Consumer(ConsumerFace[T]):
         self._close_ended.set()
 
     def _wait_for(self, work: Coroutine[Any, Any, R]) -> R:
-        """Has the loop do it. Raises ConfigError where waiting would be for ever."""
+        """Runs `work` in the loop. Raises ConfigError if the wait would never end."""
         if self._core.inbox.is_inside():
             work.close()
             raise ConfigError(
                 "the call waits, and it interrupts the loop over this consumer in the same thread, as a signal handler "
-                "does: that would never go on",
+                "does: the wait would never end",
                 hint="Set a flag or raise an exception in the handler. close() may be called there.",
             )
         return self._background.run(work)
@@ -332,9 +342,9 @@ class Consumer(ConsumerFace[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not isinstance(self._core.inbox.error, ForkedError):  # else a child leaves its parent's block
-            self._close(in_hand_done=kind is None)
-            self._close_ended.wait()  # another thread may be at it: the process may end after the block
+        if not isinstance(self._core.inbox.error, ForkedError):  # otherwise a child process leaves its parent's block
+            self._close(last_done=kind is None)
+            self._close_ended.wait()  # another thread may be closing it: the process may end after the block
 
     def __del__(self) -> None:
         core = getattr(self, "_core", None)
@@ -349,13 +359,13 @@ _closing: set[asyncio.Task[None]] = set()
 
 
 def _close_abandoned(core: ConsumerCore) -> None:
-    task = asyncio.ensure_future(core.close(in_hand_done=False))
-    _closing.add(task)  # the loop itself keeps tasks by weak references only
+    task = asyncio.ensure_future(core.close(last_done=False))
+    _closing.add(task)  # the loop itself has only weak references to tasks
     task.add_done_callback(_closing.discard)
 
 
 async def _call_in_thread(callback: Callable[[list[TopicPartition]], object], partitions: list[TopicPartition]) -> None:
-    """In a thread of its own: one of a pool might wait for a commit that needs a thread of the same pool."""
+    """Runs a callback in a thread of its own: in a pool it might wait for a commit that needs a thread of that pool."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 

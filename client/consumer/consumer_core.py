@@ -1,6 +1,6 @@
-"""The consumer without a face: owns partitions, fetches, keeps what is done, commits. Runs in one loop.
+"""The implementation of the consumer: owns partitions, fetches, tracks what is done, commits. Runs in one loop.
 
-Handlers take from its inbox, in whatever thread; see metamq.client.fetch.inbox for what passes between the two.
+Handlers take batches from its inbox, in any thread; metamq.client.fetch.inbox describes the interface between them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from metamq.client.consumer.unshared import UnsharedAssignment
 from metamq.client.fetch.commits import OffsetCommits
 from metamq.client.fetch.consumer_options import ConsumerOptions, ConsumerPlan, check_place
 from metamq.client.fetch.damage import report_damage, report_of
+from metamq.client.fetch.fetch_budget import FetchBudget
 from metamq.client.fetch.fetch_queue import DELAY_FIRST_S, FetchRequest, FetchRequestQueue
 from metamq.client.fetch.fetch_runner import FetchRunner
 from metamq.client.fetch.inbox import Inbox, PartitionState
 from metamq.client.fetch.message_batch import MessageBatch, own_part
-from metamq.client.fetch.room import Room
 from metamq.client.fetch.sources import Sources
 from metamq.client.fetch.start_offsets import FirstOffset, OffsetFinder
 from metamq.client.forks import register_for_forks
@@ -58,7 +58,8 @@ RebalanceCallback = Callable[[list[TopicPartition]], Awaitable[None]]
 
 
 class ConsumerCore:
-    """One consumer's engine: an AssignmentHandler and a FetchSink. Its methods are the loop's, but for the inbox."""
+    """The core of one consumer, an AssignmentHandler and a FetchSink. Its methods are for the loop, except those of the
+    inbox and those marked thread-safe."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ConsumerCore:
         self.options = options
         self.loop = loop
         self.inbox = Inbox(self._may_deliver)
-        self._room = Room(options, self.inbox)
+        self._budget = FetchBudget(options, self.inbox)
         self._on_assigned = on_assigned
         self._on_revoked = on_revoked
         self._queue = FetchRequestQueue(self._wake_runner)
@@ -100,9 +101,9 @@ class ConsumerCore:
             self.cluster,
             reads_slaves=reads_slaves,
             requests=self._requests.values,
-            make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._room.limits),
+            make_runner=lambda source: FetchRunner(source, self._queue, self.cluster, self, self._budget.limits),
             spawn=self._spawn,
-            ask_anew=self._ask_anew,
+            ask_again=self._ask_again,
         )
         self._finder = OffsetFinder(self.cluster, self.plan.start)
         try:
@@ -143,21 +144,22 @@ class ConsumerCore:
             session, plan.group, plan.consumer_id, plan.topics, plan.strategy, self._storage, self, self._lease
         )
 
-    # What the assignment calls
+    # Called by the assignment
 
     async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
-        """These partitions are ours: tell the application, which may seek, then find where to start, and fetch."""
+        """Takes over partitions: notifies the application, which may seek, then finds the start offsets, and
+        fetches."""
         states = [PartitionState(assigned.tp, assigned.claim, -1) for assigned in partitions]
         for state in states:
             self.end.is_placing(state)
             self.inbox.add(state)
-        await self._tell(self._on_assigned, states)
+        await self._notify(self._on_assigned, states)
         for state, assigned in zip(states, partitions, strict=True):
             state.starting = False
             self._spawn(self._start(state, assigned))
 
-    async def _tell(self, callback: RebalanceCallback, states: Sequence[PartitionState]) -> bool:
-        """Calls the application back. What it raises goes on in its handlers; False then."""
+    async def _notify(self, callback: RebalanceCallback, states: Sequence[PartitionState]) -> bool:
+        """Calls the application's callback. Passes its error to the handlers, and then returns False."""
         try:
             await callback([state.tp for state in states])
         except Exception as error:
@@ -168,7 +170,7 @@ class ConsumerCore:
         return True
 
     async def _start(self, state: PartitionState, assigned: AssignedPartition) -> None:
-        """Finds the first offset, as often as it takes, and begins to fetch."""
+        """Finds the first offset, with retries until it succeeds, and begins to fetch."""
         delay_s = 0.05
         while self._is_ours(state):
             try:
@@ -187,7 +189,7 @@ class ConsumerCore:
                     state.committed_offset = first.offset
                 else:
                     state.first_offset = first.offset
-                if state.next_offset < 0:  # else the application was faster with a seek
+                if state.next_offset < 0:  # otherwise the application has called seek() meanwhile
                     state.begin_at(first.offset, first.epoch)
             self._fetch_from(state, state.next_offset)
             self.outages.ended(state.tp)
@@ -195,7 +197,8 @@ class ConsumerCore:
             return
 
     async def _keep_start(self, state: PartitionState, first: FirstOffset) -> None:
-        """Commits where the group begins, before anything is done: "latest" is decided once, not by each new owner."""
+        """Commits the group's start before any message is done: "latest" is decided once, not again by each new
+        owner."""
         assert state.claim is not None
         refused = await self.commits.commit([CommitRequest(state.claim, first.offset, first.epoch)])
         for error in refused.values():
@@ -205,14 +208,15 @@ class ConsumerCore:
         return self.inbox.states.get(state.tp) is state and not state.closing
 
     async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
-        """Gives partitions away once nothing of them is in hand; says what is to be committed."""
+        """Releases partitions once none of their messages is in flight. Returns the offset and epoch to commit for
+        each."""
         states = [state for tp in partitions if (state := self.inbox.states.get(tp)) is not None]
         for state in states:
             state.closing = True
             self._stop_fetching(state)
             self.inbox.rewind(state)
         await asyncio.gather(*(self._until_released(state) for state in states))
-        is_well = not states or await self._tell(self._on_revoked, states)
+        is_well = not states or await self._notify(self._on_revoked, states)
         finals = {state.tp: self._final(state) if is_well else None for state in states}
         for state in states:
             self._remove(state)
@@ -228,14 +232,14 @@ class ConsumerCore:
             if not released.done():
                 released.set_result(None)
 
-        def tell() -> None:
+        def notify() -> None:
             self.loop.call_soon_threadsafe(settle)
 
-        self.inbox.when_released(state, tell)
+        self.inbox.when_released(state, notify)
         await released
 
     def lost(self, partitions: Sequence[TopicPartition]) -> None:
-        """They may be somebody else's already."""
+        """Stops with partitions that may already belong to another consumer."""
         for tp in partitions:
             state = self.inbox.states.get(tp)
             if state is not None:
@@ -248,13 +252,13 @@ class ConsumerCore:
         self.end.placed(state)
 
     def failed(self, error: MetamqError) -> None:
-        """The assignment has ended for good: the application gets the error."""
+        """Passes the error that ended the assignment permanently to the application."""
         self.inbox.fail(error)
 
     # Fetching
 
     def _fetch_from(self, state: PartitionState, offset: int, epoch: int | None = None) -> None:
-        """Fetches a partition from an offset on, in place of whatever was under way."""
+        """Fetches a partition from an offset on, instead of any earlier request."""
         self._stop_fetching(state)
         held_back = state.paused or state.starting or not self._delivering or self._closing
         if held_back or offset < 0 or not self._is_ours(state):
@@ -271,15 +275,15 @@ class ConsumerCore:
         request = self._requests.get(tp)
         return request is not None and self._sources.is_substitute(request)
 
-    def _ask_anew(self, request: FetchRequest) -> None:
-        """The request is to be made elsewhere."""
+    def _ask_again(self, request: FetchRequest) -> None:
+        """Moves a request to the source that is right for it now."""
         if request in self._stalled and request.error is None:
             self._sources.go(request, self._sources.choose(request.tp, request.source.broker_id))
         else:
             self._fetch_from(self.inbox.states[request.tp], request.offset, request.epoch)
 
     def _cluster_changed(self) -> None:
-        """A broker may be back: those who wait for one need not wait any longer."""
+        """Repeats the waiting requests at once: a broker may be back."""
         for source in self._sources.runners:
             self._queue.hurry(source, self.loop.time())
         self._sources.changed()
@@ -294,7 +298,7 @@ class ConsumerCore:
         self._sources.runner(source).wake()
 
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
-        """Data of one partition: into the inbox, and the request back into the queue."""
+        """Puts the data of one partition into the inbox, and the request back into the queue."""
         state = self.inbox.states[request.tp]
         state.start_offset, state.stable_offset = result.start_offset, result.stable_offset
         batches: list[MessageBatch[Any]] = []
@@ -319,20 +323,21 @@ class ConsumerCore:
         if not self._sources.is_substitute(request):
             self.outages.ended(request.tp)
         self._sources.answered(request, result.preferred_replica)
-        if self._room.has_more(state):
+        if self._budget.allows_more(state):
             self._queue.put(request, self.loop.time())
         else:
             self._stalled[request] = None
             self.consumed()
 
-    def asked(self, requests: list[FetchRequest]) -> None:
-        """Their broker can be reached, and says so of a partition without news by no answer."""
+    def sent(self, requests: list[FetchRequest]) -> None:
+        """Ends the outages of requests that a broker has received. A broker sends no answer for a partition without
+        data."""
         masters = [request.tp for request in requests if not self._sources.is_substitute(request)]
         for tp in self.outages.cut_off(masters):
             self.outages.ended(tp)
 
     def consumed(self) -> None:
-        """A handler made room: fetch on for those that waited for it. In the loop."""
+        """Continues the requests that waited until a handler freed capacity. In the loop."""
         now = self.loop.time()
         for request in [request for request in self._stalled if self._may_go_on(request)]:
             del self._stalled[request]
@@ -343,19 +348,19 @@ class ConsumerCore:
 
     def _may_go_on(self, request: FetchRequest) -> bool:
         state = self.inbox.states[request.tp]
-        return self._room.has_more(state) if request.error is None else not state.buffered_bytes
+        return self._budget.allows_more(state) if request.error is None else not state.buffered_bytes
 
     def refetch(self, state: PartitionState) -> None:
-        """A handler let go of messages that are not done: they are to come again. In the loop."""
+        """Fetches again the messages that a handler released and that are not done. In the loop."""
         if state.rewinding and self._is_ours(state):
             self._fetch_from(state, self.inbox.rewind(state))
 
-    def wants_room(self) -> bool:
-        """Whether somebody waits for a handler to make room. Any thread."""
+    def has_stalled(self) -> bool:
+        """Returns True if a request waits until a handler frees capacity. Thread-safe."""
         return bool(self._stalled)
 
     def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:
-        """The partition is asked for again after a pause; an offset that is gone is replaced by policy."""
+        """Fetches the partition again after a pause. If the offset is gone, `on_data_loss` decides."""
         if isinstance(error, OffsetOutOfRange):
             self._out_of_range(request, error)
             return
@@ -365,7 +370,7 @@ class ConsumerCore:
         self._queue.put(request, self.loop.time() + (0.0 if at_once else request.grow_delay()))
 
     def _damaged(self, request: FetchRequest, damage: CorruptData) -> None:
-        """What was damaged on the way is asked for again; what stays so is raised, after the messages before it."""
+        """Fetches damaged data again. Lasting damage is raised, after the messages before it."""
         report = report_of(request.tp, request.topic_id, request.offset)
         self._spawn(report_damage(self.cluster, request.source, report))
         if request.source.replica != MASTER:
@@ -383,7 +388,7 @@ class ConsumerCore:
         self.consumed()
 
     def _fail(self, tp: TopicPartition, error: MetamqError) -> None:
-        """Handlers get the error, until a seek leads away from it."""
+        """Raises the error in the handlers until a seek leaves the place of the error."""
         self.outages.errors[tp] = str(error)
         self._stuck[tp] = error
         self.inbox.fail(error)
@@ -399,14 +404,14 @@ class ConsumerCore:
             self._raise_after_what_is_buffered(request, error)
             return
         if isinstance(error, OffsetDiverged):
-            log.warning("%s: %s Going on at %d", request.tp, error, error.agreed)
+            log.warning("%s: %s Continuing at %d", request.tp, error, error.agreed)
             place = self.inbox.take_back_to(state, error.agreed, error.epoch)
         else:
-            # Above the end the log was cut: what was read before is not to be read again.
+            # If the offset is above the end, the log was truncated: messages before the end were read already.
             place = error.start if policy == "earliest" and request.offset < error.start else error.end
             lost = max(place - request.offset, 0)
             self._lost_messages += lost
-            log.warning("%s: %s Going on at %d; lost: %s", request.tp, error, place, count(lost, "message"))
+            log.warning("%s: %s Continuing at %d; lost: %s", request.tp, error, place, count(lost, "message"))
             self.inbox.skip_to(state, place)
         self._fetch_from(state, place)
 
@@ -420,16 +425,17 @@ class ConsumerCore:
         return not self._needs_lease or self._lease.valid()
 
     async def _watch_lease(self) -> None:
-        """Stops handing out when the lease is over, takes back what is not handed out, goes on when it is valid."""
+        """Pauses the delivery while the lease is over: takes back what is not delivered, and fetches it again
+        afterwards."""
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
             valid = self._may_deliver()
             if valid == self._delivering:
                 if valid:
-                    self.inbox.poke()  # a handler may have asked in a lapse too short to be seen here
+                    self.inbox.poke()  # a handler may have tried in a lapse too short to be seen here
                 continue
             self._delivering = valid
-            log.warning("consumption %s: %s", "goes on" if valid else "pauses", self._lease_reason(valid))
+            log.warning("consumption %s: %s", "continues" if valid else "pauses", self._lease_reason(valid))
             for state in list(self.inbox.states.values()):
                 if state.next_offset < 0:
                     continue
@@ -443,23 +449,24 @@ class ConsumerCore:
     def _lease_reason(self, valid: bool) -> str:
         return "ZooKeeper answers again" if valid else "ZooKeeper has not answered, another member may take over"
 
-    # What the application asks for
+    # Called by the application
 
     def check_usable(self) -> None:
-        """Raises ClosedError once it is closed, but not in callbacks during close(); ForkedError in a fork's child."""
+        """Raises ClosedError after close(), but not in callbacks during close(). Raises ForkedError in a fork's
+        child."""
         if isinstance(self.inbox.error, ForkedError):
             raise self.inbox.error
         if self._session is None:
             raise closed_client("consumer")
 
     def check_loop_may_begin(self) -> None:
-        """As check_usable, and raises ClosedError during close(), too. A loop that is running just ends then."""
+        """Checks like check_usable, and raises ClosedError during close(), too. A running loop just ends then."""
         self.check_usable()
         if self.inbox.closed:
             raise closed_client("consumer")
 
     def seek(self, tp: TopicPartition, offset: int) -> None:
-        """The next message handed out is the one at `offset`."""
+        """Makes the message at `offset` the next one to deliver."""
         state = self._state(tp)
         if state.closing:
             raise OwnershipLost(tp.topic, tp.partition, "it is being given to another consumer")
@@ -468,16 +475,16 @@ class ConsumerCore:
             self.inbox.error = next(iter(self._stuck.values()), None)
         state.sought_offset, state.assumed_offset = offset, None
         state.seeks += 1
-        # Up to there it has read what the log has: unless a further loss is accepted, which it is told then.
+        # Up to this offset it has read what the log has. If a further loss is accepted, it gets that error then.
         epoch = stuck.epoch if isinstance(stuck, OffsetDiverged) and offset == stuck.agreed else -1
         self.inbox.rewind(state, offset, epoch)
         self._fetch_from(state, offset)
 
     async def seek_to(self, tp: TopicPartition, where: Any) -> None:
-        """Seeks to an offset, "earliest", "latest" or a time. Raises ConfigError for anything else.
+        """Seeks to an offset, "earliest", "latest" or a time. Raises ConfigError for any other value.
 
-        OffsetOutOfRange for an offset beyond the end; while the broker does not answer it is taken as it is, and
-        `on_data_loss` says what happens when it is found to be none.
+        Raises OffsetOutOfRange for an offset beyond the end. If the broker does not answer, the offset is used
+        unchecked, and `on_data_loss` decides if it does not exist.
         """
         check_place(where)
         state = self._state(tp)
@@ -490,13 +497,13 @@ class ConsumerCore:
     async def check_not_beyond_end(self, offsets: Mapping[TopicPartition, int], hint: str) -> None:
         """Raises OffsetOutOfRange, with the hint, for the first offset that is beyond its partition's end."""
         states = {tp: self._state(tp) for tp in offsets}
-        # The others were there when something was last fetched.
+        # The last fetch has shown that the other offsets exist.
         news = {tp: self._topic_id(state) for tp, state in states.items() if offsets[tp] > state.stable_offset}
         if news:
             await self._finder.check_not_beyond_end(news, offsets, hint)
 
     def pause(self, partitions: Iterable[TopicPartition]) -> None:
-        """Hands out nothing of these partitions until resume()."""
+        """Delivers no messages of these partitions until resume()."""
         for tp in partitions:
             state = self._state(tp)
             if not state.paused:
@@ -506,7 +513,7 @@ class ConsumerCore:
                 self.inbox.rewind(state)
 
     def resume(self, partitions: Iterable[TopicPartition]) -> None:
-        """Goes on with paused partitions."""
+        """Continues with paused partitions."""
         for tp in partitions:
             state = self._state(tp)
             if state.paused:
@@ -524,18 +531,18 @@ class ConsumerCore:
         return state.claim.topic_id
 
     def assignment(self) -> list[TopicPartition]:
-        """The partitions that are consumed now. Any thread."""
+        """Returns the partitions that are consumed now. Thread-safe."""
         with self.inbox.lock:
             return sorted(self.inbox.states)
 
     async def lag(self) -> dict[TopicPartition, int]:
-        """Messages stored and not done, per partition, asked of the brokers."""
+        """Returns the number of messages that are stored and not done, per partition, as the brokers report it now."""
         states = {state.tp: state for state in list(self.inbox.states.values()) if state.next_offset >= 0}
         ends = await self._finder.ends({tp: self._topic_id(state) for tp, state in states.items()})
         return {tp: max(ends[tp] - states[tp].done_offset(), 0) for tp in states if tp in ends}
 
     def health(self) -> ConsumerHealth:
-        """How consumption goes, without asking anybody."""
+        """Returns the state of the consumption, without requests. Thread-safe."""
         with self.inbox.lock:
             states = list(self.inbox.states.values())
             partitions = {state.tp: health_of(state, self.outages.errors.get(state.tp, "")) for state in states}
@@ -551,10 +558,11 @@ class ConsumerCore:
 
     # The end
 
-    async def close(self, *, in_hand_done: bool) -> None:
-        """Commits what is done, gives everything back, disconnects. What is in hand counts as `in_hand_done` says.
+    async def close(self, *, last_done: bool) -> None:
+        """Commits what is done, releases all partitions, disconnects. `last_done` is True if the last message is
+        done.
 
-        Raises, after all of it, what on_revoked raised meanwhile.
+        At the end it raises the error of on_revoked, if there was one.
         """
         if self._session is None:
             return
@@ -562,7 +570,7 @@ class ConsumerCore:
         self._callback_error = None
         for state in self.inbox.states.values():
             self._stop_fetching(state)
-        self.inbox.close(in_hand_done=in_hand_done)
+        self.inbox.close(last_done=last_done)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PUBLISH_LIMIT_S):
@@ -588,6 +596,6 @@ class ConsumerCore:
             await session.close()
 
     def forked(self) -> None:
-        """In a fork's child: nothing works any more."""
+        """Closes the copy in a fork's child: it cannot be used any more."""
         self.inbox.forked(ForkedError("consumer"))
         self._session = None

@@ -1,4 +1,4 @@
-"""What `consumer.health()` tells."""
+"""The results of `consumer.health()`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from metamq.zk.partitions import TopicPartition
 
 @dataclass(frozen=True, slots=True)
 class PartitionHealth:
-    """One partition of a consumer. Offsets are -1, lag is None, before the first answer."""
+    """The state of one partition of a consumer. Before the first answer, offsets are -1 and the lag is None."""
 
     next_offset: int
     done_offset: int
     committed_offset: int | None
     lag: int | None
     in_hand: bool
-    """A message or batch of it is being handled."""
+    """True while the application processes a message or batch of the partition."""
     paused: bool
     last_error: str
-    """Why it is not fetched at present, empty when it is. While slaves are read, why the master is not."""
+    """The reason that the partition is not fetched now, or "". While a slave is read, the reason that the master is
+    not."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerHealth:
-    """One consumer. `group` is None for a consumer that shares with nobody."""
+    """The state of one consumer. `group` is None for a consumer that does not share its partitions."""
 
     partitions: Mapping[TopicPartition, PartitionHealth]
     delivering: bool
-    """False while cut off from ZooKeeper for longer than the lease."""
+    """False while ZooKeeper has not answered for longer than the lease."""
     buffered_bytes: int
     last_fetch_s: float | None
     """Seconds since a broker last answered."""
@@ -41,13 +42,13 @@ class ConsumerHealth:
 
 
 def health_of(state: PartitionState, last_error: str) -> PartitionHealth:
-    """How one partition goes. The inbox is locked."""
+    """Returns the state of one partition. The caller holds the inbox's lock."""
     return PartitionHealth(
         next_offset=state.next_offset,
         done_offset=state.done_offset(),
         committed_offset=state.committed_offset,
         lag=state.lag(),
-        in_hand=state.hand is not None,
+        in_hand=state.in_flight is not None,
         paused=state.paused,
         last_error=last_error,
     )

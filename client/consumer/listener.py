@@ -1,8 +1,8 @@
 """`consumer.run(listener)`: threads that take batches and call the listener, message by message.
 
-A partition is in one thread's hand at a time, so its messages are handled in order; others go on meanwhile. While a
-message waits for its next attempt its partition waits with it, until it is done, given up, or the partition is
-revoked: then the next owner gets it.
+One thread at a time has a batch of a partition, so the partition's messages are processed in order; other partitions
+continue meanwhile. While a message waits for its next attempt, its partition waits, until the message is done or given
+up, or the partition is revoked: then the next owner receives the message.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from metamq.client.checks import awaitable_listener, check_plain_listener, check_whole
-from metamq.client.consumer.hands import ThreadHands
-from metamq.client.fetch.inbox import Hand
+from metamq.client.consumer.receivers import ThreadReceiver
+from metamq.client.fetch.inbox import InFlightBatch
 from metamq.client.model import Message, message_of
 from metamq.client.net.retrying import RetryPolicy, Rollback, dead_letter_headers, dead_letter_topic
 from metamq.errors import DecodeError, TopicExists
@@ -31,14 +31,14 @@ log = logging.getLogger("metamq.client")
 T = TypeVar("T")
 
 Listener = Callable[[Message[T]], object]
-"""Called with each message; returns when the message is done, raises when it failed. No coroutine function."""
+"""Called with each message. It returns when the message is done, and raises if it failed. Not a coroutine function."""
 
 INTERRUPT_PATIENCE_S = 0.1
 POLL_S = 0.5
 
 
 class DeadLetters:
-    """Sends given-up messages to the group's dead-letter topic, which is made when the first one comes."""
+    """Sends given-up messages to the group's dead-letter topic, which is created when the first message comes."""
 
     def __init__(self, zookeeper: str, root: str, group: str | None) -> None:
         self.topic = dead_letter_topic(group)
@@ -48,7 +48,7 @@ class DeadLetters:
         self._lock = threading.Lock()
 
     def send(self, message: Message[Any], value: bytes, error: Exception, attempts: int) -> None:
-        """Returns when it is stored. Raises what a delivery can fail with."""
+        """Sends a message and returns when it is stored. Raises the errors of a delivery."""
         times = count(attempts, "attempt")
         log.warning("given up after %s, to %s: %r", times, self.topic, message[:3], exc_info=error)
         headers = dead_letter_headers(message, error, attempts)
@@ -72,11 +72,11 @@ class DeadLetters:
 
 
 class ListenerPool:
-    """The threads of one `run()`. Without `dead_letters` a message that is given up ends it."""
+    """The threads of one `run()`. Without `dead_letters` a given-up message ends `run()`."""
 
     def __init__(
         self,
-        hands: ThreadHands,
+        receiver: ThreadReceiver,
         listener: Listener[Any],
         filter: Callable[[Message[Any]], bool] | None,
         dead_letters: DeadLetters | None,
@@ -85,7 +85,7 @@ class ListenerPool:
     ) -> None:
         check_whole("concurrency", concurrency, 1)
         check_plain_listener(listener)
-        self._hands = hands
+        self._receiver = receiver
         self._listener = listener
         self._filter = filter
         self._dead_letters = dead_letters
@@ -101,7 +101,7 @@ class ListenerPool:
         ]
 
     def run(self) -> None:
-        """Until the consumer is closed, idle, or a listener's error is not to be survived."""
+        """Runs until the consumer is closed or idle, or an error of a listener ends it."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -120,15 +120,15 @@ class ListenerPool:
 
     def _end(self) -> None:
         self._stop.set()
-        self._hands.poke()
+        self._receiver.poke()
 
     def _work(self) -> None:
         try:
             while not self._stop.is_set():
-                hand = self._hands.take(self._stop)
-                if hand is not None:
-                    self._handle_busy(hand)
-                elif self._busy == 0 or self._hands.closed:
+                in_flight = self._receiver.take(self._stop)
+                if in_flight is not None:
+                    self._handle_busy(in_flight)
+                elif self._busy == 0 or self._receiver.closed:
                     return
         except BaseException as error:
             self._error = self._error or error
@@ -136,47 +136,48 @@ class ListenerPool:
         finally:
             self._ended.release()
 
-    def _handle_busy(self, hand: Hand) -> None:
+    def _handle_busy(self, in_flight: InFlightBatch) -> None:
         with self._busy_lock:
             self._busy += 1
         done = False
         try:
-            done = self._handle(hand)
+            done = self._handle(in_flight)
         finally:
             with self._busy_lock:
                 self._busy -= 1
-            self._hands.release(hand, in_hand=done)
+            self._receiver.release(in_flight, last_done=done)
 
-    def _handle(self, hand: Hand) -> bool:
-        """Calls the listener with each message; False when the last one handed out is not done."""
+    def _handle(self, in_flight: InFlightBatch) -> bool:
+        """Calls the listener with each message. Returns False if the last delivered message is not done."""
         while True:
             try:
-                for fields in hand.iterate():
+                for fields in in_flight.iterate():
                     message: Message[Any] = message_of(fields)
                     if self._filter is not None and not self._filter(message):
                         continue
-                    if not self._deliver(hand, message):
+                    if not self._deliver(in_flight, message):
                         return False
                     if self._stop.is_set():
-                        break  # the rest of the batch comes again, to whoever asks next
+                        break  # the rest of the batch is delivered again, to the next reader
                 return True
             except DecodeError as error:
-                if error is not hand.rejected:  # but of the listener's
+                if error is not in_flight.rejected:  # the listener raised it
                     raise
                 rejected = error
-            if not self._deliver(hand, hand.batch.undecoded(rejected.offset), rejected):
+            if not self._deliver(in_flight, in_flight.batch.undecoded(rejected.offset), rejected):
                 return False
-            hand.rejected = None
+            in_flight.rejected = None
 
-    def _deliver(self, hand: Hand, message: Message[Any], rejected: DecodeError | None = None) -> bool:
-        """Until it is done or given up. `rejected`: its first attempt ended in `decode=`."""
+    def _deliver(self, in_flight: InFlightBatch, message: Message[Any], rejected: DecodeError | None = None) -> bool:
+        """Calls the listener until the message is done or given up. `rejected`: `decode=` failed in the first
+        attempt."""
         failed = 0
         while True:
             try:
                 if rejected is not None:
                     if not failed:
                         raise rejected
-                    message, rejected = hand.batch.decoded_message(message.offset), None
+                    message, rejected = in_flight.batch.decoded_message(message.offset), None
                     if self._filter is not None and not self._filter(message):
                         return True
                 outcome = self._listener(message)
@@ -186,24 +187,24 @@ class ListenerPool:
                 if pause_s is None:
                     if self._dead_letters is None:
                         raise
-                    self._dead_letters.send(message, hand.batch.plain_value(message.offset), error, failed)
+                    self._dead_letters.send(message, in_flight.batch.plain_value(message.offset), error, failed)
                     return True
                 log.info("%s/%s offset %d failed: %r; again in %g s", *message[:3], error, pause_s)
             else:
                 self._check_done(outcome)
                 return True
-            if not self._pause(hand, pause_s):
+            if not self._pause(in_flight, pause_s):
                 return False
 
     def _check_done(self, outcome: object) -> None:
-        """Ends run() where the work is still to be awaited: trying again would not help, and nothing was done."""
+        """Ends run() if the listener returned an awaitable: nothing was done, and another attempt would not help."""
         if inspect.isawaitable(outcome):
             if inspect.iscoroutine(outcome):
-                outcome.close()  # without a warning of Python's beside the error
+                outcome.close()  # avoids a warning of Python in addition to the error
             raise awaitable_listener(self._listener)
 
-    def _pause(self, hand: Hand, pause_s: float) -> bool:
-        """Waits for the next attempt; False when the message is not ours to try any more."""
-        while pause_s > 0 and not hand.taken_back and not self._stop.wait(min(pause_s, POLL_S)):
+    def _pause(self, in_flight: InFlightBatch, pause_s: float) -> bool:
+        """Waits for the next attempt. Returns False if this consumer must not try the message any more."""
+        while pause_s > 0 and not in_flight.taken_back and not self._stop.wait(min(pause_s, POLL_S)):
             pause_s -= POLL_S
-        return not hand.taken_back and not self._stop.is_set()
+        return not in_flight.taken_back and not self._stop.is_set()

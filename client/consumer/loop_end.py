@@ -1,13 +1,13 @@
 """The end of a loop with `idle_timeout_s`: the end of the data, never an outage.
 
-A loop to which nothing came for its idle time ends only when all of this holds:
+A loop that received no message for its idle time ends only when all of these conditions hold:
 
-    ZooKeeper   answers: the lease holds, and an answer after the idle time brings no news
-    the plan    is known, all that it gives to this consumer is consumed, and the other members live
-    brokers     answer, and say after the idle time that nothing is stored behind what was read
+    ZooKeeper   answers: the lease holds, and an answer after the idle time brings no change
+    the plan    is known, all partitions that it gives to this consumer are consumed, and the other members are alive
+    brokers     answer, and report after the idle time that no message is stored after the last one that was read
 
-What is missing of it is an obstacle. No idle time passes while there is one, and one that lasts longer than its
-patience is raised. `decide` is the whole rule; `LoopEnd` collects what it is given.
+A condition that does not hold is an obstacle. While there is an obstacle, the idle time does not run. An obstacle that
+lasts longer than its patience is raised. `decide` is the whole rule; `LoopEnd` collects the arguments of `decide`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from metamq.zk.session.lease import Lease
 log = logging.getLogger("metamq.client")
 
 LOOK_S = 0.1
-"""How often is looked whether an obstacle is gone."""
+"""Seconds between two checks of an obstacle."""
 ASK_AGAIN_S = 0.25
-"""The pause between two questions for the end."""
+"""Seconds between two questions for the end of the data."""
 AT_ONCE_S = 2.0
-"""A question asked later than this after that pause is not about the same doubt."""
+"""The most seconds after that pause for a question to count as a repetition: a later one is about a new doubt."""
 
 HANDLED = Timeout("another thread's message", inf)
-"""Takes as long as it likes; never raised."""
+"""The obstacle while another thread processes a message. Its patience has no limit, so it is never raised."""
 
 
 class LoopStep(enum.Enum):
-    """What a loop that got nothing does."""
+    """The next step of a loop that received no message."""
 
     WAIT = "wait, then look again"
-    ASK = "ask ZooKeeper and the brokers whether this is the end"
+    ASK = "ask ZooKeeper and the brokers for the end of the data"
     RAISE = "end with the obstacle's error"
 
 
 class LoopDecision(NamedTuple):
-    """The step; how long to wait; since when the loop is idle, as the next look is to be told."""
+    """The step, the seconds to wait, and the start of the idle time, which is an argument of the next decision."""
 
     step: LoopStep
     wait_s: float
@@ -62,7 +62,7 @@ class LoopDecision(NamedTuple):
 
 
 def is_over(obstacle: Obstacle, now: float) -> bool:
-    """Whether its patience is over."""
+    """Returns True if the obstacle has lasted longer than its patience."""
     return now - obstacle.since >= obstacle.patience_s
 
 
@@ -74,13 +74,14 @@ def decide(
     doubt: Obstacle | None,
     ask_from: float,
 ) -> LoopDecision:
-    """What a loop does. `doubt`: what the last question for the end left open; the next is asked from `ask_from` on.
+    """Decides the next step of a loop. `doubt`: the obstacle of the last question; `ask_from`: the time of the next
+    one.
 
-    obstacle   doubt   patience over   idle time over   step
-    any of the two     yes             -                RAISE
-    yes        -       no              -                WAIT, and the idle time begins anew
-    no         -       no              no               WAIT for the rest of it
-    no         -       no              yes              ASK, after a pause where a doubt was left
+        obstacle   doubt   patience over   idle time over   step
+        either of the two  yes             -                RAISE
+        yes        -       no              -                WAIT, and the idle time starts again
+        no         -       no              no               WAIT for the rest of it
+        no         -       no              yes              ASK, after a pause if there is a doubt
     """
     if any(each is not None and is_over(each, now) for each in (obstacle, doubt)):
         return LoopDecision(LoopStep.RAISE, 0.0, idle_since)
@@ -91,7 +92,8 @@ def decide(
 
 
 class LoopEnd:
-    """A consumer's. `confirm` and `tell` are the loop's, the rest is for any thread."""
+    """The end of one consumer's loops. `confirm` and `warn` are for the event loop; the other methods are
+    thread-safe."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class LoopEnd:
         *,
         pauses: bool,
     ) -> None:
-        """`pauses`: the consumer hands out nothing without the lease, and says so itself."""
+        """`pauses`: True if the consumer delivers nothing without the lease, and logs that itself."""
         self._servers = servers
         self._lease = lease
         self._inbox = inbox
@@ -117,41 +119,42 @@ class LoopEnd:
         self._turn = asyncio.Lock()
         self._doubt: Obstacle | None = None
         self._doubted_at: Mapping[TopicPartition, int] | None = {}
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._ask_from = 0.0
-        self._is_told = False
+        self._has_warned = False
 
-    # What the consumer notes
+    # Called by the consumer
 
     def is_placing(self, state: PartitionState) -> None:
-        """Where to begin with the partition is to be found."""
+        """Notes that the start offset of a partition is being searched."""
         self._placing[state] = None
         self._placed_at = time.monotonic()
 
     def placed(self, state: PartitionState) -> None:
-        """It is found, or the partition is given up."""
+        """Notes that the start offset is found, or the partition is released."""
         self._placing.pop(state, None)
         self._placed_at = time.monotonic()
 
-    def tell(self) -> None:
-        """Warns of what lasts; outages of brokers and a pause are told elsewhere."""
+    def warn(self) -> None:
+        """Warns of lasting obstacles. Outages of brokers and pauses are logged elsewhere."""
         found = self._assignment.unsettled() or (None if self._pauses else self._zookeeper_away())
         if found is None and time.monotonic() - self._ask_from < AT_ONCE_S:  # a loop waits for it
             found = self._doubt if self._doubt is not None and self._doubt.error is not HANDLED else None
-        if found is None and self._is_told:
-            log.info("all that is to be read can be read again")
-            self._is_told = False
-        elif found is not None and not self._is_told and time.monotonic() - found.since >= outages.WARN_AFTER_S:
+        if found is None and self._has_warned:
+            log.info("all messages can be read again")
+            self._has_warned = False
+        elif found is not None and not self._has_warned and time.monotonic() - found.since >= outages.WARN_AFTER_S:
             what = found.error.what if isinstance(found.error, Timeout) else found.error.problem
-            log.warning("not all that is to be read can be read at present: %s", what)
-            self._is_told = True
+            log.warning("not all messages can be read at present: %s", what)
+            self._has_warned = True
 
-    # What keeps a loop from ending
+    # Obstacles to the end of a loop
 
     def obstacle(self) -> Obstacle | None:
-        """Why it is not known at present what there is to read.
+        """Returns the reason that the end of the data is not known now, or None.
 
-        Of several, when the patience of the first one ends; with the error of what is rather the cause of the others.
+        If there are several obstacles, the first one to lose patience counts, with the error of the most probable
+        cause.
         """
         all_of_them = (self._zookeeper_away(), self._outage(), self._assignment.unsettled(), self._not_placed())
         found = [each for each in all_of_them if each is not None]
@@ -165,8 +168,8 @@ class LoopEnd:
             return None
         error = ConnectError(
             f"ZooKeeper at {self._servers}",
-            f"it has not answered for {max(over_s, 0.0):.0f} s, and whether there is more to read is not known",
-            hint="Is it running? What is not committed comes again.",
+            f"it has not answered for {max(over_s, 0.0):.0f} s, so there may be more to read",
+            hint="Is it running? Messages that are not committed are delivered again.",
         )
         return Obstacle(error, time.monotonic() - over_s, outages.PATIENCE_S)
 
@@ -174,9 +177,9 @@ class LoopEnd:
         waiting = [state for state in list(self._placing) if not state.starting]
         if not self._placing:
             return None
-        patience_s = outages.PATIENCE_S if waiting else inf  # on_assigned may take its time
+        patience_s = outages.PATIENCE_S if waiting else inf  # on_assigned may take any time
         some = next(iter(waiting or self._placing), None)
-        what = f"finding where to begin in {count(len(waiting), 'partition')}" + (f", {some.tp} first" if some else "")
+        what = f"finding the start of {count(len(waiting), 'partition')}" + (f", {some.tp} first" if some else "")
         return Obstacle(Timeout(what, patience_s), self._placed_at, patience_s)
 
     def _outage(self) -> Obstacle | None:
@@ -185,16 +188,16 @@ class LoopEnd:
             return None
         try:
             error = self._outages.error()
-        except ValueError:  # it ended at this moment
+        except ValueError:  # the outage has just ended
             return None
         return Obstacle(error, since, outages.PATIENCE_S)
 
-    # Asking for the end
+    # The question for the end
 
     def look(self, idle_timeout_s: float, idle_since: float) -> LoopDecision:
-        """What a loop does that got nothing. Raises the obstacle's error when its patience is over."""
+        """Returns the next step of a loop without a message. Raises the obstacle's error when its patience is over."""
         now, obstacle = time.monotonic(), self.obstacle()
-        doubt = self._doubt if self._asked_at >= idle_since else None  # else something has come since
+        doubt = self._doubt if self._requested_at >= idle_since else None  # otherwise a message has come since
         decision = decide(now, idle_timeout_s, idle_since, obstacle, doubt, self._ask_from)
         if decision.step is LoopStep.RAISE:
             raise next(each.error for each in (obstacle, doubt) if each and is_over(each, now))
@@ -207,43 +210,44 @@ class LoopEnd:
             raise obstacle.error
 
     async def confirm(self) -> bool:
-        """Asks ZooKeeper and the brokers: whether what was read is all there is. What is open stays as a doubt."""
+        """Asks ZooKeeper and the brokers. Returns True at the end of the data; otherwise keeps the obstacle as a
+        doubt."""
         async with self._turn:
-            asked_at, positions = time.monotonic(), self._doubted_at
+            requested_at, positions = time.monotonic(), self._doubted_at
             doubt: Obstacle | None
             try:
                 doubt = await self._assignment.confirm()
-                if doubt is None:  # all partitions are there, so these are all positions
+                if doubt is None:  # all partitions are assigned, so these are all positions
                     positions = self._positions()
                     doubt = await self._ask_brokers(positions)
             except MetamqError as error:
-                doubt = Obstacle(error, asked_at, outages.PATIENCE_S)
-            lasts = positions == self._doubted_at and asked_at - self._ask_from < AT_ONCE_S
+                doubt = Obstacle(error, requested_at, outages.PATIENCE_S)
+            lasts = positions == self._doubted_at and requested_at - self._ask_from < AT_ONCE_S
             if doubt is not None and self._doubt is not None and lasts and doubt.patience_s == self._doubt.patience_s:
                 doubt = doubt._replace(since=min(doubt.since, self._doubt.since))
-            self._doubt, self._doubted_at, self._asked_at = doubt, positions, asked_at
+            self._doubt, self._doubted_at, self._requested_at = doubt, positions, requested_at
             self._ask_from = time.monotonic() + ASK_AGAIN_S if doubt is not None else 0.0
             return doubt is None
 
     async def has_all_partitions(self) -> bool:
-        """Whether the consumer has every partition that is its own; asks ZooKeeper, as confirm() does."""
+        """Returns True if the consumer has every partition of its own. Asks ZooKeeper, like confirm()."""
         try:
             return self.obstacle() is None and await self._assignment.confirm() is None
         except MetamqError:
             return False
 
     def _positions(self) -> dict[TopicPartition, int] | None:
-        """Up to where each partition was read; None while something that was fetched is not handled."""
+        """Returns the read position of each partition, or None while fetched messages are not done."""
         with self._inbox.lock:
             states = [state for state in self._inbox.states.values() if not state.paused and not state.closing]
-            if any(state.hand is not None or state.buffered for state in states):
+            if any(state.in_flight is not None or state.buffered for state in states):
                 return None
             return {state.tp: state.next_offset for state in states}
 
     async def _ask_brokers(self, positions: Mapping[TopicPartition, int] | None) -> Obstacle | None:
-        asked_at = time.monotonic()
+        requested_at = time.monotonic()
         if positions is None:
-            return Obstacle(HANDLED, asked_at, inf)
+            return Obstacle(HANDLED, requested_at, inf)
         by_broker: dict[int, dict[TopicPartition, str]] = defaultdict(dict)
         for tp in positions:
             state = self._inbox.states.get(tp)
@@ -256,13 +260,13 @@ class LoopEnd:
                 reason = error.reason if isinstance(error, ConnectError) else error.problem
                 away = ConnectError(
                     self._outages.name_of(broker_id),
-                    f"whether {count(len(topic_ids), 'partition')} had more to read could not be asked: {reason}",
-                    hint="Is the broker running? What is done is committed: start again when it is back.",
+                    f"it could not be asked if {count(len(topic_ids), 'partition')} had more to read: {reason}",
+                    hint="Is the broker running? The processed messages are committed: start again when it is back.",
                 )
-                return Obstacle(away, asked_at, outages.PATIENCE_S)
+                return Obstacle(away, requested_at, outages.PATIENCE_S)
             for tp, end in ends.items():
                 if positions[tp] < end:
                     what = f"reading {tp} from {positions[tp]} to its end at {end}"
                     late = Timeout(what, outages.PATIENCE_S, hint="`metamq doctor` looks at every part.")
-                    return Obstacle(late, asked_at, outages.PATIENCE_S)
+                    return Obstacle(late, requested_at, outages.PATIENCE_S)
         return None

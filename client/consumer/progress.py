@@ -1,4 +1,4 @@
-"""How a consumer gets on, told to others who look from outside."""
+"""Reports a consumer's progress to outside observers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from metamq.zk.partitions import TopicPartition
 PROGRESS_CHECK_S = 1.0
 CHECKS_A_PUBLICATION = 5
 PUBLISH_LIMIT_S = 1.0
-"""How long the last publication may keep a consumer that is closed."""
+"""The most seconds that the last publication may delay close()."""
 
 
 async def watch_progress(inbox: Inbox, assignment: Assignment, outages: Outages, end: LoopEnd) -> None:
-    """Notes, for ever, that messages are being done, or that there is nothing to do; warns of what lasts."""
+    """Notes progress (a message was done, or there is no work) until it is cancelled. Warns of lasting obstacles."""
     before: dict[TopicPartition, int] = {}
     for number in count():
         await asyncio.sleep(PROGRESS_CHECK_S)
         outages.warn()
-        end.tell()
+        end.warn()
         with inbox.lock:
             done = done_offsets(inbox)
-            is_busy = any(state.hand is not None or state.buffered for state in inbox.states.values())
+            is_busy = any(state.in_flight is not None or state.buffered for state in inbox.states.values())
         if done != before or not is_busy:
             assignment.note_progress()
         before = done
@@ -35,6 +35,6 @@ async def watch_progress(inbox: Inbox, assignment: Assignment, outages: Outages,
 
 
 def done_offsets(inbox: Inbox) -> dict[TopicPartition, int]:
-    """The offset after the last message that is done, per partition that has begun. Any thread."""
+    """Returns the offset after the last done message, per partition that has begun. Thread-safe."""
     with inbox.lock:
         return {state.tp: state.done_offset() for state in inbox.states.values() if state.next_offset >= 0}

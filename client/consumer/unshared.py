@@ -1,7 +1,7 @@
-"""The assignment of a consumer that shares with nobody: every partition of its topics is its own.
+"""The assignment of a consumer that does not share: it owns every partition of its topics.
 
-For consumers without a group, which commit nothing, and for broadcast consumers, of which each reads every message
-and keeps its own offsets. It follows topics that grow, go, or are made anew, as the group's listener does.
+For consumers without a group, which commit nothing, and for broadcast consumers, each of which reads every message and
+keeps its own offsets. It follows topics that grow, or are deleted or created again, as the group's listener does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_AGAIN_S = 0.5
 
 
 class UnsharedAssignment:
-    """Assigns all partitions to `handler`; `storage` is None for a consumer that commits nothing."""
+    """Assigns all partitions to `handler`. `storage` is None for a consumer that commits nothing."""
 
     def __init__(
         self,
@@ -50,25 +50,25 @@ class UnsharedAssignment:
         self._unsettled: Obstacle | None = None
 
     async def start(self) -> None:
-        """Assigns what there is. Raises TopicNotFound, ConnectError."""
+        """Assigns the existing partitions. Raises TopicNotFound, ConnectError."""
         for topic in self._topics:
             await self._cluster.topic(topic)
         await self._look()
         self._task = asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
-        told = ""
+        logged = ""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             try:
                 await self._look()
-                told, self._unsettled = "", None
+                logged, self._unsettled = "", None
             except ConnectError as error:
-                log.debug("topics are not followed at present: %s", error)  # the session has warned of it
+                log.debug("topics are not followed at present: %s", error)  # the session has logged a warning
             except MetamqError as error:
-                if str(error) != told:
+                if str(error) != logged:
                     log.warning("topics are not followed at present: %s", error)
-                told = str(error)
+                logged = str(error)
                 since = self._unsettled.since if self._unsettled else time.monotonic()
                 self._unsettled = Obstacle(error, since, outages.PATIENCE_S)
 
@@ -111,9 +111,9 @@ class UnsharedAssignment:
         return self._unsettled
 
     async def confirm(self) -> Obstacle | None:
-        """See `Assignment.confirm`: whether the topics have partitions that were not there before."""
-        asked_at = time.monotonic()
-        await self._cluster.session.sync()  # a watch that fires is heard of before the answer
+        """Checks for partitions that did not exist before; see `Assignment.confirm`."""
+        requested_at = time.monotonic()
+        await self._cluster.session.sync()  # a watch fires before the answer
         for topic in self._topics:
             with contextlib.suppress(TopicNotFound):
                 config = await self._cluster.topic(topic)
@@ -121,11 +121,11 @@ class UnsharedAssignment:
                     claim = self._claims.get(tp)
                     if claim is None or claim.topic_id != config.id:
                         late = Timeout(f"beginning with {tp}", outages.PATIENCE_S)
-                        return Obstacle(late, asked_at, late.timeout_s)
+                        return Obstacle(late, requested_at, late.timeout_s)
         return None
 
     async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
-        """Commits to the consumer's own storage; returns what was refused."""
+        """Commits to the consumer's own storage. Returns what was refused."""
         if self._storage is None:
             return {}
         outcomes = await self._storage.commit(requests)
@@ -133,13 +133,13 @@ class UnsharedAssignment:
         return {tp: outcome for tp, outcome in outcomes.items() if isinstance(outcome, MetamqError)}
 
     async def publish(self, done: Mapping[TopicPartition, int]) -> None:
-        """Nobody else looks at it."""
+        """Does nothing: no other process reads the progress."""
 
     def note_progress(self) -> None:
-        """Nobody else looks at it."""
+        """Does nothing: no other process reads the progress."""
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Waits for what is in hand, commits it."""
+        """Waits for the in-flight messages, and commits them."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""The fetch queue with its delayed runners, and what they bring: batches, and offsets to commit."""
+"""The fetch queue with its runners, and their results: batches, and offsets to commit."""

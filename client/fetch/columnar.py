@@ -1,9 +1,9 @@
-"""Stores messages that come as columns: whole batches for chosen partitions, or for any, without a look at a message.
+"""Stores messages that come as columns: whole batches for chosen partitions, or for any, without work per message.
 
-What `send` of a Producer does for single messages, gathering them and finding their partitions, the caller has done:
-see metamq.spark_consumers.sink.batching. From here on they go the way of every batch, see
-metamq.client.producer.sender: once, in order, whatever is repeated. `send` and a Shipment's methods are for any thread
-but the loop's, the rest for the loop.
+The caller has done what `send` of a Producer does for single messages: it has formed batches and chosen partitions, as
+metamq.spark_consumers.sink does. After that the batches take the normal way, see metamq.client.producer.sender: each is
+stored once, in order, whatever is repeated. `send` and the methods of Shipment are for any thread except the loop's;
+the rest is for the loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFER_BYTES = 32 * 1024 * 1024
 
 
 class ColumnarBatch(OutgoingBatch):
-    """Messages whose columns are made already. `place`: (broker id, index) of their partition; None: any."""
+    """Messages in finished columns. `place`: (broker id, index) of their partition; None: any."""
 
     __slots__ = ("columns",)
 
@@ -36,11 +36,11 @@ class ColumnarBatch(OutgoingBatch):
 
     @property
     def messages(self) -> int:
-        """As of every batch."""
+        """The number of messages."""
         return self.columns.messages
 
     def encode(self, codec: Codec, producer_id: int, sequence: int) -> bytearray:
-        """As of every batch."""
+        """Encodes the batch; see OutgoingBatch.encode."""
         self.sequence = sequence
         self.encoded = self.columns.encode(
             base_timestamp_us=self.timestamp_us, codec=codec, producer_id=producer_id, sequence=sequence
@@ -49,9 +49,9 @@ class ColumnarBatch(OutgoingBatch):
 
 
 class Shipment:
-    """The batches of one caller: all of them are stored in the end, or it raises what became of the first that is not.
+    """The batches of one caller. Either all of them are stored in the end, or the first error is raised.
 
-    What is repeated on the way is stored once; a second shipment of the same messages stores them again.
+    Repetitions on the way are stored once. A second shipment of the same messages stores them again.
     """
 
     def __init__(self, sender: ColumnarSender) -> None:
@@ -60,7 +60,7 @@ class Shipment:
         self._error: MetamqError | None = None
 
     def send(self, batches: Sequence[ColumnarBatch]) -> None:
-        """Takes batches; waits while too much is under way. Raises what an earlier one failed with."""
+        """Accepts batches. Waits while too many bytes are not acknowledged. Raises the error of an earlier batch."""
         sender = self._sender
         with sender.changed:
             sender.changed.wait_for(lambda: self._is_over() or sender.buffered_bytes < sender.buffer_bytes)
@@ -70,7 +70,8 @@ class Shipment:
         sender.loop.call_soon_threadsafe(sender.take, self, batches)
 
     def wait(self) -> None:
-        """Returns once all are stored. Raises the first error; then others may be stored, or be on their way."""
+        """Returns once all batches are stored. Raises the first error; then other batches may be stored now or
+        later."""
         with self._sender.changed:
             self._sender.changed.wait_for(lambda: self._is_over() or not self._pending)
             self._check()
@@ -85,13 +86,13 @@ class Shipment:
             raise closed_client("producer")
 
     def done(self, batch: OutgoingBatch) -> None:
-        """One is stored or has failed; under the sender's lock."""
+        """Notes that a batch is stored or has failed. The caller holds the sender's lock."""
         self._pending -= 1
         self._error = self._error or batch.error
 
 
 class ColumnarSender:
-    """Brings batches to their brokers, for any number of shipments."""
+    """Sends batches to their brokers, for any number of shipments."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class ColumnarSender:
         request_timeout_s: float = 10.0,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """In the loop. `cluster` is to call changed_cluster() when brokers come or go."""
+        """Created in the loop. `cluster` must call changed_cluster() when brokers join or leave."""
         self.loop = asyncio.get_running_loop()
         self.buffer_bytes = buffer_bytes
         self.buffered_bytes = 0
@@ -117,12 +118,12 @@ class ColumnarSender:
         self._ticker = asyncio.ensure_future(self._sender.run())
 
     def changed_cluster(self) -> None:
-        """Brokers have come or gone."""
+        """Checks the connections after brokers have joined or left."""
         self._sender.follow()
         self._sender.pump()
 
     def take(self, shipment: Shipment, batches: Sequence[ColumnarBatch]) -> None:
-        """Batches that a shipment has counted."""
+        """Queues batches that a shipment has counted."""
         self._shipments |= dict.fromkeys(batches, shipment)
         self._sender.add(list(batches))
         self._sender.pump()
@@ -135,7 +136,7 @@ class ColumnarSender:
             self.changed.notify_all()
 
     async def close(self) -> None:
-        """Whoever waits gets ClosedError; what is not stored may never be."""
+        """Closes the sender. Waiting callers get ClosedError; batches that are not stored may never be."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()

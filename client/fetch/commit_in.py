@@ -1,23 +1,25 @@
-"""Offsets in the application's own transaction: when may these messages be counted?
+"""Offsets in the application's own transaction: the check that messages are not counted twice.
 
-The row holds how far messages are counted. Results for messages up to an offset may be stored with it only if none of
-them is counted yet; so it is not enough that the row is still ours, which its generation tells. The outcome of a
-database commit may be unknown: the answer was lost, the application handles the message again, and its results are
-there already. Then the row holds more than it may, and the new transaction is refused.
+The row holds the offset up to which messages are counted. Results of messages before an offset may be stored together
+with that offset only if none of these messages is counted yet. It is not enough that this consumer still owns the row,
+which the row's group generation shows: the outcome of a database commit may be unknown. If its answer was lost, the
+application processes the message again, although its results are stored. Then the row holds more than it may, and the
+new transaction is refused.
 
-    a message       the row may not be past it
-    a batch         the row may not be in it or past it
-    {tp: offset}    the row has to be below the offset, or hold it since our last commit: nothing new in that partition
-    all that is done        likewise
-    after seek()    with the last two, nor may it be past the place. With any: if the place lies before what is counted
-                    for certain, the application means to count again, and the row may hold anything
+    a message       the row must not be past it
+    a batch         the row must not be in it or past it
+    {tp: offset}    the row must be below the offset, or hold it since our last commit: nothing new in that partition
+    all that is done        the same
+    after seek()    in the last two cases the row also must not be past the target of the seek. In all cases: if the
+                    target is before what is certainly counted, the application wants to count again, and the row may
+                    hold any offset
 
-Whoever is refused rolls back and goes on with what comes next. If only a part of the messages is counted, what comes
-next is the rest of them.
+A caller that is refused rolls back and continues with the next messages. If only a part of the messages is counted, the
+next messages are the rest of them.
 
-Another task, or thread, may seek while the database is waited for. The results are of messages from before that seek,
-so the commit counts as the first of the two: it goes by what held when it was asked for, and changes nothing of where
-the seek went.
+Another task, or thread, may seek during the wait for the database. The results are of messages from before that seek,
+so the commit counts as the earlier of the two: it applies the state at the time of its call, and keeps the target of
+the seek.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Position = Message[Any] | MessageBatch[Any] | Mapping[TopicPartition, int] | Non
 
 
 def counted_limit(state: PartitionState, position: Position, offset: int) -> float:
-    """The highest offset that the row may hold when `offset` is written for `position`."""
+    """Returns the highest offset that the row may hold when `offset` is written for `position`."""
     sought, certain = state.sought_offset, state.committed_offset
     if sought is not None and certain is not None and sought < certain:
         return math.inf
@@ -50,33 +52,33 @@ def counted_limit(state: PartitionState, position: Position, offset: int) -> flo
 
 
 class OffsetWrite(NamedTuple):
-    """One offset that is to be written, and what held when that was asked for."""
+    """One offset to write, with the state at the time of the call."""
 
     state: PartitionState
     request: CommitRequest
     limit: float
     """The highest offset that the row may hold."""
     guess: CommittedOffset | None
-    """What the row holds if the last transaction went well: so that one statement is enough, as a rule."""
+    """The content of the row if the last transaction succeeded. With a right guess, one statement is enough."""
     seeks: int
 
     @property
     def was_sought(self) -> bool:
-        """Whether there was a seek meanwhile."""
+        """True if there was a seek since the call."""
         return self.state.seeks != self.seeks
 
 
-def asked(state: PartitionState, request: CommitRequest, position: Position) -> OffsetWrite:
-    """To be called before anything is waited for."""
+def offset_write(state: PartitionState, request: CommitRequest, position: Position) -> OffsetWrite:
+    """Returns the write for a request. The caller must call it before it waits for anything."""
     return OffsetWrite(
         state, request, counted_limit(state, position, request.offset), _guess(state, request), state.seeks
     )
 
 
 async def commit_in(storage: DatabaseOffsets, database: Database, one: OffsetWrite) -> int | None:
-    """Writes one offset; or not, and returns up to where messages are counted already, and these with them.
+    """Writes one offset and returns None. If the messages are counted already, returns the counted offset instead.
 
-    Raises OwnershipLost when the row is another owner's.
+    Raises OwnershipLost if the row belongs to another owner.
     """
     state, request, limit, held = one.state, one.request, one.limit, one.guess
     claim = request.claim
@@ -100,5 +102,5 @@ def _guess(state: PartitionState, request: CommitRequest) -> CommittedOffset | N
 
 
 def _counted(held: CommittedOffset | None, claim: Ownership) -> int:
-    """How far the present topic's messages are counted; a row may still be of a topic that was deleted."""
+    """Returns the offset up to which the current topic's messages are counted. A row may be of a deleted topic: -1."""
     return held.offset if held is not None and held.topic_id == claim.topic_id else -1

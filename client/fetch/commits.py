@@ -1,4 +1,4 @@
-"""What a consumer commits: what is done, every now and then; and what the application asks for."""
+"""The commits of a consumer: periodic ones of all that is done, and those of the application."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OffsetCommits:
         self._errors = errors
 
     async def commit_often(self, interval_ms: int) -> None:
-        """Commits what is done, for ever."""
+        """Commits what is done, periodically, until the task is cancelled."""
         while True:
             await asyncio.sleep(interval_ms / 1000)
             try:
@@ -43,7 +43,7 @@ class OffsetCommits:
                     self._errors[tp] = str(error)
 
     def due(self) -> list[CommitRequest]:
-        """What is done and not committed. Any thread."""
+        """Returns the offsets that are done and not committed. Thread-safe."""
         requests = []
         for state in list(self._inbox.states.values()):
             with self._inbox.lock:
@@ -52,36 +52,35 @@ class OffsetCommits:
                 requests.append(CommitRequest(state.claim, *due))
         return requests
 
-    def requests(
-        self, offsets: Mapping[TopicPartition, int] | None, *, handed_out: bool = False
-    ) -> list[CommitRequest]:
-        """What a commit() is to write: the given offsets, or all that is done. Any thread.
+    def requests(self, offsets: Mapping[TopicPartition, int] | None, *, delivered: bool = False) -> list[CommitRequest]:
+        """Returns the requests of a commit(): the given offsets, or all that is done. Thread-safe.
 
-        `handed_out`: the offsets are those of messages, which must have been handed out since the partition is ours.
-        Raises OwnershipLost; PartitionNotFound; ConfigError without a group or for a topic that is not read.
+        `delivered`: the offsets are those of messages, which must have been delivered since the partition was
+        assigned. Raises OwnershipLost; PartitionNotFound; ConfigError without a group or for a topic that is not
+        subscribed.
         """
         if self._plan.group is None:
             raise ConfigError("a consumer without a group has nothing to commit to", hint="Give Consumer(group=...).")
         if offsets is None:
             return self.due()
-        return [self._request(tp, offset, handed_out) for tp, offset in offsets.items()]
+        return [self._request(tp, offset, delivered) for tp, offset in offsets.items()]
 
-    def _request(self, tp: TopicPartition, offset: int, handed_out: bool) -> CommitRequest:
+    def _request(self, tp: TopicPartition, offset: int, delivered: bool) -> CommitRequest:
         if not isinstance(offset, int) or offset < 0:
-            raise ConfigError(f"{tp}: {offset!r} is no offset", hint="An offset is a whole number, 0 or more.")
+            raise ConfigError(f"{tp}: {offset!r} is not an offset", hint="An offset is a whole number, 0 or more.")
         state = self._inbox.states.get(tp)
         if state is None or state.claim is None:
-            if handed_out:  # it was there when the message came, whatever has become of its topic
+            if delivered:  # it was assigned when the message was delivered, even if its topic is deleted now
                 raise OwnershipLost(*tp, reason="it is not assigned to this consumer")
             raise not_assigned(tp, self._plan.topics, self._assignment)
         with self._inbox.lock:
-            if handed_out and not state.has_handed_out(offset):
-                raise OwnershipLost(*tp, reason=f"it was another's since offset {offset - 1} was handed out")
-            epoch = state.hand.batch.epoch if state.hand is not None else state.epoch
+            if delivered and not state.has_delivered(offset):
+                raise OwnershipLost(*tp, reason=f"it had another owner since offset {offset - 1} was delivered")
+            epoch = state.in_flight.batch.epoch if state.in_flight is not None else state.epoch
         return CommitRequest(state.claim, offset, epoch)
 
     async def commit(self, requests: list[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
-        """Commits; returns what was refused."""
+        """Commits. Returns what was refused."""
         if not requests or self._plan.group is None:
             return {}
         refused = await self._assignment.commit(requests)

@@ -1,4 +1,4 @@
-"""A consumer's settings, and what it is to consume."""
+"""A consumer's settings, and its plan: the validated arguments."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ DataLoss = Literal["earliest", "latest", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class ConsumerOptions:
-    """A consumer's settings; construction validates."""
+    """A consumer's settings. The constructor validates them."""
 
     commit_interval_ms: int = 1000
-    """How often what is done is committed."""
+    """Milliseconds between two commits of what is done."""
     fetch_wait_ms: int = 5000
-    """How long a broker may keep a long poll when there is nothing; messages that come answer it at once."""
+    """The most milliseconds that a broker waits for messages in a long poll. New messages end the wait at once."""
     fetch_min_bytes: int = 1
-    """A broker waits for so much, up to `fetch_wait_ms`."""
+    """The bytes that a broker collects before it answers, within `fetch_wait_ms`."""
     fetch_max_bytes: int = 1024 * 1024
-    """Of one answer. Measured: larger ones leave the processor's cache, and broker and consumer take turns."""
+    """The most bytes of one answer. In measurements larger answers exceed the processor's cache: broker and consumer
+    slow each other down."""
     partition_fetch_max_bytes: int = 1024 * 1024
-    """Of one partition in one answer; a larger batch comes whole all the same."""
+    """The most bytes of one partition in one answer. A larger batch is still sent whole."""
     prefetch_bytes: int = 16 * 1024 * 1024
-    """Fetched and not handled yet: above it no more is asked for."""
+    """The bytes of fetched messages that are not done above which the consumer fetches no more."""
     session_timeout_ms: int = 10_000
-    """How long after its death a consumer's partitions go to others."""
+    """Milliseconds after a consumer's death until its partitions go to other members."""
     read_from: str = "master"
-    """ "any": also from slaves, while a master cannot be reached, or where it prefers that since we are far behind."""
+    """The replicas to read: "master", or "any". "any" also reads slaves, if a master cannot be reached, or if it
+    prefers a slave because the reader is far behind."""
 
     def __post_init__(self) -> None:
         limits = {
@@ -58,7 +60,7 @@ class ConsumerOptions:
 
 
 class ConsumerSettings(TypedDict, total=False):
-    """The keyword arguments of a Consumer that ConsumerOptions explains."""
+    """The keyword arguments of a Consumer; ConsumerOptions describes them."""
 
     commit_interval_ms: int
     fetch_wait_ms: int
@@ -72,7 +74,7 @@ class ConsumerSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ConsumerPlan:
-    """What a consumer consumes, and how; the Consumer's arguments, validated."""
+    """The validated arguments of a Consumer."""
 
     topics: tuple[str, ...]
     group: str | None
@@ -140,14 +142,14 @@ def consumer_plan(
 
 
 def is_start(where: object) -> bool:
-    """Whether it is "earliest", "latest" or an aware datetime."""
+    """Returns True for "earliest", "latest" or an aware datetime."""
     if isinstance(where, datetime):
         return where.tzinfo is not None
     return where in ("earliest", "latest")
 
 
 def check_place(where: object) -> None:
-    """Raises ConfigError unless a consumer can seek to it."""
+    """Raises ConfigError unless a consumer can seek to the place."""
     if where < 0 if is_whole(where) else not is_start(where):  # type: ignore[operator]
         raise ConfigError(
             f"seek to {where!r}", hint="Give an offset, 0 or more, 'earliest', 'latest' or an aware datetime."

@@ -1,4 +1,4 @@
-"""What a reader tells a replica of whose bytes it got damaged, so that the replica verifies its log."""
+"""Reports of damaged data: a reader notifies the replica that sent it, so that the replica verifies its log."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger("metamq.client")
 
 
 def report_of(tp: TopicPartition, topic_id: str, offset: int) -> OffsetsEntry:
-    """The entry of an OFFSETS request that says that the batch with this offset came damaged.
+    """Returns the entry of an OFFSETS request that reports the batch with this offset as damaged.
 
-    A broker of an older release takes it for a question for the end, and its answer is of no use either way.
+    A broker of an older release answers it as a request for the end; the answer is not used in either case.
     """
     _broker_id, index = parse_partition(tp.partition)
     return OffsetsEntry(tp.topic, topic_id, index, LATEST, damaged=offset)
 
 
 async def report_to(replica: BrokerAddress, entry: OffsetsEntry) -> None:
-    """As report_damage(), over a connection of its own."""
+    """Sends a report like report_damage(), over a connection of its own."""
     try:
         connection = await BrokerConnection.open(replica.host, replica.port)
         try:
@@ -34,12 +34,12 @@ async def report_to(replica: BrokerAddress, entry: OffsetsEntry) -> None:
         finally:
             await connection.close()
     except MetamqError as error:
-        log.info("%s was not told that its batch at offset %d came damaged: %s", replica.address, entry.damaged, error)
+        log.info("%s got no report of its damaged batch at offset %d: %s", replica.address, entry.damaged, error)
 
 
 async def report_damage(cluster: ClusterClient, source: Source, entry: OffsetsEntry) -> None:
-    """Tells the replica. One that cannot be told now is told when the same bytes come again."""
+    """Sends a report to the replica. If that fails, the next damaged answer causes a new report."""
     try:
         await paged_requests.ask_offsets(await cluster.connection(*source), [entry])
     except MetamqError as error:
-        log.info("%s was not told that its batch at offset %d came damaged: %s", source, entry.damaged, error)
+        log.info("%s got no report of its damaged batch at offset %d: %s", source, entry.damaged, error)

@@ -1,8 +1,8 @@
-"""FetchRequestQueue: which partition is to be asked for data next, and when.
+"""FetchRequestQueue: decides which partition is fetched next, and when.
 
-One FetchRequest a partition goes round: queue → runner → broker → consumer → queue. So a partition has at most one
-fetch under way, and its messages stay in order. The queue is a heap by due time for each source, since a runner asks
-one replica for all that is due there in one request. Time comes in as an argument; nothing here waits.
+One FetchRequest per partition circulates: queue → runner → broker → consumer → queue. So a partition has at most one
+unanswered fetch, and its messages stay in order. The queue is a heap by due time per source, because a runner asks one
+replica for all its due partitions in one request. The time is an argument; nothing here waits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from metamq.zk.partitions import TopicPartition
 DELAY_FIRST_S = 0.05
 DELAY_MAX_S = 5.0
 DAMAGED_FETCHES_MAX = 5
-"""So often the same bytes come damaged before that is raised."""
+"""The number of times that the same bytes arrive damaged before the damage is raised."""
 
 
 class FetchRequest:
-    """The next fetch of one partition. Replaced by a new one when the partition is rewound."""
+    """The next fetch of one partition. A new one replaces it when the partition is rewound."""
 
     __slots__ = (
         "cancelled",
@@ -50,39 +50,39 @@ class FetchRequest:
         self.index = index
         self.offset = offset
         self.epoch = epoch
-        """Of the message before `offset`; -1: not known."""
+        """The epoch of the message before `offset`; -1: not known."""
         self.due = 0.0
         self.delay_s = 0.0
-        """The delay after the last error, 0 after data."""
+        """Seconds of delay after the last error; 0 after data."""
         self.damaged_fetches = 0
-        """How many answers in a row were damaged at `offset`."""
+        """The number of consecutive answers that were damaged at `offset`."""
         self.error: MetamqError | None = None
-        """What is to be raised once all messages before `offset` are done."""
+        """The error to raise once all messages before `offset` are done."""
         self.cancelled = False
-        """Nobody wants the answer any more."""
+        """True if the answer is not needed any more."""
         self.opened: tuple[object, int] | None = None
-        """The fetch session that knows it, and its handle there."""
+        """The fetch session that knows the request, and its handle there."""
 
     def came_damaged(self, damage: CorruptData) -> CorruptData | None:
-        """The bytes at `offset` came damaged once more. What is to be raised, once that has come often enough."""
+        """Counts one more damaged answer at `offset`. Returns the error to raise after DAMAGED_FETCHES_MAX of them."""
         self.damaged_fetches += 1
         if self.damaged_fetches < DAMAGED_FETCHES_MAX:
             return None
         return CorruptData(
             f"{self.tp} at offset {self.offset}",
             damage.reason,
-            hint=f"`metamq ha status` says what makes the log of broker {self.source.broker_id} sound again. Without "
-            "another replica, seek to a later offset to go on.",
+            hint=f"`metamq ha status` says what repairs the log of broker {self.source.broker_id}. Without "
+            "another replica, seek to a later offset to continue.",
         )
 
     def grow_delay(self) -> float:
-        """The delay after one more error: doubled, capped, and spread so that consumers do not come back as one."""
+        """Returns the seconds of delay after one more error: doubled, limited, and random, to spread the consumers."""
         self.delay_s = min(max(self.delay_s * 2, DELAY_FIRST_S), DELAY_MAX_S)
         return self.delay_s * random.uniform(0.8, 1.2)
 
 
 class FetchRequestQueue:
-    """Requests by source and due time. `wake(source)` is called when one is put in that may be due first."""
+    """Requests by source and due time. `wake(source)` is called for a new request that may be due first."""
 
     def __init__(self, wake: Callable[[Source], None]) -> None:
         self._wake = wake
@@ -90,13 +90,13 @@ class FetchRequestQueue:
         self._numbers = count()
 
     def put(self, request: FetchRequest, due: float) -> None:
-        """Queues a request; those due at the same time keep their order."""
+        """Queues a request. Requests that are due at the same time keep their order."""
         request.due = due
         heapq.heappush(self._heaps.setdefault(request.source, []), (due, next(self._numbers), request))
         self._wake(request.source)
 
     def take(self, source: Source, now: float, most: int = sys.maxsize) -> list[FetchRequest]:
-        """The requests to a source that are due, `most` at most, the longest due first; the cancelled are dropped."""
+        """Takes at most `most` due requests to a source, the longest due first. Drops the cancelled ones."""
         heap = self._heaps.get(source, [])
         due: list[FetchRequest] = []
         while heap and heap[0][0] <= now and len(due) < most:
@@ -106,14 +106,14 @@ class FetchRequestQueue:
         return due
 
     def next_due(self, source: Source) -> float | None:
-        """When the next request to a source is due, None when there is none."""
+        """Returns the time at which the next request to a source is due, or None."""
         heap = self._heaps.get(source, [])
         while heap and heap[0][2].cancelled:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
     def hurry(self, source: Source, now: float) -> None:
-        """Everything queued for a source is due now, as when it is back; delays go on growing from where they are."""
+        """Makes all requests to a source due now, for example when it is back. Their delays continue to grow."""
         heap = self._heaps.get(source, [])
         heap[:] = [(min(due, now), number, request) for due, number, request in heap if not request.cancelled]
         heapq.heapify(heap)

@@ -1,17 +1,17 @@
-"""A fetch runner: asks one replica for all of a consumer's partitions there, in one fetch session.
+"""A fetch runner: fetches all of a consumer's partitions at one replica, in one fetch session.
 
-The broker remembers what is open and armed (metamq.broker.front_door.fetch_session), so a GET carries only what
-changed. While a long poll is parked, requests that become due are sent in a further GET, which the broker takes as an
-amendment: it answers the parked one with nothing and goes on with both.
+The broker remembers the open and armed partitions (metamq.broker.front_door.fetch_session), so a GET carries only
+changes. During a long poll, requests that become due are sent in a further GET, which the broker takes as an amendment:
+it answers the waiting GET without data and continues with both.
 
-A GET carries ENTRIES_TARGET changes of a kind at most, so that it fits into a frame; further ones follow in GETs of
-their own, each amending the one before.
+A GET carries at most ENTRIES_TARGET changes of a kind, so that it fits into a frame. Further changes follow in GETs of
+their own, each of which amends the one before.
 
-Where the replica's address is another one now, as when the master has changed, the connection is given up, and all goes
-on at the new one.
+If the replica has another address now, for example after a change of the master, the runner closes the connection and
+continues at the new address.
 
-A partition that was answered with an error is opened anew when its turn comes: what the broker found under the old
-handle stays what it was, be it a topic that the broker had not heard of yet.
+A partition that was answered with an error is opened again when it is next due: the broker's finding for the old handle
+is final, even if the broker had just not learnt of the topic yet.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ ANSWER_LATE_S = 10.0
 
 
 class FetchSink(Protocol):
-    """Who fetched data is for. Called in the loop. With an answer it puts the request back for more."""
+    """The receiver of fetched data. Called in the loop. After an answer it puts the request back into the queue."""
 
     def fetched(self, request: FetchRequest, result: GetResult, data: memoryview) -> None:
-        """Data, or at least news of the log's ends."""
+        """Receives data, or at least new ends of the log."""
 
-    def asked(self, requests: list[FetchRequest]) -> None:
-        """A broker that has just greeted is asked for these. It answers when there is something."""
+    def sent(self, requests: list[FetchRequest]) -> None:
+        """Called when the requests are sent on an open connection. The broker answers each of them when it has data."""
 
     def fetch_failed(self, request: FetchRequest, error: MetamqError) -> None:
-        """The broker refused, or is not to be reached."""
+        """Called if the broker refused the request, or cannot be reached."""
 
 
 class FetchLimits(NamedTuple):
-    """What one GET asks for at most, and how long it may wait."""
+    """The limits of one GET: its size in bytes, and its wait in milliseconds."""
 
     wait_ms: int
     min_bytes: int
@@ -60,7 +60,7 @@ class FetchLimits(NamedTuple):
 
 
 class FetchRunner:
-    """Serves the queue's requests to one replica until cancelled. `limits` is asked before each GET."""
+    """Serves the queue's requests to one replica until cancelled. `limits` is called before each GET."""
 
     def __init__(
         self,
@@ -79,21 +79,21 @@ class FetchRunner:
         self._armed: dict[int, FetchRequest] = {}
         self._closed_handles: deque[tuple[object, int]] = deque()
         self._polls: deque[tuple[asyncio.Future[Response], float]] = deque()
-        """GETs without an answer, and when each is late."""
+        """The unanswered GETs, each with the time at which it is late."""
         self.last_answer_s = 0.0
 
     def wake(self) -> None:
-        """There may be something due."""
+        """Makes the runner check for due requests."""
         self._changed.set()
 
     def cancel(self, request: FetchRequest) -> None:
-        """Nobody wants the request's answer any more; the broker is told with the next GET."""
+        """Cancels a request: its answer is not needed any more. The next GET closes it at the broker."""
         request.cancelled = True
         self._close(request)
         self._changed.set()
 
     def release(self, request: FetchRequest) -> None:
-        """The request, which is not under way, is to be made elsewhere."""
+        """Closes a request that has no unanswered GET and moves to another source."""
         self._close(request)
         self._changed.set()
 
@@ -103,7 +103,7 @@ class FetchRunner:
             request.opened = None
 
     async def run(self) -> None:
-        """Fetches, for ever."""
+        """Fetches until the task is cancelled."""
         while True:
             while self._queue.next_due(self.source) is None:
                 await self._wait(asyncio.get_running_loop(), None)
@@ -115,12 +115,12 @@ class FetchRunner:
                 self._move()
             except MetamqError as error:
                 if connection is not None:
-                    connection.abort()  # handles begin at 1 again, on a fetch session that knows none
+                    connection.abort()  # handles begin at 1 again, in a fetch session that is empty
                 self._give_back(error)
                 await self._wait(asyncio.get_running_loop(), None)
 
     def _move(self) -> None:
-        """What is under way is asked for at the replica's new address."""
+        """Queues the unanswered requests again, for the replica's new address."""
         armed, self._armed = self._armed, {}
         self._polls.clear()
         for request in armed.values():
@@ -129,7 +129,7 @@ class FetchRunner:
                 self._queue.put(request, asyncio.get_running_loop().time())
 
     def _give_back(self, error: MetamqError) -> None:
-        """The connection is gone, or there is none: everybody tries again, each after its own delay."""
+        """Fails all requests after the connection broke, or none was opened. Each is repeated after its own delay."""
         armed, self._armed = self._armed, {}
         self._polls.clear()
         waiting = self._queue.take(self.source, asyncio.get_running_loop().time())
@@ -139,7 +139,7 @@ class FetchRunner:
                 self._sink.fetch_failed(request, error)
 
     async def _fetch(self, connection: BrokerConnection) -> None:
-        """Fetches until the replica is elsewhere. Raises ConnectError."""
+        """Fetches until the replica has another address. Raises ConnectError."""
         loop = asyncio.get_running_loop()
         handles = count(1)
         connection.closed.add_done_callback(lambda _closed: self._changed.set())
@@ -157,7 +157,7 @@ class FetchRunner:
                 self._answered(self._polls.popleft()[0])
 
     def _next_closed(self, connection: BrokerConnection) -> list[int]:
-        """Handles that the next GET is to close."""
+        """Returns the handles that the next GET closes."""
         closed: list[int] = []
         while self._closed_handles and len(closed) < ENTRIES_TARGET:
             opened_on, handle = self._closed_handles.popleft()
@@ -189,13 +189,13 @@ class FetchRunner:
         try:
             poll = connection.send(Command.GET, Get(*limits, opened, armed, closed))
         except MetamqError:
-            return  # the loop sees that the connection is closed
+            return  # the loop notices that the connection is closed
         poll.add_done_callback(lambda _done: self._changed.set())
-        self._sink.asked(due)
+        self._sink.sent(due)
         self._polls.append((poll, asyncio.get_running_loop().time() + limits.wait_ms / 1000 + ANSWER_LATE_S))
 
     async def _wait(self, loop: asyncio.AbstractEventLoop, connection: BrokerConnection | None) -> None:
-        """Until something changed: a request due, an answer, a lost connection, an answer that is late."""
+        """Waits for a change: a due request, an answer, a broken connection, or an answer that is late."""
         if self._polls and self._polls[0][0].done():
             return
         next_due = self._queue.next_due(self.source)

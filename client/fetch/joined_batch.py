@@ -1,7 +1,8 @@
-"""Several stored batches of one partition in one: what `batches(max_messages=...)` gives.
+"""Several stored batches of one partition in one batch: the result of `batches(max_messages=...)`.
 
-Producers' batches are as small as their traffic; a transaction a batch then costs more than the work in it. Joined are
-batches that follow one another without a hole, of one epoch, so that offsets and epoch mean what they do for one.
+Producers' batches are small if their traffic is; then one transaction per batch costs more than the work in it. Batches
+are joined if they follow one another without a gap and have the same epoch. So offsets and epoch mean the same as in a
+single batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from metamq.client.typevars import T
 
 
 def joinable(batches: Iterable[MessageBatch[T]], max_messages: int) -> list[MessageBatch[T]]:
-    """The first of the batches, and those behind it that may be joined to it, up to so many messages."""
+    """Returns the first batch and the following ones that can be joined to it, up to so many messages."""
     found: list[MessageBatch[T]] = []
     messages = 0
     for batch in batches:
@@ -29,7 +30,7 @@ def joinable(batches: Iterable[MessageBatch[T]], max_messages: int) -> list[Mess
 
 
 class JoinedBatch(MessageBatch[T]):
-    """Columns are those of its parts, one after the other; each part is decoded when a column is first used."""
+    """A batch whose columns are those of its parts in order. Each part is decoded when a column is first used."""
 
     def __init__(self, parts: Sequence[MessageBatch[T]]) -> None:
         first = parts[0]
@@ -38,12 +39,12 @@ class JoinedBatch(MessageBatch[T]):
 
     @property
     def is_rejected(self) -> bool:  # type: ignore[override]
-        """Whether `decode=` has rejected a message of it."""
+        """True if `decode=` has rejected a message of the batch."""
         return any(part.is_rejected for part in self._parts)
 
     @property
     def decodes(self) -> bool:
-        """Whether values are made by `decode=`."""
+        """True if `decode=` converts the values."""
         return self._parts[0].decodes
 
     def __len__(self) -> int:
@@ -56,27 +57,27 @@ class JoinedBatch(MessageBatch[T]):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the stored batches."""
+        """The bytes of the stored batches."""
         return sum(part.size_bytes for part in self._parts)
 
     @cached_property
     def values(self) -> Sequence[T]:
-        """The values, as bytes or as `decode=` makes them. Raises DecodeError for the first one that it rejects."""
+        """The values, as bytes or as `decode=` returns them. Raises DecodeError for the first value that it rejects."""
         return list(chain.from_iterable(part.values for part in self._parts))
 
     def _part_with(self, offset: int) -> MessageBatch[T]:
         return next(part for part in self._parts if offset < part.end_offset)
 
     def undecoded(self, offset: int) -> Message[bytes]:
-        """One message with its value as it is stored."""
+        """Returns one message with its value as it is stored."""
         return self._part_with(offset).undecoded(offset)
 
     def decoded_message(self, offset: int) -> Message[T]:
-        """One message. Raises DecodeError."""
+        """Returns one message. Raises DecodeError."""
         return self._part_with(offset).decoded_message(offset)
 
     def plain_value(self, offset: int) -> bytes:
-        """One message's value as it is stored."""
+        """Returns one message's value as it is stored."""
         return self._part_with(offset).plain_value(offset)
 
     @cached_property
@@ -86,19 +87,19 @@ class JoinedBatch(MessageBatch[T]):
 
     @cached_property
     def timestamps(self) -> Sequence[int]:
-        """Microseconds since 1970, UTC."""
+        """The timestamps in microseconds since 1970, UTC."""
         return list(chain.from_iterable(part.timestamps for part in self._parts))
 
     @cached_property
     def headers(self) -> Sequence[Mapping[str, bytes]]:
-        """Each message's headers, empty for none."""
+        """The headers of each message; empty for a message without headers."""
         return list(chain.from_iterable(part.headers for part in self._parts))
 
     def __iter__(self) -> Iterator[Message[T]]:
         return chain.from_iterable(self._parts)
 
     def to_arrow(self) -> Any:
-        """As MessageBatch.to_arrow, with one copy: the columns of the parts are put together."""
+        """Returns a pyarrow.RecordBatch like MessageBatch.to_arrow, with one copy to concatenate the parts' columns."""
         batches = [part.to_arrow() for part in self._parts]
         import pyarrow
 

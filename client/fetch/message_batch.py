@@ -1,4 +1,4 @@
-"""MessageBatch: a stored batch as `consumer.batches()` gives it, decoded column by column, on demand."""
+"""MessageBatch: a stored batch, the item of `consumer.batches()`, decoded column by column on demand."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from metamq.wire.columns import Columns
 _NO_HEADERS: Mapping[str, bytes] = {}
 
 SLICE_MESSAGES = 256
-"""Decoded, and handed out, without a look at the lease; a look costs as much as two or three messages."""
+"""The number of messages that are decoded and delivered per check of the lease. A check costs as much as two or three
+messages."""
 VALUES_AT = 3
-"""The place of the values among the columns after the topic."""
+"""The index of the values among the columns after the topic."""
 
 
 def own_part(data: memoryview) -> memoryview:
-    """`data`, copied where it is less than half of the memory that it lies in, which it would keep and nobody counts.
+    """Returns `data`, or a copy if it is less than half of its underlying memory. It would keep that memory uncounted.
 
     The answer of one busy partition, which is nearly all of it, is not copied.
     """
@@ -32,10 +33,10 @@ def own_part(data: memoryview) -> memoryview:
 
 
 class MessageBatch(Generic[T]):
-    """Messages of one partition with consecutive offsets, from `offset` on. No object per message until asked for.
+    """Messages of one partition with consecutive offsets, from `offset` on. Makes objects of messages only on demand.
 
-    Columns are decoded when first used and kept. Iterating gives Messages. Not thread-safe. What uses a column raises
-    UndecodableBatch where the batch's producer has made it so that nobody can read it.
+    A column is decoded on first use and kept. Iteration yields Messages. Not thread-safe. The use of a column raises
+    UndecodableBatch if the batch's producer has encoded it wrongly.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class MessageBatch(Generic[T]):
         first_offset: int,
         decode: Callable[[bytes], T] | None = None,
     ) -> None:
-        """`data` is the stored batch; messages before `first_offset` are left out."""
+        """`data` is the stored batch. Messages before `first_offset` are left out."""
         self.topic: str = tp.topic
         self.partition: str = tp.partition
         self.offset: int = max(first_offset, header.base_offset)
@@ -56,11 +57,11 @@ class MessageBatch(Generic[T]):
         self._skip = self.offset - header.base_offset
         self._decode = decode
         self.is_rejected: bool = False
-        """`decode=` has rejected a message of it."""
+        """True if `decode=` has rejected a message of the batch."""
 
     @property
     def decodes(self) -> bool:
-        """Whether values are made by `decode=`."""
+        """True if `decode=` converts the values."""
         return self._decode is not None
 
     def __len__(self) -> int:
@@ -73,17 +74,18 @@ class MessageBatch(Generic[T]):
 
     @property
     def offsets(self) -> range:
-        """The messages' offsets."""
+        """The offsets of the messages."""
         return range(self.offset, self.end_offset)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the stored batch."""
+        """The bytes of the stored batch."""
         return self._header.size
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """The checksums were right: what is wrong is its producer's doing, and stays so."""
+        """Turns CorruptData into UndecodableBatch: the checksums were right, so the producer encoded the batch
+        wrongly."""
         try:
             yield
         except UndecodableBatch:
@@ -107,22 +109,23 @@ class MessageBatch(Generic[T]):
 
     @cached_property
     def values(self) -> Sequence[T]:
-        """The values, as bytes or as `decode=` makes them. Raises DecodeError for the first one that it rejects."""
+        """The values, as bytes or as `decode=` returns them. Raises DecodeError for the first value that it rejects."""
         values = self._decoded(self.offset, len(self))
         if len(values) < len(self):
             self._decoded(self.offset + len(values), 1)  # raises
         return values
 
     def _decoded(self, offset: int, count: int) -> list[T]:
-        """The values from an offset on, up to the first that `decode=` rejects. Raises DecodeError if that is none."""
+        """Returns the values from an offset on, up to the first one that `decode=` rejects. Raises DecodeError if there
+        is no value before that one."""
         at = offset - self.offset
         plain = self._plain[at : at + count]
         values: list[Any] = []
-        cause: Exception = RuntimeError("it raised StopIteration")  # which ends a map() in silence
+        cause: Exception = RuntimeError("it raised StopIteration")  # which would end a map() silently
         try:
             values.extend(map(self._decode, plain) if self._decode is not None else plain)
         except Exception as error:
-            cause = error  # of the first one that is missing
+            cause = error  # the error of the first missing value
         if not values:
             self.is_rejected = True
             rejected = self.undecoded(offset)
@@ -130,19 +133,19 @@ class MessageBatch(Generic[T]):
         return values
 
     def undecoded(self, offset: int) -> Message[bytes]:
-        """One message with its value as it is stored."""
+        """Returns one message with its value as it is stored."""
         at = offset - self.offset
         return Message(
             self.topic, self.partition, offset, self.keys[at], self._plain[at], self.headers[at], self.timestamps[at]
         )
 
     def decoded_message(self, offset: int) -> Message[T]:
-        """One message. Raises DecodeError."""
+        """Returns one message. Raises DecodeError."""
         topic, partition, _, key, _, headers, timestamp = self.undecoded(offset)
         return Message(topic, partition, offset, key, self._decoded(offset, 1)[0], headers, timestamp)
 
     def plain_value(self, offset: int) -> bytes:
-        """One message's value as it is stored."""
+        """Returns one message's value as it is stored."""
         value: bytes = self._plain[offset - self.offset]
         return value
 
@@ -157,7 +160,7 @@ class MessageBatch(Generic[T]):
 
     @cached_property
     def timestamps(self) -> Sequence[int]:
-        """Microseconds since 1970, UTC."""
+        """The timestamps in microseconds since 1970, UTC."""
         column = self._columns.timestamps
         if column is None:
             return [self._header.base_timestamp_us] * len(self)
@@ -165,7 +168,7 @@ class MessageBatch(Generic[T]):
 
     @cached_property
     def headers(self) -> Sequence[Mapping[str, bytes]]:
-        """Each message's headers, empty for none."""
+        """The headers of each message; empty for a message without headers."""
         column = self._columns.headers
         if column is None:
             return [_NO_HEADERS] * len(self)
@@ -173,11 +176,11 @@ class MessageBatch(Generic[T]):
             return [columns.unpack_headers(packed) for packed in column.tolist()[self._skip :]]
 
     def _after_topic(self, offsets: Iterator[int]) -> tuple[Iterator[Any], ...]:
-        """Message's fields after the topic, a column each, to be zipped at C speed.
+        """Returns the fields of Message after the topic, one column each, to be zipped at C speed.
 
-        What comes first in the zip bounds it, and may be emptied from whatever thread: `offsets` does not move then, so
-        it always tells how many messages were handed out. With `decode=` the values, at VALUES_AT, are still as stored:
-        `_decoded` gives them for a slice.
+        The first iterator in the zip limits it, and any thread may empty that one: then `offsets` does not advance, so
+        it always shows how many messages were delivered. With `decode=` the values, at VALUES_AT, are still as stored:
+        `_decoded` returns the values of a slice.
         """
         has_keys = self._columns.keys is not None
         has_headers = self._columns.headers is not None
@@ -195,7 +198,7 @@ class MessageBatch(Generic[T]):
         columns = list(self._after_topic(iter(self.offsets)))
         if self._decode is not None:
             columns[VALUES_AT] = chain.from_iterable(self._decoded_parts())
-        return map(message_of, zip(repeat(self.topic, len(self)), *columns))  # noqa: B905, endless ones among them
+        return map(message_of, zip(repeat(self.topic, len(self)), *columns))  # noqa: B905, some columns are endless
 
     def _decoded_parts(self) -> Iterator[list[T]]:
         offset = self.offset
@@ -205,10 +208,11 @@ class MessageBatch(Generic[T]):
             yield part
 
     def to_arrow(self) -> Any:
-        """A pyarrow.RecordBatch: offset, key, value, timestamp, headers; topic and partition in the schema's metadata.
+        """Returns a pyarrow.RecordBatch: offset, key, value, timestamp, headers. The schema's metadata has topic and
+        partition.
 
-        Keys and values wrap the received bytes without a copy; `decode=` is not applied. Raises ConfigError without
-        pyarrow.
+        Keys and values refer to the received bytes without a copy; `decode=` is not applied. Raises ConfigError without
+        pyarrow, and UndecodableBatch.
         """
         try:
             from metamq.client.fetch.arrow import record_batch

@@ -1,14 +1,14 @@
-"""Which replica each of a consumer's partitions is read from, and the fetch runners to them.
+"""The choice of a replica to read for each partition of a consumer, and the fetch runners to the replicas.
 
 With read_from="master" that is the master. With "any" a partition goes
 
-    to a slave      that the master's answer prefers, since the reader is far behind
+    to a slave      that the master's answer prefers, because the reader is far behind
     to a slave      any that offers its topic, while the master cannot be reached: it is *cut off*
-    to the master   when a slave's answer prefers it, the slave fails, or is gone; when the master can be reached again;
-                    and whenever brokers come or go, to be sent away anew if it is still far behind
+    to the master   if a slave's answer prefers it, the slave fails or is gone; if the master can be reached again;
+                    and whenever brokers join or leave; it may send the reader to a slave again
 
-Only the request moves, with the offset that it has come to: whatever an answer has, comes after what was fetched
-before. What a slave has when the master is cut off need not be all that was acknowledged, so that remains an outage.
+Only the request moves, with its current offset: the data of every answer comes after the data that was fetched before.
+While the master is cut off, a slave may lack acknowledged messages, so the outage of the master continues.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from metamq.zk.partitions import TopicPartition
 log = logging.getLogger("metamq.client")
 
 SHUN_S = 30.0
-"""How long a slave that failed for a partition is not asked for it."""
+"""Seconds that a slave that failed for a partition is not used for it."""
 
 
 class Sources:
-    """A consumer's. Used by its loop only."""
+    """The sources of one consumer. Not thread-safe: for its loop only."""
 
     def __init__(
         self,
@@ -43,22 +43,22 @@ class Sources:
         requests: Callable[[], Iterable[FetchRequest]],
         make_runner: Callable[[Source], FetchRunner],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        ask_anew: Callable[[FetchRequest], None],
+        ask_again: Callable[[FetchRequest], None],
     ) -> None:
-        """`ask_anew`: a request is to be made again, wherever `choose` says, in place of what is under way."""
+        """`ask_again` repeats a request at the source that `choose` returns, instead of the unanswered one."""
         self.runners: dict[Source, FetchRunner] = {}
         self._cluster = cluster
         self._reads_slaves = reads_slaves
         self._requests = requests
         self._make_runner = make_runner
         self._spawn = spawn
-        self._ask_anew = ask_anew
+        self._ask_again = ask_again
         self._cut_off: dict[int, asyncio.Event] = {}
-        """Broker ids whose master cannot be reached; set when it may be again."""
+        """The broker ids whose master cannot be reached. The event is set when it may be reachable again."""
         self._shunned: dict[tuple[TopicPartition, int], float] = {}
 
     def runner(self, source: Source) -> FetchRunner:
-        """The runner to a replica; made when it is first asked for."""
+        """Returns the runner to a replica. Starts it on the first call."""
         runner = self.runners.get(source)
         if runner is None:
             runner = self.runners[source] = self._make_runner(source)
@@ -66,29 +66,29 @@ class Sources:
         return runner
 
     def choose(self, tp: TopicPartition, broker_id: int) -> Source:
-        """Where to begin to read a partition."""
+        """Returns the source at which to begin to read a partition."""
         self._cluster.follow_slaves(tp.topic)
         slaves = self._slaves_with(tp, broker_id) if broker_id in self._cut_off else []
         return Source(broker_id, slaves[0] if slaves else MASTER)
 
     def _slaves_with(self, tp: TopicPartition, broker_id: int) -> list[int]:
-        """The slaves that may be asked for a partition."""
+        """Returns the slaves that may be used for a partition."""
         now = time.monotonic()
         slaves = self._cluster.slaves_with(broker_id, tp.topic) if self._reads_slaves else []
         return [slave for slave in slaves if self._shunned.get((tp, slave), 0.0) <= now]
 
     def is_substitute(self, request: FetchRequest) -> bool:
-        """Whether a slave is read since the master cannot be reached."""
+        """Returns True if a slave is read because the master cannot be reached."""
         return request.source.replica != MASTER and request.source.broker_id in self._cut_off
 
     def go(self, request: FetchRequest, source: Source) -> None:
-        """The request, which is neither queued nor under way, is to be made there."""
+        """Moves a request, which is neither queued nor unanswered, to another source."""
         if source != request.source:
             self.runner(request.source).release(request)
             request.source = source
 
     def answered(self, request: FetchRequest, preferred_replica: int) -> None:
-        """An answer to the request says who had better be asked next, -1: the same."""
+        """Follows the preference of an answer: a replica to use from now on, or -1 for the same one."""
         broker_id, replica = request.source
         if preferred_replica < 0 or not self._reads_slaves or self.is_substitute(request):
             return
@@ -98,7 +98,7 @@ class Sources:
             self.go(request, Source(broker_id, preferred_replica))
 
     def failed(self, request: FetchRequest, error: MetamqError) -> bool:
-        """The request failed; True: it is to be made at once, elsewhere."""
+        """Chooses the source after a failure. Returns True if the request must be sent there at once."""
         broker_id, replica = request.source
         if replica != MASTER:
             self._shunned[request.tp, replica] = time.monotonic() + SHUN_S
@@ -113,12 +113,12 @@ class Sources:
     def _is_cut_off(self, broker_id: int) -> None:
         if broker_id not in self._cut_off:
             name = self._cluster.broker_name(broker_id)
-            log.warning("%s: its master cannot be reached: reading on from slaves, as far as they have it", name)
+            log.warning("%s: its master cannot be reached: reading from slaves, as far as they have the data", name)
             self._cut_off[broker_id] = asyncio.Event()
             self._spawn(self._until_back(broker_id))
 
     async def _until_back(self, broker_id: int) -> None:
-        """Until there is a master that can be reached."""
+        """Waits until there is a master that can be reached."""
         changed = self._cut_off[broker_id]
         while True:
             with contextlib.suppress(TimeoutError):
@@ -132,15 +132,15 @@ class Sources:
                 log.debug("%s", error)
         del self._cut_off[broker_id]
         log.info("%s can be reached: reading from it again", self._cluster.broker_name(broker_id))
-        self._all_anew(broker_id)
+        self._all_again(broker_id)
 
-    def _all_anew(self, broker_id: int) -> None:
+    def _all_again(self, broker_id: int) -> None:
         for request in list(self._requests()):
             if request.source.broker_id == broker_id and request.source.replica != MASTER:
-                self._ask_anew(request)
+                self._ask_again(request)
 
     def changed(self) -> None:
-        """Brokers have come or gone."""
+        """Checks all sources after brokers have joined or left."""
         for runner in self.runners.values():
             runner.wake()
         for event in self._cut_off.values():
@@ -150,6 +150,6 @@ class Sources:
             if replica == MASTER and broker_id not in self._cluster.brokers:
                 if self._slaves_with(request.tp, broker_id):
                     self._is_cut_off(broker_id)
-                    self._ask_anew(request)
+                    self._ask_again(request)
             elif replica != MASTER and self.choose(request.tp, broker_id) != request.source:
-                self._ask_anew(request)
+                self._ask_again(request)

@@ -1,7 +1,7 @@
-"""Where to begin: the committed offset, or where the consumer's `start` says; asked of the partition's broker.
+"""The start offset of a partition: the committed offset, or the consumer's `start`, read from the partition's broker.
 
-A consumer begins with thousands of partitions at once, each for itself. What they ask in one turn of the loop goes to
-the broker as one question; each gets its own answer, or its own error.
+A consumer starts with thousands of partitions at once, each by itself. Their requests in one turn of the loop are sent
+to the broker as one; each partition gets its own answer, or its own error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("metamq.client")
 
 
 class FirstOffset(NamedTuple):
-    """Where to begin, under which master's term, and whether that was committed or is what `start` says."""
+    """A start offset, the epoch of the message before it, and True if it was committed rather than found by `start`."""
 
     offset: int
     epoch: int
@@ -36,35 +36,35 @@ class FirstOffset(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """What can be asked as one."""
+    """The key of requests that are sent together."""
 
     broker_id: int
     topic: str
     topic_id: str
     what: int
-    """A time, EARLIEST or LATEST."""
+    """The requested place: a time, EARLIEST or LATEST."""
 
 
 class OffsetFinder:
-    """Finds offsets; `start` is for partitions without a committed one."""
+    """Finds offsets. `start` applies to partitions without a committed offset."""
 
     def __init__(self, cluster: ClusterClient, start: Start) -> None:
         self._cluster = cluster
         self._start = start
         self._recreated: set[tuple[str, str]] = set()
-        """(topic, topic id): said once, not for each partition."""
+        """The (topic, topic id) of topics that were logged, once and not for each partition."""
         self._waiting: dict[_Question, dict[TopicPartition, list[asyncio.Future[OffsetsResult]]]] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Ends the questions that are under way: those who asked are gone."""
+        """Cancels the unanswered requests: their callers are gone."""
         asking = list(self._asking)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def first_offset(self, assigned: AssignedPartition) -> FirstOffset:
-        """Where to begin with a partition. Raises the broker's error, or ConnectError."""
+        """Returns the start offset of a partition. Raises the broker's error, or ConnectError."""
         committed = assigned.committed
         if committed is not None and committed.topic_id == assigned.claim.topic_id:
             return FirstOffset(committed.offset, committed.epoch, is_committed=True)
@@ -72,20 +72,21 @@ class OffsetFinder:
         if committed is not None and topic not in self._recreated:
             self._recreated.add(topic)
             log.warning(
-                "topic %r was deleted and made anew since offsets in it were committed: beginning at %s",
+                "topic %r was deleted and created again since offsets in it were committed: beginning at %s",
                 assigned.tp.topic, self._start,
             )  # fmt: skip
         found = await self._find(assigned.tp, assigned.claim.topic_id, self._start)
         return FirstOffset(found.offset, found.epoch, is_committed=False)
 
     async def find(self, tp: TopicPartition, topic_id: str, where: Start) -> int:
-        """The offset of "earliest", "latest", or of the first message at a time; the end when there is none."""
+        """Returns the offset of "earliest", "latest", or the first message at a time; the end if there is no such
+        message."""
         return (await self._find(tp, topic_id, where)).offset
 
     async def _find(self, tp: TopicPartition, topic_id: str, where: Start) -> OffsetsResult:
         named = EARLIEST if where == "earliest" else LATEST
-        asked = requested_time_us(where) if isinstance(where, datetime) else named
-        question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, asked)
+        wanted = requested_time_us(where) if isinstance(where, datetime) else named
+        question = _Question(parse_partition(tp.partition)[0], tp.topic, topic_id, wanted)
         answer: asyncio.Future[OffsetsResult] = asyncio.get_running_loop().create_future()
         if question not in self._waiting:
             self._waiting[question] = {}
@@ -96,18 +97,18 @@ class OffsetFinder:
         return await answer
 
     async def _ask_together(self, question: _Question) -> None:
-        await asyncio.sleep(0)  # the others of this turn come in
+        await asyncio.sleep(0)  # lets the other requests of this turn join
         waiting = self._waiting.pop(question)
         partitions = list(waiting)
         topic_ids = dict.fromkeys(partitions, question.topic_id)
         results: Sequence[OffsetsResult | Exception]
         try:
             results = await self._ask_broker(question.broker_id, partitions, topic_ids, question.what)
-        except Exception as error:  # also a bug of ours: they would wait for ever
+        except Exception as error:  # also a bug in metamq: otherwise the callers would wait without end
             results = [error] * len(partitions)
         for tp, result in zip(partitions, results, strict=True):
             for answer in waiting[tp]:
-                if answer.done():  # whoever asked was cancelled
+                if answer.done():  # the caller was cancelled
                     continue
                 if isinstance(result, Exception):
                     answer.set_exception(result)
@@ -117,7 +118,7 @@ class OffsetFinder:
     async def ends(
         self, topic_ids: Mapping[TopicPartition, str], *, master_only: bool = False
     ) -> dict[TopicPartition, int]:
-        """The ends of what can be read. Raises the first error."""
+        """Returns the ends of the readable data. Raises the first error."""
         found = await self.ask(topic_ids, LATEST, master_only=master_only)
         return {tp: result.offset for tp, result in found.items()}
 
@@ -126,12 +127,12 @@ class OffsetFinder:
     ) -> None:
         """Raises OffsetOutOfRange, with the hint, for the first offset beyond its partition's end.
 
-        While the brokers do not tell where that is, it is left at that: `on_data_loss` goes on from there.
+        If the brokers do not answer, the offsets pass unchecked: `on_data_loss` decides later.
         """
         try:
-            found = await self.ask(topic_ids, LATEST, master_only=True)  # a slave's end is not the last word
+            found = await self.ask(topic_ids, LATEST, master_only=True)  # a slave's end may be before the real one
         except MetamqError as error:
-            log.info("where %s ends is not known at present: %s", ", ".join(map(str, topic_ids)), error)
+            log.info("the end of %s is not known at present: %s", ", ".join(map(str, topic_ids)), error)
             return
         for tp, result in found.items():
             if offsets[tp] > result.stable_offset:
@@ -142,7 +143,7 @@ class OffsetFinder:
     async def ask(
         self, topic_ids: Mapping[TopicPartition, str], what: int, *, master_only: bool = False
     ) -> dict[TopicPartition, OffsetsResult]:
-        """OFFSETS of each partition's broker. Raises the first error."""
+        """Sends OFFSETS to each partition's broker. Raises the first error."""
         by_broker: dict[int, list[TopicPartition]] = defaultdict(list)
         for tp in topic_ids:
             by_broker[parse_partition(tp.partition)[0]].append(tp)
@@ -164,7 +165,7 @@ class OffsetFinder:
         *,
         master_only: bool = False,
     ) -> list[OffsetsResult | MetamqError]:
-        """The result of each partition, or its error. Raises what concerns all of them."""
+        """Returns the result of each partition, or its error. Raises the errors that concern all of them."""
         entries = [OffsetsEntry(tp.topic, topic_ids[tp], parse_partition(tp.partition)[1], what) for tp in partitions]
         replica = MASTER
         if master_only:
@@ -184,7 +185,8 @@ class OffsetFinder:
 
 
 def _only_the_master_knows(tp: TopicPartition, result: OffsetsResult) -> ConnectError:
-    """A slave's retention is its own: what comes before its first message, the master may have."""
+    """Returns the error for a start that only the master knows: a slave's retention is its own, the master may have
+    more."""
     return ConnectError(
         f"the master of {tp}", f"a slave is there, but begins at {result.start_offset}, where the master may have more"
     )

@@ -1,1 +1,1 @@
-"""The consumers of a group: who reads which partition."""
+"""The consumers of a group, and the distribution of partitions to them."""

@@ -1,4 +1,4 @@
-"""What passes between a group member's listener and the consumer that it assigns partitions to."""
+"""The interface between a group member's listener and the consumer that gets its partitions."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from metamq.zk.partitions import TopicPartition
 
 @dataclass(frozen=True, slots=True)
 class AssignedPartition:
-    """A partition to consume. `claim.committed` is where to go on, None when the group has committed nothing.
+    """A partition to consume. `claim.committed` is the offset to continue at, or None if the group has committed none.
 
-    Its topic id may be that of a deleted topic of the same name, and its epoch one that the log does not know: neither
-    position means anything in the present log. Commit with this claim; only its generation matters there.
+    Its topic id may be that of a deleted topic of the same name, and its epoch may be unknown to the log: then the
+    offset has no meaning in the present log. Commit with this claim; only its group generation matters there.
     """
 
     claim: Ownership
 
     @property
     def tp(self) -> TopicPartition:
-        """Topic and partition."""
+        """The topic and the partition."""
         return self.claim.tp
 
     @property
     def committed(self) -> CommittedOffset | None:
-        """What the offset storage holds."""
+        """The committed offset in the offset storage."""
         return self.claim.committed
 
 
 class Obstacle(NamedTuple):
-    """Why it is not known whether there is more to read: the error to raise, since when (time.monotonic), and how long
-    that is borne."""
+    """The reason that the end of the data is not known: the error to raise, its start (time.monotonic), and the seconds
+    that it is tolerated.
+    """
 
     error: MetamqError
     since: float
@@ -42,52 +43,54 @@ class Obstacle(NamedTuple):
 
 
 class AssignmentHandler(Protocol):
-    """Consumes what the listener assigns. All methods are called in the listener's loop and should not raise."""
+    """The consumer of the assigned partitions. All methods are called in the listener's loop and should not raise."""
 
     async def assigned(self, partitions: Sequence[AssignedPartition]) -> None:
-        """Start to consume them. They are ours until `revoke` returns or `lost` is called."""
+        """Starts to consume partitions. They belong to this member until `revoke` returns or `lost` is called."""
 
     async def revoke(self, partitions: Sequence[TopicPartition]) -> Mapping[TopicPartition, tuple[int, int] | None]:
-        """Stop consuming them and return when nothing of them is in hand any more.
+        """Stops consuming partitions. Returns when none of their messages is in flight.
 
-        Gives for each the last position to commit (offset of the next message, epoch), None when there is nothing to
+        Returns the last position to commit (offset of the next message, epoch) for each, or None if there is nothing to
         commit. Calls for different partitions may overlap.
         """
 
     def lost(self, partitions: Sequence[TopicPartition]) -> None:
-        """They may be another member's already: stop at once, commit nothing. Also ends a `revoke` under way."""
+        """Stops at once, and commits nothing: other members may own the partitions already. Also ends a running
+        `revoke`."""
 
     def failed(self, error: MetamqError) -> None:
-        """The listener has stopped for good; `lost` was called for everything before."""
+        """Called when the listener has stopped permanently, after `lost` for all partitions."""
 
 
 class Assignment(Protocol):
-    """Who assigns partitions to the consumer, as the consumer sees it."""
+    """The source of a consumer's partitions, from the view of the consumer."""
 
     async def commit(self, requests: Sequence[CommitRequest]) -> Mapping[TopicPartition, MetamqError]:
-        """Commit; gives what was refused."""
+        """Commits. Returns what was refused."""
 
     def partition_names(self, topic: str) -> Sequence[str] | None:
-        """The partitions that a topic has, as far as is known: None when it is not, none when there is no topic."""
+        """Returns the known partitions of a topic: None if they are not known, empty if the topic does not exist."""
 
     def note_progress(self) -> None:
-        """To be called whenever a message is done or there is none."""
+        """Notes that a message is done, or that there is no message to process."""
 
     async def publish(self, done: Mapping[TopicPartition, int]) -> None:
-        """Tells others the offset after the last message that is done, where they cannot see what is committed."""
+        """Publishes the offset after the last done message, if other processes cannot read the committed offsets."""
 
     def unsettled(self) -> Obstacle | None:
-        """Why the consumer has not, or not yet, all partitions that are its own; None: it has. Any thread."""
+        """Returns the reason that the consumer does not have all its partitions yet, or None if it has. Thread-safe."""
 
     async def confirm(self) -> Obstacle | None:
-        """Asks ZooKeeper. None: the consumer has all that is its own, and those that have the rest live.
+        """Asks ZooKeeper. Returns None if the consumer has all its partitions, and the members with the others are
+        alive.
 
         Raises MetamqError.
         """
 
 
 def not_assigned(tp: TopicPartition, topics: Collection[str], assignment: Assignment) -> MetamqError:
-    """What to say of a partition that a consumer of `topics` does not have."""
+    """Returns the error for a partition that a consumer of `topics` does not have."""
     if tp.topic not in topics:
         return ConfigError(f"this consumer does not read topic {tp.topic!r}", hint=f"It reads {', '.join(topics)}.")
     names = assignment.partition_names(tp.topic)
@@ -99,9 +102,11 @@ def not_assigned(tp: TopicPartition, topics: Collection[str], assignment: Assign
 
 @dataclass(frozen=True, slots=True)
 class RebalanceHealth:
-    """How a member stands in its group. `waiting`: partitions that are ours by the plan -> the member that has them.
+    """The state of a member in its group. `waiting`: partitions of this member in the plan -> the member that still has
+    them.
 
-    `idle_reason` says why the member has no partition. `lease_ms`: how long it may go on when cut off from ZooKeeper.
+    `idle_reason` is the reason that the member has no partition. `lease_ms`: the milliseconds that it may continue
+    without ZooKeeper.
     """
 
     state: str

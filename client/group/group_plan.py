@@ -1,7 +1,7 @@
-"""Agreeing on a group's plan: what this member sees, the plan that stands, and a new one when they differ.
+"""The agreement on a group's plan: this member's view of the inputs, the stored plan, and a new one if they differ.
 
-The plan node is read before the inputs, and the inputs are read again whenever the plan is another one. What we see is
-then at least as new as what the plan's maker saw, so a plan is never replaced for something older than itself.
+The plan node is read before the inputs, and the inputs are read again whenever the plan has changed. So our inputs are
+at least as new as those of the plan's author, and a plan is never replaced by an older one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("metamq.client")
 
 
 class CannotStay(Exception):
-    """Takes the error that ends a membership out of a round; `error` is for the user."""
+    """Carries the error that ends a membership out of a round. `error` is for the user."""
 
     def __init__(self, error: MetamqError) -> None:
         super().__init__(error)
@@ -42,7 +42,7 @@ class CannotStay(Exception):
 
 
 class GroupPlan:
-    """A group's plan as one of its members sees it; `changed` is called when `agree` may say something new."""
+    """A group's plan from the view of one member. `changed` is called when the result of `agree` may have changed."""
 
     def __init__(
         self, session: Session, group: str, consumer_id: str, strategy: str, changed: Callable[[], None]
@@ -58,16 +58,16 @@ class GroupPlan:
         self._configs: dict[str, Watched[TopicConfig | None]] = {}
         self._seen: int | None = None
         self.present: Mapping[str, Member] = {}
-        """The members when the plan was last agreed on."""
+        """The members at the last agreement on the plan."""
 
     async def agree(self, joined_in: int) -> Plan:
-        """The plan that stands and was made from what is there now, made here if need be.
+        """Returns the plan for the current inputs. If the stored plan has other inputs, makes and stores a new one.
 
-        `joined_in` is the session's generation in which this member has joined.
-        Where a plan for all is too large for ZooKeeper, the next one leaves out what is new: members that live keep
-        what they have, and get what members that are gone had. Raises PlanTooLarge where this member is new or even
-        that does not fit; CannotStay when this member was evicted or the group uses another strategy; ConfigError when
-        the plan is of a newer metamq; ConnectionLost.
+        `joined_in` is the session's generation in which this member has joined. If a plan for all inputs is too large
+        for ZooKeeper, the next one leaves out the additions: live members keep their partitions, and get those of
+        members that are gone. Raises PlanTooLarge if this member is new or even that plan is too large; CannotStay if
+        this member was evicted or the group uses another strategy; ConfigError if the plan is of a newer metamq;
+        ConnectionLost.
         """
         while True:
             stored = await self._stored.get()
@@ -95,15 +95,15 @@ class GroupPlan:
                 smaller = without_growth(before.inputs, inputs) if before is not None else None
                 if before is None or smaller is None or self._id not in smaller.members:
                     raise
-                warn_once(f"group {self._group} goes on without what is new in it: {error}")
+                warn_once(f"group {self._group} continues without the additions to it: {error}")
                 if (before.inputs, before.strategy) == (smaller, self._strategy):
                     return before
                 await self._store(smaller, stored)
 
     async def _store(self, inputs: PlanInputs, stored: StoredPlan | None) -> None:
-        """Store the plan that these inputs give, unless another member was faster. Raises as `store_plan`."""
+        """Stores the plan for these inputs, unless another member was faster. Raises as `store_plan`."""
         plan = next_plan(stored.plan if stored is not None else None, self._strategy, inputs)
-        if stored is not None:  # one that nobody can read had a number, too
+        if stored is not None:  # an unreadable plan had a generation, too
             plan = replace(plan, generation=max(plan.generation, stored.version + 2))
         if await store_plan(self._session, self._group, plan, stored):
             log.info("group %s: %s stored plan %d", self._group, self._id, plan.generation)
@@ -111,20 +111,20 @@ class GroupPlan:
         self._stored.forget()
 
     async def check(self) -> None:
-        """Raise CannotStay when the group uses another strategy, ConfigError for a plan of a newer metamq."""
+        """Raises CannotStay if the group uses another strategy, and ConfigError for a plan of a newer metamq."""
         stored = await self._stored.get()
         if stored is not None:
             stored.check_format(self._group)
         self._check_strategy(await self._members.get(), stored)
 
     def forget(self) -> None:
-        """Read members and topics again at the next `agree`."""
+        """Makes the next `agree` read members and topics again."""
         self._members.forget()
         for config in self._configs.values():
             config.forget()
 
     async def _check_evicted(self, joined_in: int) -> None:
-        """Raise CannotStay, unless the members were read before we joined, or in a session that has expired."""
+        """Raises CannotStay, unless the members were read before we joined, or in an expired session."""
         there = await self._session.exists(self._session.paths.member(self._group, self._id))
         if self._session.generation != joined_in:
             raise ConnectionLost(self._session.servers, "the session expired", outcome="not_done")
@@ -144,14 +144,15 @@ class GroupPlan:
             )
 
     async def _read_configs(self, topics: Sequence[str]) -> tuple[list[TopicConfig | None], list[str]]:
-        """The configurations, and the topics whose own cannot be read or used: they stay what they are in the plan."""
+        """Returns the configurations, and the topics whose configuration is unreadable: the plan keeps them
+        unchanged."""
         self._configs = {topic: self._configs.get(topic) or self._watch_config(topic) for topic in topics}
         found = await asyncio.gather(*(config.get() for config in self._configs.values()), return_exceptions=True)
         configs: list[TopicConfig | None] = []
         unreadable = []
         for topic, config in zip(self._configs, found, strict=True):
             if isinstance(config, CorruptData | ConfigError):
-                warn_once(f"group {self._group}: topic {topic} is left as it is: {config}")
+                warn_once(f"group {self._group}: topic {topic} stays unchanged in the plan: {config}")
                 unreadable.append(topic)
             elif isinstance(config, BaseException):
                 raise config

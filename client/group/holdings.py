@@ -1,11 +1,11 @@
 """The partitions that a group member holds, and the steps from there to what the plan gives it.
 
-Each partition that we own in ZooKeeper has a holding, with its phase (`rebalance_decisions`) and its claim as it stands
-after our last write. The holding is forgotten at once when the session is lost. Work that was under way for it finds
-out by identity: a partition that comes back has another holding.
+Each partition that the member owns in ZooKeeper has a holding, with its phase (`rebalance_decisions`) and its claim
+after the member's last write. When the session is lost, the holding is forgotten at once. Work that runs for it notices
+that by identity: a partition that comes back has another holding.
 
-A claim whose answer was lost may stand. It is a doubt, settled before the next step by deleting the owner node if it is
-ours: a partition that meanwhile is another member's by the plan would otherwise never become free.
+A claim whose answer was lost may exist. It is a doubt. Before the next step the member settles it: it deletes the owner
+node if the node is its own. Otherwise a partition that the plan gives to another member would never become free.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("metamq.client")
 
 @dataclass(slots=True, eq=False)
 class _Holding:
-    """A partition of which we own the owner node. `final` is the position to commit with the release."""
+    """A partition whose owner node belongs to this member. `final` is the position to commit with the release."""
 
     claim: Ownership
     phase: Phase = Phase.CLAIMED
@@ -56,24 +56,25 @@ class _Holding:
 _Some = dict[TopicPartition, _Holding]
 
 APPLICATIONS = frozenset({Phase.STARTING, Phase.REVOKING})
-"""Phases in which the application's callbacks, or its handler, take as long as they like."""
+"""The phases in which the application's callbacks, or its handler, may take any time."""
 
 
 class Lack(NamedTuple):
-    """Partitions that are a member's by the plan, and that it does not consume yet."""
+    """The partitions that the plan gives to a member and that it does not consume yet."""
 
     partitions: int
     first: TopicPartition
     owner: str
-    """The member that still owns one of them; empty: nobody."""
+    """The member that still owns one of them, or ""."""
     with_application: bool
-    """They wait for the application, which takes as long as it likes."""
+    """True if they wait for the application, which may take any time."""
 
 
 class Holdings:
-    """What one member holds. `changed` asks for another `follow`; `failed` too, later, for an error in the background.
+    """The holdings of one member. `changed` requests another `follow`; `failed` too, later, after a background error.
 
-    Only one `follow`, `give_up` or `drop_all` at a time; the rest may be called meanwhile, in the same loop.
+    Only one `follow`, `give_up` or `drop_all` runs at a time. The other methods may be called meanwhile, in the same
+    loop.
     """
 
     def __init__(
@@ -102,21 +103,21 @@ class Holdings:
         self._background: set[asyncio.Task[None]] = set()
         self._reading: set[asyncio.Task[None]] = set()
         self.waiting: dict[TopicPartition, str] = {}
-        """Ours by the plan -> the member that still owns it."""
+        """The partitions of this member in the plan -> the member that still owns them."""
         self._published: dict[TopicPartition, tuple[int, int]] = {}
-        """The claim's generation, and what was published with it."""
+        """The claim's group generation, and the offset that was published with it."""
         self.moved_at = 0.0
-        """When a partition was last claimed, or went into another phase (time.monotonic)."""
+        """The time (time.monotonic) at which a partition was last claimed, or changed its phase."""
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def in_phase(self, *phases: Phase) -> tuple[TopicPartition, ...]:
-        """The partitions in one of `phases`, in numeric order."""
+        """Returns the partitions in one of `phases`, in numeric order."""
         return tuple(sorted((tp for tp, held in self._held.items() if held.phase in phases), key=partition_order))
 
     def lack(self, plan: Plan) -> Lack | None:
-        """What the plan gives to this member and is not consumed; None: nothing."""
+        """Returns the partitions that the plan gives to this member and that it does not consume, or None."""
         mine = mine_in(self._id, plan)
         consumed = {tp for tp, held in self._held.items() if held.phase is Phase.CONSUMING}
         missing = sorted(mine.keys() - consumed, key=partition_order)
@@ -130,7 +131,8 @@ class Holdings:
     # Following a plan
 
     async def follow(self, plan: Plan) -> None:
-        """Take every step towards `plan` that can be taken now; what ends later calls `changed`. Raises MetamqError."""
+        """Takes every step towards `plan` that is possible now. Steps that end later call `changed`. Raises
+        MetamqError."""
         await self._settle_doubts()
         mine = mine_in(self._id, plan)
         for tp in self.waiting.keys() - mine.keys():
@@ -142,7 +144,7 @@ class Holdings:
         if decision.claim:
             try:
                 await self._claim(decision.claim, mine)
-            except CorruptData as error:  # of one partition: the others go on
+            except CorruptData as error:  # of one partition: the others continue
                 damage = error
             decision = self._decide(plan)
         if decision.start:
@@ -165,7 +167,7 @@ class Holdings:
         return some
 
     def _still(self, some: _Some, phase: Phase) -> _Some:
-        """Which of them were neither forgotten nor moved on while we waited for something."""
+        """Returns those of the holdings that were neither forgotten nor moved to another phase meanwhile."""
         return {tp: held for tp, held in some.items() if self._held.get(tp) is held and held.phase is phase}
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -216,7 +218,7 @@ class Holdings:
             self.waiting.pop(tp, None)
             self.moved_at = time.monotonic()
             return outcome
-        if tp in self.waiting:  # else it was freed before we heard of it
+        if tp in self.waiting:  # otherwise it was freed before the answer
             self.waiting[tp] = outcome.owner
         return None
 
@@ -254,7 +256,7 @@ class Holdings:
             try:
                 await self._handler.assigned([AssignedPartition(held.claim) for held in ready.values()])
             finally:
-                # Even if it failed: the handler may have taken some, and `revoke` is how to get them back.
+                # Even if it failed: the handler may have taken some of them, and `revoke` takes them back.
                 for held in self._still(ready, Phase.STARTING).values():
                     held.enter(Phase.CONSUMING)
         _raise_first(refused)
@@ -271,7 +273,8 @@ class Holdings:
     # Releasing
 
     async def _release(self, partitions: Collection[TopicPartition]) -> None:
-        """Commit what is left to commit and delete the owner nodes. Raises the first error, with the rest released."""
+        """Commits the last offsets and deletes the owner nodes. Raises the first error, after the others are
+        released."""
         async with self._commit_turn:
             some = {tp: self._held[tp] for tp in partitions if tp in self._held}
             if not self._storage.in_claim_node:
@@ -297,7 +300,8 @@ class Holdings:
         try:
             await ownership.release(self._session, held.claim, held.final)
         except OwnershipLost as error:
-            # The offset was set from outside, or the group's offsets were deleted: our owner node may still stand.
+            # The offset was set by another process, or the group's offsets were deleted: our owner node may still
+            # exist.
             log.warning("group %s: %s releases %s uncommitted: %s", self._group, self._id, held.claim.tp, error)
             await ownership.drop_owner(self._session, self._group, held.claim.tp, self._id)
 
@@ -311,14 +315,14 @@ class Holdings:
             for request in requests:
                 held = self._held.get(request.claim.tp)
                 if held is None or held.claim.generation != request.claim.generation:
-                    refused[request.claim.tp] = OwnershipLost(*request.claim.tp, reason="it was given up before")
+                    refused[request.claim.tp] = OwnershipLost(*request.claim.tp, reason="it was released before")
                 else:
                     present.append(replace(request, claim=held.claim))
             refused.update(await self._commit(present))
         return refused
 
     async def publish(self, done: Mapping[TopicPartition, int]) -> None:
-        """Say how far this member is, where the storage is not seen by others. Raises the first error."""
+        """Publishes this member's progress, if other processes cannot read the storage. Raises the first error."""
         news = {
             tp: (held.claim, offset)
             for tp, offset in done.items()
@@ -335,7 +339,7 @@ class Holdings:
         _raise_first(outcomes)
 
     async def _commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
-        """Commit with present claims, and keep what becomes of them. To be called in turn."""
+        """Commits with the current claims, and keeps the new claims. The caller holds `_commit_turn`."""
         refused: dict[TopicPartition, MetamqError] = {}
         outcomes = await self._storage.commit(requests) if requests else {}
         for tp, outcome in outcomes.items():
@@ -349,7 +353,7 @@ class Holdings:
         return refused
 
     def _fenced(self, tp: TopicPartition, held: _Holding) -> None:
-        """A commit was refused for good: give the partition up, and claim it again if the plan says so."""
+        """Releases a partition after a permanent refusal of a commit. If the plan says so, it is claimed again."""
         handler_has_it = held.phase in HANDLER_HAS_IT
         held.enter(Phase.RELEASING)
         if handler_has_it:
@@ -359,7 +363,8 @@ class Holdings:
     # Ends
 
     def lose_all(self) -> list[TopicPartition]:
-        """The session is over, and with it every claim. Tells the handler; gives what was held."""
+        """Forgets every claim, because the session is over. Notifies the handler. Returns the partitions that were
+        held."""
         handler_had = self.in_phase(*HANDLER_HAS_IT)
         held, self._held = list(self._held), {}
         self.waiting.clear()
@@ -368,12 +373,12 @@ class Holdings:
         return held
 
     async def drop_all(self) -> None:
-        """Stop at once, without waiting for what is in hand. Raises MetamqError."""
+        """Stops at once, without waiting for in-flight messages. Raises MetamqError."""
         self._doubts.update(self.lose_all())
         await self._settle_doubts()
 
     async def drain(self) -> None:
-        """Wait until the handler has nothing in hand any more. No `follow` may come after."""
+        """Waits until the handler has no in-flight messages. There must be no `follow` afterwards."""
         for task in self._reading:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -382,7 +387,7 @@ class Holdings:
             await self._look_after(self._revoke(self._enter(consuming, Phase.REVOKING)))
 
     async def release_all(self) -> None:
-        """Commit and release all that was drained. Raises MetamqError; may be repeated."""
+        """Commits and releases all drained partitions. Raises MetamqError; may be repeated."""
         await self._settle_doubts()
         await self._release(list(self._held))
 

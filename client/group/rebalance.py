@@ -1,17 +1,17 @@
-"""A group member at work: it joins, agrees on a plan with the others, and follows it.
+"""A group member at work: it joins, agrees on a plan with the other members, and follows the plan.
 
-One task does all the looking and deciding. Watches, state changes and finished work do no more than ask it to look
-again; however many ask meanwhile, it looks once. A round agrees on the plan (`group_plan`), then takes the steps from
+One task does all checks and decisions. Watches, state changes and finished work only request another check; however
+many requests come meanwhile, the task checks once. A round agrees on the plan (`group_plan`), then takes the steps from
 what this member holds to what the plan gives it (`holdings`):
 
-    revoke    the handler finishes what it has in hand; in the background, so one slow message holds up nothing else
+    revoke    the handler finishes its in-flight messages; in the background, so one slow message delays nothing else
     release   commit the last offsets, delete the owner nodes
-    claim     create the owner nodes; where another member is still the owner, wait for its node to go, never steal
-    start     ask the storage for the offsets, hand the partitions to the handler; in the background
+    claim     create the owner nodes; if another member is still the owner, wait until its node is gone, never steal
+    start     read the offsets from the storage, pass the partitions to the handler; in the background
 
-Errors end a round, not the task: it tries again, after a pause that grows up to 5 s, for as long as it takes. While the
-connection is down nothing is given up; the consumer goes on until its lease ends. A lost session is the end of all that
-was held: the handler is told at once, and the member joins again in the next session.
+An error ends a round, not the task: it tries again without a limit, after a pause that grows up to 5 s. While the
+connection is down the member keeps its partitions; the consumer continues until its lease ends. A lost session ends all
+holdings: the handler is notified at once, and the member joins again in the next session.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ __all__ = ["AssignedPartition", "AssignmentHandler", "RebalanceHealth", "ZKLoadR
 log = logging.getLogger("metamq.client")
 
 BEAT_S = 10.0
-"""How often a member tells how it is doing, if that has changed."""
+"""Seconds between two updates of a member's node, if its state has changed."""
 
 RETRY_MS_MIN = 50
 RETRY_MS_MAX = 5_000
 
 
 class ZKLoadRebalanceListener:
-    """Keeps one consumer's share of a group's partitions. Belongs to the loop it is started in; not thread-safe.
+    """Keeps one consumer's share of a group's partitions. Not thread-safe: for the loop in which it is started.
 
-    `topics`: names subscribed to. `storage` keeps the offsets and stays the caller's to close, as do `session` and
-    `lease`; the lease is only reported on, who delivers messages checks it. Raises ConfigError for a group, consumer id
-    or strategy that cannot be.
+    `topics` are the subscribed topics. `storage` keeps the offsets. The caller closes `storage`, `session` and `lease`.
+    The lease is only reported here; the code that delivers messages checks it. Raises ConfigError for a wrong group,
+    consumer id or strategy.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class ZKLoadRebalanceListener:
         self._lack: Lack | None = None
         self._missing = MissingTopics(f"{consumer_id} of group {group}", self._topics)
         self._joined_in = 0
-        self._told: Member | None = None
+        self._written: Member | None = None
         self._signed = 0
-        """The plan at which it last told of itself."""
+        """The plan's generation at the last update of the member's node."""
         self._since_ms = self._progress_ms = _now_ms()
         self._failures = 0
         self._last_error = ""
@@ -115,11 +115,11 @@ class ZKLoadRebalanceListener:
     # Starting and stopping
 
     async def start(self) -> None:
-        """Join the group; partitions come to the handler from then on.
+        """Joins the group. From then on the handler receives partitions.
 
-        Waits while another process has this consumer id, for as long as that one's session may outlive it.
-        Raises TopicNotFound; ConfigError when the group uses another strategy or the consumer id is in use;
-        ConnectionLost. Nothing is left behind then.
+        If another process has this consumer id, waits for as long as that process's session may last. Raises
+        TopicNotFound; ConfigError if the group uses another strategy or the consumer id is in use; ConnectionLost.
+        After an error nothing is left in ZooKeeper.
         """
         topic_store = TopicStore(self._session)
         for topic in self._topics:
@@ -138,10 +138,11 @@ class ZKLoadRebalanceListener:
         self._task = asyncio.create_task(self._run(), name=f"metamq-rebalance-{self._group}")
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Leave the group: wait for what is in hand, commit it, release everything. May be repeated.
+        """Leaves the group: waits for in-flight messages, commits, releases everything. May be repeated.
 
-        `timeout_s` bounds what is to be written to ZooKeeper and the storage, not the handler. What could not be
-        written in time goes to the next owner, uncommitted, when the session ends: close it.
+        `timeout_s` limits the writes to ZooKeeper and the storage, in seconds, but not the handler. Partitions whose
+        last offset could not be written in time go to the next owner, uncommitted, when the session ends: close the
+        session.
         """
         if self._task is None:
             return
@@ -149,7 +150,7 @@ class ZKLoadRebalanceListener:
         self._look.set()
         await self._task
         self._task = None
-        # First of all, so that the others plan while we drain: they wait for each partition all the same.
+        # First of all, so that the others plan while this member drains: they wait for each partition in any case.
         leaving = asyncio.create_task(self._within(timeout_s, self._leave))
         await self._holdings.drain()
         await leaving
@@ -161,7 +162,7 @@ class ZKLoadRebalanceListener:
         await members.leave(self._session, self._group, self._id)
 
     async def _within(self, timeout_s: float, work: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `work` until it is done or the time is over."""
+        """Repeats `work` until it is done or the time is over."""
         error: MetamqError | None = None
         failures = 0
         with contextlib.suppress(TimeoutError):
@@ -169,14 +170,14 @@ class ZKLoadRebalanceListener:
                 while not isinstance(error, ClosedError):
                     try:
                         return await work()
-                    except MetamqError as trouble:
-                        error = trouble
+                    except MetamqError as failure:
+                        error = failure
                     failures += 1
                     await asyncio.sleep(_pause_s(failures))
         reason = error or "no answer in time"
-        log.warning("group %s: %s is gone for the others only when its session ends: %s", self._group, self._id, reason)
+        log.warning("group %s: the others see %s leave only when its session ends: %s", self._group, self._id, reason)
 
-    # What the consumer calls
+    # Called by the consumer
 
     def partition_names(self, topic: str) -> Sequence[str] | None:
         """See `Assignment.partition_names`."""
@@ -186,15 +187,16 @@ class ZKLoadRebalanceListener:
         return given.partition_names if given is not None else ()
 
     async def commit(self, requests: Sequence[CommitRequest]) -> dict[TopicPartition, MetamqError]:
-        """Commit, and give what was refused: OwnershipLost, or an error after which the same can be committed again.
+        """Commits. Returns what was refused: OwnershipLost, or an error after which the commit can be repeated.
 
-        The claims in the requests may be those that were assigned. One request per partition. Safe to cancel: what was
-        under way may be committed.
+        The claims in the requests may be the assigned ones. One request per partition. Safe to cancel: a commit without
+        an answer may be done.
         """
         return await self._holdings.commit(requests)
 
     def unsettled(self) -> Obstacle | None:
-        """See `Assignment.unsettled`. Partitions of a member that may be dead are waited for until its session ends."""
+        """See `Assignment.unsettled`. It waits for the partitions of a member that may be dead until its session
+        ends."""
         now, since = time.monotonic(), self._unsettled_since
         is_joined = self._joined_in == self._session.generation and not self._look.is_set()
         if self._is_failed or (since is None and is_joined):
@@ -215,30 +217,30 @@ class ZKLoadRebalanceListener:
 
     async def confirm(self) -> Obstacle | None:
         """See `Assignment.confirm`."""
-        asked_at = time.monotonic()
-        await self._session.sync()  # watches that fire are heard of before the answer
+        requested_at = time.monotonic()
+        await self._session.sync()  # watches fire before the answer
         if self._plan is None or (found := self.unsettled()) is not None:
-            return found or Obstacle(Timeout("making a plan", outages.PATIENCE_S), asked_at, outages.PATIENCE_S)
+            return found or Obstacle(Timeout("making a plan", outages.PATIENCE_S), requested_at, outages.PATIENCE_S)
         unproven = await self._peers.unproven(self._plan, self._group_plan.present)
         if unproven is None:
             return None
         name = unproven if isinstance(unproven, str) else unproven.consumer_id
-        # It is shown to live, or its node goes, when its session would be over.
-        return Obstacle(Timeout(f"waiting for a sign of life of {name!r}", inf), asked_at, inf)
+        # Either the member proves that it is alive, or its node is gone, when its session would be over.
+        return Obstacle(Timeout(f"waiting for a sign of life of {name!r}", inf), requested_at, inf)
 
     async def publish(self, done: Mapping[TopicPartition, int]) -> None:
         """See `Assignment.publish`."""
         try:
             await self._holdings.publish(done)
         except MetamqError as error:
-            log.debug("group %s: how far %s is is not published: %s", self._group, self._id, error)
+            log.debug("group %s: the progress of %s is not published: %s", self._group, self._id, error)
 
     def note_progress(self) -> None:
-        """To be called whenever a message is done or there is none: others see the time of it."""
+        """Notes the time of progress for other processes: a message is done, or there is no message to process."""
         self._progress_ms = _now_ms()
 
     def health(self) -> RebalanceHealth:
-        """How this member stands in its group."""
+        """Returns the state of this member in its group."""
         return RebalanceHealth(
             state=self._state_name(),
             plan_generation=self._plan.generation if self._plan else None,
@@ -302,13 +304,13 @@ class ZKLoadRebalanceListener:
         self._missing.look(self._plan.inputs.topics)
         await self._holdings.follow(self._plan)
         self._lack = self._holdings.lack(self._plan)
-        self._tell_if_idle(self._plan)
+        self._warn_if_idle(self._plan)
 
     def _try_again_later(self, error: Exception) -> None:
         self._failures += 1
         if str(error) != self._last_error:
             trace = None if isinstance(error, MetamqError) else error
-            log.warning("group %s: %s goes on after: %s", self._group, self._id, error, exc_info=trace)
+            log.warning("group %s: %s continues after: %s", self._group, self._id, error, exc_info=trace)
         self._last_error = str(error)
         asyncio.get_running_loop().call_later(_pause_s(self._failures), self._look.set)
 
@@ -330,10 +332,10 @@ class ZKLoadRebalanceListener:
             log.warning("group %s: %s keeps its nodes until its session ends: %s", self._group, self._id, late)
         self._handler.failed(error)
 
-    def _tell_if_idle(self, plan: Plan) -> None:
-        """Once when it begins: the numbers may change often while members come and go, and health() has them."""
+    def _warn_if_idle(self, plan: Plan) -> None:
+        """Warns once when the member becomes idle. The numbers may change often, and health() has them."""
         reason = "" if self._holdings else why_idle(self._id, plan)
-        if reason and not self._idle_reason and plan.inputs.topics.keys() & set(self._topics):  # else they were deleted
+        if reason and not self._idle_reason and plan.inputs.topics.keys() & set(self._topics):  # else all are deleted
             hint = "Add partitions, or start no more members than there are partitions"
             log.warning("group %s: %s has no partition: %s. %s", self._group, self._id, reason, hint)
         self._idle_reason = reason
@@ -362,8 +364,8 @@ class ZKLoadRebalanceListener:
             raise self._in_use(other)
 
     async def _try_to_join(self, left: asyncio.Event) -> Member | None:
-        self._told = self._myself()
-        other = await members.join(self._session, self._group, self._told, left=left.set)
+        self._written = self._myself()
+        other = await members.join(self._session, self._group, self._written, left=left.set)
         self._group_plan.forget()
         return other
 
@@ -388,17 +390,18 @@ class ZKLoadRebalanceListener:
         )
 
     def _owes_sign(self) -> bool:
-        """Whether members that have joined since do not know yet that this one lives; see metamq.client.net.peers."""
+        """Returns True if members that have joined since may not know that this one is alive; see
+        metamq.client.net.peers."""
         return self._plan is not None and self._plan.generation != self._signed and len(self._plan.inputs.members) > 1
 
     async def _beat(self) -> None:
-        """Tell how we are doing; a beat that fails is made up for by the next one."""
+        """Updates this member's node. If that fails, the next beat repeats it."""
         myself, owes = self._myself(), self._owes_sign()
-        if (myself == self._told and not owes) or self._joined_in != self._session.generation:
+        if (myself == self._written and not owes) or self._joined_in != self._session.generation:
             return
         try:
             await members.beat(self._session, self._group, myself)
-            self._told = myself
+            self._written = myself
             self._signed = self._plan.generation if self._plan else 0
         except NoNode:
             self._group_plan.forget()
@@ -412,6 +415,7 @@ def _now_ms() -> int:
 
 
 def _pause_s(failures: int) -> float:
-    """How long to wait after so many failures in a row: doubling, capped, and spread so that members do not march."""
+    """Returns the seconds to wait after so many consecutive failures: doubled, limited, and random to spread
+    members."""
     ceiling_ms = min(RETRY_MS_MIN << min(failures, 10), RETRY_MS_MAX)
     return random.uniform(0.5, 1.0) * ceiling_ms / 1000

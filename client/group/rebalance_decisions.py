@@ -1,7 +1,8 @@
-"""What a group member decides, without I/O: the group's strategy, its next plan, and what to do to follow a plan.
+"""The decisions of a group member, without I/O: the group's strategy, its next plan, and the actions to follow a plan.
 
-A partition that a member has to do with goes through these phases; `ACTIONS` says what to do in each, given whether the
-plan wants it here, and `TRANSITIONS` what may follow. Losing the session forgets a partition in any phase.
+A partition of a member goes through these phases. `ACTIONS` has the action for each phase, which depends on the plan:
+it gives the partition to this member or not. `TRANSITIONS` has the next phases. A lost session forgets a partition in
+any phase.
 
     CLAIMED ──► READING ──► STARTING ──► CONSUMING ──► REVOKING ──► RELEASING ──► (forgotten)
        └───────────────────────────────────────────────────────────────▲
@@ -22,14 +23,14 @@ from metamq.zk.partitions import TopicPartition, partition_order
 
 
 class Phase(enum.Enum):
-    """What is going on with a partition of which we own the owner node."""
+    """The state of a partition whose owner node belongs to this member."""
 
-    CLAIMED = "ours, where to start is not known"
-    READING = "the storage is being asked where to start"
-    STARTING = "the handler is being told of it"
+    CLAIMED = "owned, the start offset is not known"
+    READING = "the start offset is being read from the storage"
+    STARTING = "the handler is being notified of it"
     CONSUMING = "the handler consumes it"
-    REVOKING = "the handler finishes what it has in hand"
-    RELEASING = "the last offset and the release are to be written"
+    REVOKING = "the handler finishes its in-flight messages"
+    RELEASING = "the last offset and the release must be written"
 
 
 TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
@@ -45,7 +46,7 @@ HANDLER_HAS_IT = frozenset({Phase.STARTING, Phase.CONSUMING, Phase.REVOKING})
 
 
 class Action(enum.Enum):
-    """What to do about a partition that we hold."""
+    """The action for a partition that this member holds."""
 
     NOTHING = "nothing"
     START = "start"
@@ -53,8 +54,9 @@ class Action(enum.Enum):
     RELEASE = "release"
 
 
-# (phase, whether the plan wants the partition here) -> action. READING, STARTING and REVOKING end by themselves, and
-# are looked at again then: a partition that comes back while it is given up is given up all the same, then claimed.
+# (phase, True if the plan gives the partition to this member) -> action. READING, STARTING and REVOKING end by
+# themselves, and are decided again then: a partition that comes back during its release is released first, then
+# claimed.
 ACTIONS: Mapping[tuple[Phase, bool], Action] = {
     (Phase.CLAIMED, True): Action.START,
     (Phase.CLAIMED, False): Action.RELEASE,
@@ -72,14 +74,14 @@ ACTIONS: Mapping[tuple[Phase, bool], Action] = {
 
 
 class Held(NamedTuple):
-    """A partition that we own, as far as decisions go."""
+    """An owned partition, with the values that decisions need."""
 
     phase: Phase
     topic_id: str
 
 
 class RebalanceDecision(NamedTuple):
-    """What to do now, each in numeric order. `wait`: ours by the plan, but somebody else still holds it."""
+    """The next actions, each list in numeric order. `wait`: partitions of this member that another one still holds."""
 
     start: list[TopicPartition]
     revoke: list[TopicPartition]
@@ -94,11 +96,11 @@ def decide(
     held: Mapping[TopicPartition, Held],
     waiting: Collection[TopicPartition],
 ) -> RebalanceDecision:
-    """What this member has to do to follow `plan`; `waiting` are partitions that another member was found to own."""
+    """Decides the actions of this member to follow `plan`. `waiting` are partitions that another member owns."""
     mine = mine_in(consumer_id, plan)
     actions: dict[Action, list[TopicPartition]] = {action: [] for action in Action}
     for item in sorted(held, key=partition_order):
-        # A topic made anew has other partitions under the same names.
+        # A topic that was deleted and created again has other partitions under the same names.
         wanted = mine.get(item) == held[item].topic_id
         actions[ACTIONS[held[item].phase, wanted]].append(item)
     missing = sorted(mine.keys() - held.keys(), key=partition_order)
@@ -112,7 +114,7 @@ def decide(
 
 
 def mine_in(consumer_id: str, plan: Plan | None) -> dict[TopicPartition, str]:
-    """The partitions that the plan gives to a member, with their topics' ids."""
+    """Returns the partitions that the plan gives to a member, with their topics' ids."""
     if plan is None:
         return {}
     topics = plan.inputs.topics
@@ -120,9 +122,9 @@ def mine_in(consumer_id: str, plan: Plan | None) -> dict[TopicPartition, str]:
 
 
 def group_strategy(previous: Plan | None, members: Mapping[str, Member]) -> str:
-    """The strategy that holds for the group: that of the plan while a member of it that asked for it is there.
+    """Returns the strategy of the group: the plan's, while one of its members that requests that strategy is present.
 
-    Otherwise that of the member which joined first.
+    Otherwise the strategy of the member that joined first.
     """
     if previous is not None:
         stays = any(
@@ -136,7 +138,7 @@ def group_strategy(previous: Plan | None, members: Mapping[str, Member]) -> str:
 
 
 def subscribed_topics(members: Iterable[Member]) -> list[str]:
-    """Every topic that somebody subscribes to, sorted."""
+    """Returns every topic that any member subscribes to, sorted."""
     return sorted({topic for member in members for topic in member.topics})
 
 
@@ -146,9 +148,9 @@ def plan_inputs(
     topics: Iterable[TopicConfig | None],
     kept: Mapping[str, TopicInput] | None = None,
 ) -> PlanInputs:
-    """What a plan is made from. Members that ask for another strategy take no part; they find out by themselves.
+    """Returns the inputs of a plan. Members that request another strategy are left out; they notice that by themselves.
 
-    `kept`: topics whose configuration cannot be read, as the plan before has them.
+    `kept`: topics whose configuration cannot be read, as the previous plan has them.
     """
     taking_part = {
         consumer_id: tuple(sorted(set(member.topics)))
@@ -163,7 +165,7 @@ def plan_inputs(
 
 
 def without_growth(before: PlanInputs, now: PlanInputs) -> PlanInputs:
-    """`now` without what came since `before`: members, topics of members, topics, partitions. Twice is as once."""
+    """Returns `now` without the additions since `before`: members, their topics, topics, partitions. Idempotent."""
     members = {
         member: tuple(topic for topic in subscribed if topic in now.members[member])
         for member, subscribed in before.members.items()
@@ -179,7 +181,7 @@ def without_growth(before: PlanInputs, now: PlanInputs) -> PlanInputs:
 
 
 def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
-    """The plan that follows `previous` when the inputs are these. Raises ConfigError for an unknown strategy."""
+    """Returns the plan that follows `previous` with these inputs. Raises ConfigError for an unknown strategy."""
     assignment = strategies.plan(
         previous.assignment if previous else {},
         inputs.members,
@@ -190,13 +192,14 @@ def next_plan(previous: Plan | None, strategy: str, inputs: PlanInputs) -> Plan:
 
 
 def has_no_topic(consumer_id: str, plan: Plan) -> bool:
-    """Whether none of the topics that a member subscribes to was there when the plan was made."""
+    """Returns True if none of a member's topics existed when the plan was made."""
     topics = plan.inputs.members.get(consumer_id)
     return topics is not None and plan.inputs.topics.keys().isdisjoint(topics)
 
 
 def why_idle(consumer_id: str, plan: Plan) -> str:
-    """Why the plan gives a member nothing; nothing when it gives it something, or does not know it."""
+    """Returns the reason that the plan gives a member no partition. "" if it gives some, or does not know the
+    member."""
     topics = plan.inputs.members.get(consumer_id)
     if topics is None or consumer_id in plan.assignment.values():
         return ""

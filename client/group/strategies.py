@@ -1,14 +1,14 @@
-"""Who gets which partition: pure functions of (previous plan, members with subscriptions, configured partitions).
+"""The distribution of partitions: pure functions of (previous plan, members with subscriptions, configured partitions).
 
     range            per topic a contiguous run for each member, in order of member id, as Metamorphosis does by default
-    round_robin      all partitions dealt out one by one over the members in order of id
+    round_robin      all partitions are dealt one by one to the members in order of id
     consistent_hash  each partition goes to the next point clockwise on a ring of 160 points per member: uneven, but a
                      member that joins or leaves moves no partition between the others
-    sticky           even within one partition, and no partition moves that evenness does not force to
+    sticky           even within one partition, and a partition moves only if evenness requires it
 
-The result depends on values alone, never on the order in which they come: members that look at the same inputs get the
-same plan. Partitions are ordered by number, so 0-10 comes after 0-2. Members of one group may subscribe to different
-topics; a partition goes to subscribers of its topic only, and to nobody when there are none.
+The result depends only on values, never on their order: members with the same inputs get the same plan. Partitions are
+ordered by number, so 0-10 comes after 0-2. Members of one group may subscribe to different topics. A partition goes
+only to subscribers of its topic, and to no member if there are none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Assignment = Mapping[TopicPartition, str]
 
 
 def check_strategy(strategy: str) -> str:
-    """Give the name back. Raises ConfigError, with the names there are, when it is none of them."""
+    """Returns the name. Raises ConfigError with the existing names if there is no such strategy."""
     if strategy not in STRATEGIES:
         near = difflib.get_close_matches(str(strategy), STRATEGIES)
         suggestion = f" Did you mean {near[0]!r}?" if near else ""
@@ -42,10 +42,10 @@ def check_strategy(strategy: str) -> str:
 
 
 def plan(previous: Assignment, members: Members, partitions: Partitions, strategy: str) -> dict[TopicPartition, str]:
-    """Assign every partition that has a subscriber to exactly one of them.
+    """Assigns every partition that has subscribers to exactly one of them.
 
-    `members`: consumer id -> topics; `partitions`: topic -> partition names; `previous`: the assignment before, of
-    which only "sticky" makes use. Raises ConfigError for a strategy that does not exist.
+    `members`: consumer id -> topics; `partitions`: topic -> partition names; `previous`: the previous assignment, which
+    only "sticky" uses. Raises ConfigError for a strategy that does not exist.
     """
     assign = STRATEGIES[check_strategy(strategy)]
     subscriptions = {member: frozenset(members[member]) for member in sorted(members)}
@@ -137,7 +137,7 @@ def _sticky(
         else:
             free.append(item)
     subscribers = _subscribers(subscriptions)
-    # Partitions with few candidates first: the others can make up for them.
+    # Partitions with few candidates first: the others can even out the loads afterwards.
     for item in sorted(free, key=lambda item: len(subscribers[item.topic])):
         holdings.give(item, min(subscribers[item.topic], key=holdings.load))
     # With equal subscriptions each step takes from a member above its share for one below, so no step is wasted.
@@ -147,7 +147,7 @@ def _sticky(
 
 
 class _Holdings:
-    """Who holds what while the sticky plan is made."""
+    """The holdings of the members while the sticky plan is made."""
 
     def __init__(self, subscriptions: Subscriptions) -> None:
         self._subscriptions = subscriptions
@@ -164,7 +164,7 @@ class _Holdings:
         self._loads[member] += 1
 
     def even_out(self) -> bool:
-        """Move one partition from a member to another with at least two fewer; False when none can be."""
+        """Moves one partition from a member to another with at least two fewer. Returns False if none can be moved."""
         by_load = sorted(self._loads, key=self.load)
         for giver in reversed(by_load):
             for taker in by_load:
@@ -199,14 +199,14 @@ STRATEGIES: dict[str, _Strategy] = {
 
 _REASONS = {
     "range": "each topic is cut into contiguous runs, one per subscriber in order of id; the first get the rest",
-    "round_robin": "all partitions, in order, go to the members in turn, past those that do not subscribe to the topic",
+    "round_robin": "all partitions, in order, go to one member after another that subscribes to the topic",
     "consistent_hash": f"each partition goes to the next point on a ring of {VIRTUAL_NODES} points per subscriber",
-    "sticky": "owners keep their partitions; from those with two more than another, one moves until none is left",
+    "sticky": "owners keep their partitions; a member with two more than another one gives one, until there is none",
 }
 
 
 def explain(members: Members, partitions: Partitions, strategy: str, assignment: Assignment) -> str:
-    """The plan in words: its inputs, the rule, what each member has and why. Several lines."""
+    """Describes a plan: its inputs, its rule, and the partitions of each member with the reason. Several lines."""
     lines = [f"Strategy {strategy}: {_REASONS[check_strategy(strategy)]}.", "", "Topics"]
     for topic in sorted(partitions):
         readers = sum(topic in topics for topics in members.values())
@@ -221,7 +221,7 @@ def explain(members: Members, partitions: Partitions, strategy: str, assignment:
         lines += [f"    {topic}: {' '.join(names)}" for topic, names in by_topic.items()]
     orphans = [topic for topic in sorted(partitions) if not any(topic in topics for topics in members.values())]
     if orphans:
-        lines += ["", f"Read by nobody: {', '.join(orphans)}"]
+        lines += ["", f"Read by no member: {', '.join(orphans)}"]
     return "\n".join(lines)
 
 

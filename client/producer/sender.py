@@ -14,8 +14,7 @@ Once ZooKeeper names another master, the sender does not wait for answers of the
 answers may be void. The unanswered batches go to the new master, which recognizes by their numbers those that it has.
 
 A partition or a broker for which batches wait, because they cannot be sent now, is *busy*: open batches for it may as
-well grow, and messages without a key go to other partitions.
-All code of this module runs in the producer's loop.
+well grow, and messages without a key go to other partitions. All code of this module runs in the producer's loop.
 """
 
 from __future__ import annotations

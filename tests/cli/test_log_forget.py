@@ -106,7 +106,7 @@ def test_at_a_lone_broker_readers_are_told_and_miss_nothing_of_what_comes_after(
         running.consumer(topics=[TOPIC], group="told", idle_timeout_s=1) as consumer,
     ):
         assert [message.value for message in read_to_end(consumer)] == after
-    assert [one for one in caplog.messages if f"{name}:" in one and "Going on at 0" in one], "it says so"
+    assert [one for one in caplog.messages if f"{name}:" in one and "Continuing at 0" in one], "it says so"
     with running.consumer(topics=[TOPIC], start="earliest", idle_timeout_s=1) as consumer:
         assert len(read_to_end(consumer)) == BEFORE + AFTER, "the other partition is as it was"
 

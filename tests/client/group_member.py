@@ -83,9 +83,9 @@ def main(servers: str, topic: str, group: str, name: str, file: str, database: s
 
         while True:
             for message in consumer:
-                assert consumer._hand is not None
-                assert consumer._hand.state.claim is not None
-                generation = consumer._hand.state.claim.generation
+                assert consumer._in_flight is not None
+                assert consumer._in_flight.state.claim is not None
+                generation = consumer._in_flight.state.claim.generation
                 tell("handle", message.partition, generation, message.offset, time.monotonic())
                 time.sleep(random.random() * HANDLER_S_MAX)
                 last[message.partition] = message, generation

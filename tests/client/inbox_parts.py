@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from metamq.client.fetch.inbox import Hand, Inbox, PartitionState
+from metamq.client.fetch.inbox import Inbox, InFlightBatch, PartitionState
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.wire.batch import read_header, stamp
 from metamq.wire.columns import encode
@@ -27,7 +27,7 @@ def inbox_with(*states: PartitionState) -> Inbox:
     return inbox
 
 
-def take(inbox: Inbox, *, whole: bool = False) -> Hand:
+def take(inbox: Inbox, *, whole: bool = False) -> InFlightBatch:
     with inbox.lock:
         hand = inbox.take(whole=whole)
     assert hand is not None

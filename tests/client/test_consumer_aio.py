@@ -558,6 +558,6 @@ def test_an_unclosed_consumer_warns(shop: Shop) -> None:
         with pytest.warns(ResourceWarning, match="a Consumer was not closed"):
             consumers.clear()
         gc.collect()
-        await core.close(in_hand_done=False)
+        await core.close(last_done=False)
 
     asyncio.run(scenario())

@@ -299,8 +299,8 @@ def test_an_outage_is_told_once_and_does_not_count_as_idle(parts: Cluster, caplo
 
         def is_idle_after(idle_timeout_s: float) -> None:
             """Short only while it matters: on a slow machine any message may take longer."""
-            reader.consumer._hands._idle_timeout_s = idle_timeout_s
-            reader.consumer._hands.poke()
+            reader.consumer._receiver._idle_timeout_s = idle_timeout_s
+            reader.consumer._receiver.poke()
 
         send(0)
         until(lambda: reader.has(0))

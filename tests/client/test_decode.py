@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from metamq import Consumer, Message, MessageBatch, aio
-from metamq.client.fetch.inbox import Hand, PartitionState
+from metamq.client.fetch.inbox import InFlightBatch, PartitionState
 from metamq.errors import DecodeError
 from tests.client.conftest import Shop
 from tests.client.inbox_parts import TP, batch
@@ -250,7 +250,7 @@ def test_at_each_place_of_a_batch_it_is_the_one_in_hand(count: int, bad: int) ->
 
     one = batch(TP, 1000, count)
     one._decode = decode
-    hand = Hand(PartitionState(TP, None, 1000), one, lambda: True, whole=False)
+    hand = InFlightBatch(PartitionState(TP, None, 1000), one, lambda: True, whole=False)
     read: list[int] = []
     if bad >= count:
         read.extend(fields[4] for fields in hand.iterate())
@@ -261,10 +261,10 @@ def test_at_each_place_of_a_batch_it_is_the_one_in_hand(count: int, bad: int) ->
     assert raised.value is hand.rejected
     assert raised.value.offset == 1000 + bad
     assert read == list(range(1000, 1000 + bad))
-    for in_hand in (True, False):
-        assert hand.done_offset(in_hand=in_hand) == 1000 + bad, "not done, whoever asks"
+    for last_done in (True, False):
+        assert hand.done_offset(last_done=last_done) == 1000 + bad, "not done, whoever asks"
     hand.rejected = None
-    assert hand.done_offset(in_hand=True) == 1000 + bad + 1
+    assert hand.done_offset(last_done=True) == 1000 + bad + 1
     assert [fields[2] for fields in hand.iterate()] == list(range(1000 + bad + 1, 1000 + count))
     with pytest.raises(DecodeError):
         one.values  # noqa: B018

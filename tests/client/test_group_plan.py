@@ -134,4 +134,4 @@ def test_a_member_that_a_plan_has_no_room_for_takes_nothing_from_the_others(
             assert len(last.assignment) == 9, "with room there is a plan for all"
 
     asyncio.run(scenario())
-    assert "group etl goes on without what is new in it: the plan of group 'etl' takes" in caplog.text
+    assert "group etl continues without the additions to it: the plan of group 'etl' takes" in caplog.text

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from metamq.client.fetch.inbox import SLICE_MESSAGES, Hand, Inbox, PartitionState
+from metamq.client.fetch.inbox import SLICE_MESSAGES, Inbox, InFlightBatch, PartitionState
 from metamq.errors import ConfigError, ForkedError
 from tests.client.inbox_parts import OTHER, TP, batch, inbox_with, nothing_to_take, offset_of, take
 
@@ -33,7 +33,7 @@ def test_nothing_is_done_before_the_first_message() -> None:
     assert one.state.done_offset() == 0
     hand.iterate()
     assert one.state.done_offset() == 0
-    assert one.state.done_offset(in_hand=True) == 0
+    assert one.state.done_offset(last_done=True) == 0
 
 
 def test_a_message_is_done_when_the_next_one_is_asked_for() -> None:
@@ -42,9 +42,9 @@ def test_a_message_is_done_when_the_next_one_is_asked_for() -> None:
     for offset in range(5):
         assert offset_of(next(fields)) == offset
         assert one.state.done_offset() == offset
-        assert one.state.done_offset(in_hand=True) == offset + 1
+        assert one.state.done_offset(last_done=True) == offset + 1
     assert next(fields, None) is None
-    assert one.state.done_offset(in_hand=True) == 5
+    assert one.state.done_offset(last_done=True) == 5
 
 
 def test_at_the_end_of_a_batch_the_next_one_follows() -> None:
@@ -62,28 +62,28 @@ def test_a_whole_batch_is_done_as_a_whole() -> None:
     one = One()
     hand = take(one.inbox, whole=True)
     assert one.state.done_offset() == 0
-    assert one.state.done_offset(in_hand=True) == 5
+    assert one.state.done_offset(last_done=True) == 5
     assert one.inbox.finish(hand) is False
     assert one.state.done_offset() == 5
 
 
 def test_a_whole_batch_that_failed_comes_again() -> None:
     one = One()
-    assert one.inbox.finish(take(one.inbox, whole=True), in_hand=False) is True
+    assert one.inbox.finish(take(one.inbox, whole=True), last_done=False) is True
     assert one.state.done_offset() == 0
     assert nothing_to_take(one.inbox), "what is buffered behind it must not come first"
     assert one.inbox.rewind(one.state) == 0
 
 
-@pytest.mark.parametrize("in_hand", [True, False])
-def test_a_batch_that_is_let_go_in_the_middle_goes_on_there(in_hand: bool) -> None:
+@pytest.mark.parametrize("last_done", [True, False])
+def test_a_batch_that_is_let_go_in_the_middle_goes_on_there(last_done: bool) -> None:
     one = One()
     hand = take(one.inbox)
     fields = hand.iterate()
     next(fields)
     next(fields)
-    assert one.inbox.finish(hand, in_hand=in_hand) is True
-    goes_on_at = 2 if in_hand else 1
+    assert one.inbox.finish(hand, last_done=last_done) is True
+    goes_on_at = 2 if last_done else 1
     assert one.state.done_offset() == goes_on_at
     assert nothing_to_take(one.inbox)
     one.inbox.put(one.state, [batch(TP, 10, 5)])  # was under way: not what comes next
@@ -97,7 +97,7 @@ def test_an_exception_at_the_first_message_makes_nothing_done() -> None:
     one = One()
     hand = take(one.inbox)
     next(hand.iterate())
-    assert one.inbox.finish(hand, in_hand=False) is True
+    assert one.inbox.finish(hand, last_done=False) is True
     assert one.state.done_offset() == 0
     assert one.state.epoch == -1, "no message is done: no master's term wrote the last one"
 
@@ -110,7 +110,7 @@ def test_the_epoch_is_that_of_the_last_message_that_is_done() -> None:
     assert state.epoch == 4
     hand = take(inbox)
     next(hand.iterate())
-    inbox.finish(hand, in_hand=False)
+    inbox.finish(hand, last_done=False)
     assert (state.next_offset, state.epoch) == (2, 4)
 
 
@@ -148,7 +148,7 @@ def test_a_message_that_failed_after_its_batch_was_taken_back_comes_again() -> N
     next(fields)
     assert one.inbox.rewind(one.state) == 2, "what is fetched meanwhile is behind the one in hand"
     one.inbox.put(one.state, [batch(TP, 2, 3)])
-    assert one.inbox.finish(hand, in_hand=False) is True
+    assert one.inbox.finish(hand, last_done=False) is True
     assert nothing_to_take(one.inbox)
     assert one.inbox.rewind(one.state) == 1
 
@@ -300,14 +300,14 @@ def test_bytes_are_counted_until_the_handler_lets_go() -> None:
     assert one.inbox.buffered_bytes == one.state.buffered_bytes == 0
 
 
-@pytest.mark.parametrize(("in_hand_done", "done"), [(True, 2), (False, 1)])
-def test_close_waits_for_nobody(in_hand_done: bool, done: int) -> None:
+@pytest.mark.parametrize(("last_done", "done"), [(True, 2), (False, 1)])
+def test_close_waits_for_nobody(last_done: bool, done: int) -> None:
     one = One()
     hand = take(one.inbox)
     fields = hand.iterate()
     next(fields)
     next(fields)
-    one.inbox.close(in_hand_done=in_hand_done)
+    one.inbox.close(last_done=last_done)
     assert one.state.done_offset() == done
     released: list[bool] = []
     one.inbox.when_released(one.state, lambda: released.append(True))
@@ -322,7 +322,7 @@ def test_close_ends_a_revocation_that_waits_for_a_handler() -> None:
     next(take(one.inbox).iterate())
     released: list[bool] = []
     one.inbox.when_released(one.state, lambda: released.append(True))
-    one.inbox.close(in_hand_done=False)
+    one.inbox.close(last_done=False)
     assert released == [True]
 
 
@@ -346,7 +346,7 @@ def test_in_a_forks_child_the_batch_in_hand_ends() -> None:
 
 def test_a_waiting_handler_is_woken() -> None:
     one = One(batches=0)
-    taken: list[Hand | None] = []
+    taken: list[InFlightBatch | None] = []
 
     def wait() -> None:
         with one.inbox.lock:

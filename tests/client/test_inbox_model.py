@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from metamq.client.fetch.inbox import Hand, Inbox, PartitionState
+from metamq.client.fetch.inbox import Inbox, InFlightBatch, PartitionState
 from metamq.zk.partitions import TopicPartition
 from tests.client.inbox_parts import OTHER, TP, batch, offset_of, take
 
@@ -16,7 +16,7 @@ from tests.client.inbox_parts import OTHER, TP, batch, offset_of, take
 class Handler:
     """Has at most one batch; `in_hand` is the offset of its last message, None before the first and of a whole one."""
 
-    hand: Hand | None = None
+    hand: InFlightBatch | None = None
     fields: Iterator[tuple[Any, ...]] | None = None
     in_hand: int | None = None
 
@@ -45,7 +45,7 @@ class InboxModel:
 
     def is_current(self, handler: Handler) -> bool:
         assert handler.hand is not None
-        return self.partitions[handler.hand.state.tp].state.hand is handler.hand
+        return self.partitions[handler.hand.state.tp].state.in_flight is handler.hand
 
     # The loop
 
@@ -170,14 +170,14 @@ class InboxModel:
                 partition.expected = hand.batch.offset
             elif handler.in_hand is not None:
                 partition.expected = handler.in_hand
-        self.inbox.finish(hand, in_hand=in_hand)
+        self.inbox.finish(hand, last_done=in_hand)
         handler.hand = handler.fields = handler.in_hand = None
 
     def check_what_is_done(self) -> None:
         for tp, partition in self.partitions.items():
             assert partition.state.done_offset() == partition.done, tp
         assert self.inbox.buffered_bytes == sum(state.buffered_bytes for state in self.inbox.states.values())
-        in_hand = [state.hand.batch.size_bytes for state in self.inbox.states.values() if state.hand]
+        in_hand = [state.in_flight.batch.size_bytes for state in self.inbox.states.values() if state.in_flight]
         buffered = [each.size_bytes for state in self.inbox.states.values() for each in state.buffered]
         assert self.inbox.buffered_bytes == sum(in_hand) + sum(buffered)
 

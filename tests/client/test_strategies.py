@@ -195,5 +195,5 @@ def test_explain_tells_inputs_rule_and_result() -> None:
         "  d: 0 partitions, its topics have no partition that falls to it; more members than partitions leave some"
         " without\n"
         "\n"
-        "Read by nobody: bids"
+        "Read by no member: bids"
     )

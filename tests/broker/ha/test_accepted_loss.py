@@ -118,7 +118,7 @@ def test_who_has_read_or_committed_what_was_given_up_is_told_and_misses_nothing(
             with group.cluster.consumer(topics=[TOPIC], group=name, idle_timeout_s=1, **settings_of(storage)) as one:
                 # The group that keeps its offsets in the database has the first one already.
                 assert [message.value for message in read_to_end(one)] == values(b"new", NEW)[name == "database" :]
-            told = [record.getMessage() for record in caplog.records if "Going on at" in record.getMessage()]
+            told = [record.getMessage() for record in caplog.records if "Continuing at" in record.getMessage()]
             if name != "database":
                 (message,) = told
                 assert f"not {AGREED + GONE} (what was read from {AGREED} on was given up" in message

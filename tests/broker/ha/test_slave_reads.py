@@ -127,7 +127,7 @@ def test_consumers_read_on_from_a_slave_while_there_is_no_master_and_go_back(
         assert bytes_out(slave) > 0
         new = Reader(group, topic, read_from="any")  # where to begin, a slave says as well
         new.read_all(values)
-        wait_until(lambda: "reading on from slaves" in caplog.text, what="that told")
+        wait_until(lambda: "reading from slaves" in caplog.text, what="that told")
         caplog.clear()  # a machine that is slow takes longer to find the slave than to complain
         time.sleep(1.5 * WARN_AFTER_S)
         assert "cannot be fetched at present" not in caplog.text

@@ -1,4 +1,4 @@
-"""How much a consumer fetches ahead: its buffer's limit, and what each partition may take of it."""
+"""The budget of a consumer's read-ahead: the limit of its buffer, and the share of each partition."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from metamq.client.fetch.fetch_runner import FetchLimits
 from metamq.client.fetch.inbox import Inbox, PartitionState
 
 
-class Room:
-    """The room in a consumer's inbox."""
+class FetchBudget:
+    """The free capacity of a consumer's inbox."""
 
     def __init__(self, options: ConsumerOptions, inbox: Inbox) -> None:
         self._options = options
         self._inbox = inbox
 
     def limits(self) -> FetchLimits:
-        """What the next GET may ask for."""
+        """Returns the limits of the next GET."""
         options = self._options
         share_bytes = options.partition_fetch_max_bytes
         if self._inbox.buffered_bytes >= options.prefetch_bytes:
@@ -25,8 +25,9 @@ class Room:
     def _share_bytes(self) -> int:
         return max(self._options.prefetch_bytes // max(len(self._inbox.states), 1), 1)
 
-    def has_more(self, state: PartitionState) -> bool:
-        """Whether more is to be fetched: always below a fair share, so that one slow partition holds up no other."""
+    def allows_more(self, state: PartitionState) -> bool:
+        """Returns True if more may be fetched. That always holds below a fair share: a slow partition blocks no other
+        one."""
         limit = self._options.prefetch_bytes
         if state.buffered_bytes < self._share_bytes():
             return True

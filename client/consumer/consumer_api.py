@@ -1,4 +1,4 @@
-"""What the blocking and the asyncio Consumer have in common: arguments in, and what may be asked from any thread."""
+"""The common base of the blocking and the asyncio Consumer: checks arguments, and answers from any thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic
 from metamq.client.checks import partition_of, wrong_type
 from metamq.client.consumer.consumer_core import ConsumerCore
 from metamq.client.consumer.health import ConsumerHealth
-from metamq.client.fetch.commit_in import Position, asked, commit_in
+from metamq.client.fetch.commit_in import Position, commit_in, offset_write
 from metamq.client.fetch.message_batch import MessageBatch
 from metamq.client.model import Message
 from metamq.client.offsets.dbapi import Database
@@ -18,11 +18,11 @@ from metamq.client.typevars import T
 from metamq.errors import ConfigError, OwnershipLost
 from metamq.zk.partitions import TopicPartition
 
-__all__ = ["ConsumerFace", "Position", "offsets_of", "partitions_of"]
+__all__ = ["ConsumerApi", "Position", "offsets_of", "partitions_of"]
 
 
 def offsets_of(position: Position) -> dict[TopicPartition, int] | None:
-    """What commit(position) commits: the offset after a message or batch; None for all that is done."""
+    """Returns the offsets that commit(position) commits: after a message or batch; None for all that is done."""
     if position is None:
         return None
     if isinstance(position, Message):
@@ -34,36 +34,36 @@ def offsets_of(position: Position) -> dict[TopicPartition, int] | None:
     return {partition_of(tp): offset for tp, offset in position.items()}
 
 
-class ConsumerFace(Generic[T]):
-    """The parts of a Consumer that wait for nothing."""
+class ConsumerApi(Generic[T]):
+    """The methods of a Consumer that do not wait."""
 
     _core: ConsumerCore
 
     @property
     def assignment(self) -> list[TopicPartition]:
-        """The partitions that this consumer has now. Raises ClosedError after close()."""
+        """The partitions that this consumer has now. Thread-safe. Raises ClosedError after close()."""
         self._core.check_usable()
         return self._core.assignment()
 
     def health(self) -> ConsumerHealth:
-        """How consumption goes, partition by partition: positions, lag, last errors. Asks nobody; any thread.
+        """Returns the state per partition: positions, lag, last errors. Makes no request. Thread-safe.
 
-        Also after close().
+        May also be called after close().
         """
         return self._core.health()
 
     def _requests(self, position: Position) -> list[CommitRequest]:
-        handed_out = isinstance(position, Message | MessageBatch)
-        return self._core.commits.requests(offsets_of(position), handed_out=handed_out)
+        delivered = isinstance(position, Message | MessageBatch)
+        return self._core.commits.requests(offsets_of(position), delivered=delivered)
 
     async def _check_given(self, position: Position) -> None:
-        """Raises OffsetOutOfRange for given offsets that no message can have been done before."""
+        """Raises OffsetOutOfRange for an offset beyond the partition's end: no message before it can be done."""
         if isinstance(position, Mapping):
             given = {request.claim.tp: request.offset for request in self._requests(position)}
             await self._core.check_not_beyond_end(given, "Give the offset after the last message that is done.")
 
     def _storage_for_commit_in(self) -> DatabaseOffsets:
-        """Raises ConfigError where offsets are not to be committed on a connection."""
+        """Returns the storage. Raises ConfigError if offsets cannot be committed on a connection."""
         storage = self._core.plan.offsets
         if not isinstance(storage, DatabaseOffsets):
             raise ConfigError(
@@ -72,13 +72,13 @@ class ConsumerFace(Generic[T]):
             )
         if self._core.plan.auto_commit:
             raise ConfigError(
-                "commit(connection=...) and auto_commit exclude each other: the one would overtake the other",
+                "commit(connection=...) and auto_commit exclude each other: one would overtake the other",
                 hint="Give Consumer(auto_commit=False).",
             )
         return storage
 
     def _check_not_none(self, connection: object) -> None:
-        """Raises ConfigError for None in the place of a connection, where offsets are in a database."""
+        """Raises ConfigError if the connection is None although offsets are in a database."""
         if connection is None and isinstance(self._core.plan.offsets, DatabaseOffsets):
             raise ConfigError(
                 "commit(connection=None) gives no connection: the offsets would be stored without the results",
@@ -86,32 +86,32 @@ class ConsumerFace(Generic[T]):
             )
 
     async def _commit_in(self, storage: DatabaseOffsets, position: Position, database: Database) -> None:
-        """Writes offsets into the application's own transaction. Waits for nothing but the database."""
+        """Writes offsets into the application's own transaction. Waits only for the database."""
         database.check_in_transaction()
         states, everything = self._core.inbox.states, []
         for request in self._requests(position):
             if (state := states.get(request.claim.tp)) is None:
                 raise OwnershipLost(*request.claim.tp, reason="it is not assigned to this consumer")
-            everything.append(asked(state, request, position))
+            everything.append(offset_write(state, request, position))
         for one in everything:
             counted = await commit_in(storage, database, one)
             if counted is not None:
                 tp, offset = one.request.claim.tp, one.request.offset
                 if one.was_sought or states.get(tp) is not one.state:
-                    pass  # a seek, or another owner, decides where it goes on
+                    pass  # a seek or another owner has set the next offset
                 elif counted < offset:
                     self._seek_now(tp, counted)
                 else:
-                    one.state.sought_offset = offset  # what comes next begins there
+                    one.state.sought_offset = offset  # the next commit begins there
                 raise OwnershipLost(*tp, reason=f"it is counted up to offset {counted} already")
 
     def _seek_now(self, tp: TopicPartition, offset: int) -> None:
-        """Seeks; in the blocking consumer, waits for it."""
+        """Seeks. In the blocking consumer, waits for the seek."""
         raise NotImplementedError
 
 
 def partitions_of(partitions: Iterable[tuple[str, str]] | tuple[str, str]) -> list[TopicPartition]:
-    """TopicPartitions of what pause() and resume() were given: one, or several."""
+    """Returns the TopicPartitions of the arguments of pause() and resume(): one, or several."""
     if isinstance(partitions, tuple) and len(partitions) == 2 and isinstance(partitions[0], str):
         return [partition_of(partitions)]
     return [partition_of(tp) for tp in partitions]

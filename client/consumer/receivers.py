@@ -1,0 +1,148 @@
+"""Handlers receive batches from the inbox and release them: threads wait for a batch, tasks of the loop await it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+
+from metamq.client.background import BackgroundLoop
+from metamq.client.consumer.consumer_core import ConsumerCore
+from metamq.client.consumer.loop_end import LoopEnd, LoopStep
+from metamq.client.fetch.inbox import InFlightBatch
+
+
+class _Wait:
+    """The wait for one batch: decides how long to wait before the next check, and when to ask for the end of the
+    data."""
+
+    def __init__(self, end: LoopEnd, *, confirms: bool = True) -> None:
+        self._end = end
+        self._confirms = confirms
+        self._idle_since = time.monotonic()
+        self.is_over = False
+        """True if no further batch will come."""
+
+    def wait_s(self, idle_timeout_s: float | None) -> float | None:
+        """Returns the seconds until the next check. None: without limit; 0: ask for the end. Raises the error of a
+        lasting obstacle."""
+        if idle_timeout_s is None:
+            return None
+        if not self._confirms:
+            self._end.check_patience()
+            wait_s = max(self._idle_since + idle_timeout_s - time.monotonic(), 0.0)
+            self.is_over = not wait_s
+            return wait_s
+        decision = self._end.look(idle_timeout_s, self._idle_since)
+        self._idle_since = decision.idle_since
+        return 0.0 if decision.step is LoopStep.ASK else decision.wait_s
+
+
+class ThreadReceiver:
+    """The receiver for any thread, outside of the core's loop.
+
+    `idle_timeout_s`: seconds to wait for a batch; None waits without limit. `confirms`: True if the idle time ends a
+    loop only at the end of the data. With False, the idle time just limits the wait.
+    """
+
+    def __init__(
+        self, core: ConsumerCore, background: BackgroundLoop, idle_timeout_s: float | None, *, confirms: bool = True
+    ) -> None:
+        self._core = core
+        self._background = background
+        self._idle_timeout_s = idle_timeout_s
+        self._confirms = confirms
+
+    def take(
+        self, stop: threading.Event | None = None, *, whole: bool = False, max_messages: int = 0
+    ) -> InFlightBatch | None:
+        """Waits for a batch. Returns None if the inbox was closed or idle, or if `stop` is set and poke() was
+        called."""
+        taken: list[InFlightBatch] = []
+        try:
+            return self._take(stop, whole, max_messages, taken)
+        except BaseException:  # a Ctrl-C, perhaps after the batch was taken: the caller does not have the batch
+            for in_flight in taken:
+                self.release(in_flight, last_done=False)
+            raise
+
+    def _take(
+        self, stop: threading.Event | None, whole: bool, max_messages: int, taken: list[InFlightBatch]
+    ) -> InFlightBatch | None:
+        inbox = self._core.inbox
+        wait: _Wait | None = None
+        while True:
+            with inbox.lock:
+                if inbox.closed or (stop is not None and stop.is_set()):
+                    return None
+                in_flight = inbox.take(whole=whole, taken=taken, max_messages=max_messages)
+                if in_flight is not None:
+                    return in_flight
+                wait = wait or _Wait(self._core.end, confirms=self._confirms)
+                wait_s = None if wait.is_over else wait.wait_s(self._idle_timeout_s)
+                if wait.is_over:
+                    return None
+                if wait_s is None or wait_s > 0:
+                    inbox.filled.wait(wait_s)
+                    continue
+            wait.is_over = self._background.run(self._core.end.confirm())
+
+    def release(self, in_flight: InFlightBatch, *, last_done: bool) -> None:
+        """Releases a batch that a handler has finished. `last_done`: True if the last delivered message is done."""
+        if self._core.inbox.finish(in_flight, last_done=last_done):
+            self._background.call_soon(self._core.refetch, in_flight.state)
+        if self._core.has_stalled():
+            self._background.call_soon(self._core.consumed)
+
+    def poke(self) -> None:
+        """Makes the waiting threads check their stop events."""
+        self._core.inbox.poke()
+
+    @property
+    def closed(self) -> bool:
+        """True if no further batch will come."""
+        return self._core.inbox.closed
+
+
+class TaskReceiver:
+    """The receiver for tasks of the core's loop."""
+
+    def __init__(self, core: ConsumerCore, idle_timeout_s: float | None) -> None:
+        self._core = core
+        self._idle_timeout_s = idle_timeout_s
+        self._filled = asyncio.Event()
+        core.inbox.notify = self._filled.set
+
+    async def take(self, *, whole: bool = False, max_messages: int = 0) -> InFlightBatch | None:
+        """Waits for a batch. Returns None if the inbox was closed or idle."""
+        inbox = self._core.inbox
+        wait: _Wait | None = None
+        while not inbox.closed:
+            self._filled.clear()
+            with inbox.lock:
+                in_flight = inbox.take(whole=whole, max_messages=max_messages)
+            if in_flight is not None:
+                return in_flight
+            wait = wait or _Wait(self._core.end)
+            if wait.is_over:
+                return None
+            wait_s = wait.wait_s(self._idle_timeout_s)
+            if wait_s is None or wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):  # wait_for() of Python 3.11 may lose a cancellation
+                        await self._filled.wait()
+            else:
+                wait.is_over = await self._core.end.confirm()
+        return None
+
+    def release(self, in_flight: InFlightBatch, *, last_done: bool) -> None:
+        """Releases a batch that a handler has finished. `last_done`: True if the last delivered message is done."""
+        if self._core.inbox.finish(in_flight, last_done=last_done):
+            self._core.refetch(in_flight.state)
+        self._core.consumed()
+
+    @property
+    def closed(self) -> bool:
+        """True if no further batch will come."""
+        return self._core.inbox.closed
